@@ -1,0 +1,32 @@
+# Everything happens in .venv, which `make install` builds once from pyproject.toml and constraints.txt.
+# Paths are relative, so the project may stand in a folder with spaces in its name.
+
+PYTHON ?= python3
+PY = .venv/bin/python
+
+.PHONY: install run test test-slow lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+run: install
+	$(PY) -m laconic compare --workers 4 --scheme dense --scheme bf16 --scheme topk:rho=0.01
+
+test: lint
+	$(PY) -m pytest -m 'not slow'
+
+test-slow: install
+	$(PY) -m pytest -m slow
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,44 @@
+"""laconic makes PyTorch data-parallel training say less.
+
+    session = laconic.attach(ddp, "topk:rho=0.01")
+"""
+
+from laconic import exchange, memory, quantize, recipes, select, trigger
+from laconic.attach import Attached, attach
+from laconic.errors import (
+    FrameError,
+    KernelError,
+    LaconicError,
+    LaunchError,
+    SchemeError,
+    StateError,
+    TaskError,
+)
+from laconic.recipes import parse
+from laconic.scheme import Scheme, TorchHook
+from laconic.session import Session, Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attached",
+    "FrameError",
+    "KernelError",
+    "LaconicError",
+    "LaunchError",
+    "Scheme",
+    "SchemeError",
+    "Session",
+    "StateError",
+    "Stats",
+    "TaskError",
+    "TorchHook",
+    "attach",
+    "exchange",
+    "memory",
+    "parse",
+    "quantize",
+    "recipes",
+    "select",
+    "trigger",
+]

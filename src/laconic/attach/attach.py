@@ -1,0 +1,99 @@
+"""attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.attach.torch_hooks import TorchHookSession
+from laconic.errors import SchemeError
+from laconic.exchange import Group, own_group
+from laconic.layout import Bucket, Layout
+from laconic.recipes import parse
+from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.session import Background, Session, Stats
+
+
+@runtime_checkable
+class Attached(Protocol):
+    """What attach() returns, whatever the scheme."""
+
+    def stats(self) -> Stats:
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state, to be saved per rank."""
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from a list of all ranks' states."""
+
+
+class GradScaler(Protocol):
+    """What is asked of a torch.amp.GradScaler."""
+
+    def get_scale(self) -> float: ...
+
+
+def attach(
+    ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler: GradScaler | None = None
+) -> Attached:
+    """Let `ddp` exchange its gradients under `scheme`; all ranks call it with the same scheme, before the first backward.
+
+    Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units.
+    """
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise SchemeError(
+            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
+            "write attach(DistributedDataParallel(model), scheme)"
+        )
+    if ddp._comm_hooks:
+        raise SchemeError("this module has a communication hook already; attach once, to a fresh DistributedDataParallel")
+    group: ProcessGroup = ddp.process_group
+    device = next(p for p in ddp.parameters() if p.requires_grad).device
+    if isinstance(scheme, TorchHook):
+        return TorchHookSession(ddp, scheme, own_group(group, device))
+    return _DdpSession(ddp, scheme, Group(own_group(group, device), device), device, grad_scaler)
+
+
+class _DdpSession(Session):
+    """A session fed by DDP's hook through a background thread."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        scheme: Scheme,
+        medium: Group,
+        device: torch.device,
+        grad_scaler: GradScaler | None,
+    ) -> None:
+        super().__init__(
+            scheme,
+            medium,
+            loss_scale=grad_scaler.get_scale if grad_scaler else None,
+            holds_idle=ddp.find_unused_parameters,
+        )
+        # A compiled module keeps its parameters' names behind a prefix that a checkpoint should not depend on.
+        self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
+        trained = {name: p for p, name in self._names.items() if p.requires_grad}
+        model = Layout.of(list(trained), [p.numel() for p in trained.values()])
+        if medium.rank == 0:
+            scheme.warn_if_dense_is_smaller(model, medium.num_workers)
+        self.background = Background(self, device)
+        ddp.register_comm_hook(self, _hook)
+
+    def bucket_of(self, bucket: GradBucket) -> Bucket:
+        parameters = bucket.parameters()
+        layout = Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
+        return Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last())
+
+
+def _hook(session: _DdpSession, bucket: GradBucket) -> Future[Tensor]:
+    return session.background.submit(session.bucket_of(bucket))

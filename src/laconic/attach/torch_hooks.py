@@ -1,0 +1,135 @@
+"""PyTorch's own hooks as controls: unchanged, on a group that counts their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.errors import SchemeError, StateError
+from laconic.exchange import CountedGroup, backend_for, ring_bytes
+from laconic.scheme import TorchHook
+from laconic.session import PHASES, Stats
+
+
+class TorchHookSession:
+    """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
+
+    def __init__(self, ddp: DistributedDataParallel, scheme: TorchHook, group: ProcessGroup) -> None:
+        self.scheme = scheme
+        self._group = CountedGroup(group)
+        self._num_entries = 0
+        self._steps = 0
+        self._watch = _Watch()
+        self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
+        ddp.register_comm_hook(self, _hook)
+
+    def _power_state(self, ddp: DistributedDataParallel, group: ProcessGroup) -> powerSGD_hook.PowerSGDState:
+        trained = [p for p in ddp.parameters() if p.requires_grad]
+        num_bytes = sum(p.numel() * p.element_size() for p in trained)
+        one_bucket = not ddp.bucket_bytes_cap_default and ddp.bucket_bytes_cap >= num_bytes
+        if backend_for(group, trained[0].device) == "gloo" and not one_bucket:
+            raise SchemeError(
+                "PyTorch's PowerSGD aborts over Gloo with more than one bucket; "
+                f"build DistributedDataParallel(model, bucket_cap_mb={num_bytes // 2**20 + 1})"
+            )
+        return powerSGD_hook.PowerSGDState(
+            self._group, matrix_approximation_rank=self.scheme.rank, start_powerSGD_iter=self.scheme.start
+        )
+
+    def run(self, bucket: GradBucket) -> Future[Tensor]:
+        self._num_entries += bucket.buffer().numel()
+        self._steps += bucket.is_last()
+        self._watch.begin()
+        if self._power is not None:
+            result = powerSGD_hook.powerSGD_hook(self._power, bucket)
+        else:
+            result = default_hooks.fp16_compress_hook(self._group, bucket)
+        return result.then(self._watch.end)
+
+    def stats(self) -> Stats:
+        traffic, num_workers = self._group.traffic, self._group.size()
+        return Stats(
+            scheme=str(self.scheme),
+            kernels="torch",
+            num_workers=num_workers,
+            steps=self._steps,
+            skipped_steps=0,
+            bytes_out=traffic.bytes_out,
+            bytes_in=traffic.bytes_in,
+            dense_bytes_out=ring_bytes(4 * self._num_entries, num_workers),
+            by_kind=dict(traffic.by_kind),
+            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._watch.seconds},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        power = self._power
+        if power is None:
+            return {"scheme": str(self.scheme)}
+        _, keys, place, has_gauss, gauss = power.rng.get_state(legacy=True)
+        return {
+            "scheme": str(self.scheme),
+            "iter": power.iter,
+            "error": _copied(power.error_dict),
+            "p": _copied(power.p_memory_dict),
+            "q": _copied(power.q_memory_dict),
+            "rng": {"keys": torch.from_numpy(keys.astype(np.int64)), "place": place, "gauss": [has_gauss, gauss]},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        if not isinstance(saved, Mapping):
+            if len(saved) != self._group.size():
+                raise StateError(
+                    f"{self.scheme} was saved by {len(saved)} workers; PyTorch's hook cannot resume on {self._group.size()}"
+                )
+            saved = saved[self._group.rank()]
+        if saved.get("scheme") != str(self.scheme):
+            raise StateError(f"the state was saved under {saved.get('scheme')}; resume under that scheme")
+        if self._power is not None:
+            power, rng = self._power, saved["rng"]
+            power.iter = saved["iter"]
+            power.error_dict = _copied(saved["error"])
+            power.p_memory_dict = _copied(saved["p"])
+            power.q_memory_dict = _copied(saved["q"])
+            power.rng.set_state(("MT19937", rng["keys"].numpy().astype(np.uint32), rng["place"], *rng["gauss"]))
+
+
+def _hook(session: TorchHookSession, bucket: GradBucket) -> Future[Tensor]:
+    return session.run(bucket)
+
+
+def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {index: tensor.detach().clone() for index, tensor in tensors.items()}
+
+
+class _Watch:
+    """Seconds during which at least one bucket was under way."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._under_way = 0
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._under_way == 0:
+                self._since = time.perf_counter()
+            self._under_way += 1
+
+    def end(self, done: Future[Tensor]) -> Tensor:
+        value = done.value()
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self.seconds += time.perf_counter() - self._since
+        return value

@@ -1,0 +1,38 @@
+"""Every error laconic raises on purpose.
+
+LaconicError
++-- SchemeError     a scheme whose answers do not fit together, or a text that names none
++-- FrameError      a frame from a peer that is damaged or not the one expected
++-- StateError      a saved state that does not fit this session
++-- KernelError     a kernel backend that was asked for by name and is not there
++-- TaskError       a task whose data or options are missing or wrong
++-- LaunchError     workers that could not be started or did not finish
+"""
+
+
+class LaconicError(Exception):
+    """Base of the tree; its text is one line that says what to do."""
+
+
+class SchemeError(LaconicError, ValueError):
+    """The five answers do not fit together, or a text names no scheme."""
+
+
+class FrameError(LaconicError):
+    """A frame is damaged, or belongs to another step, bucket or scheme."""
+
+
+class StateError(LaconicError, ValueError):
+    """A saved state does not fit this session."""
+
+
+class KernelError(LaconicError):
+    """A kernel backend was asked for by name and cannot be used."""
+
+
+class TaskError(LaconicError, ValueError):
+    """A training task's data or options are missing or wrong."""
+
+
+class LaunchError(LaconicError):
+    """Workers could not be started, or did not finish."""

@@ -1,0 +1,28 @@
+"""Where it goes. Only this floor talks to other workers, and it counts what it says."""
+
+from laconic.exchange.counted_group import CountedGroup
+from laconic.exchange.group import Group, backend_for, own_group
+from laconic.exchange.in_process import InProcess, in_process
+from laconic.exchange.medium import Medium
+from laconic.exchange.patterns import AllGather, AllReduce, Pattern, Silent
+from laconic.exchange.traffic import Count, Traffic, ring_bytes
+
+PATTERNS: dict[str, type[Pattern]] = {"all-reduce": AllReduce, "all-gather": AllGather, "silent": Silent}
+
+__all__ = [
+    "PATTERNS",
+    "AllGather",
+    "AllReduce",
+    "Count",
+    "CountedGroup",
+    "Group",
+    "InProcess",
+    "Medium",
+    "Pattern",
+    "Silent",
+    "Traffic",
+    "backend_for",
+    "in_process",
+    "own_group",
+    "ring_bytes",
+]

@@ -1,0 +1,67 @@
+"""Workers are processes: a torch.distributed process group of the session's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.exchange.traffic import Traffic
+
+
+class Group:
+    """One process's end. Over Gloo, CUDA tensors are staged through pinned host memory; over NCCL nothing leaves the device."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = group.rank()
+        self.num_workers = group.size()
+        self.traffic = Traffic()
+        self._group = group
+        self._staged = device.type == "cuda" and backend_for(group, device) == "gloo"
+        self._pinned: dict[str, Tensor] = {}
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
+        if not self._staged:
+            dist.all_reduce(tensor, group=self._group)
+            return
+        host = self._host("all-reduce", tensor.numel(), tensor.dtype)
+        host.copy_(tensor)  # waits for the session's stream
+        dist.all_reduce(host, group=self._group)
+        tensor.copy_(host)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
+        shape = (self.num_workers, frame.numel())
+        if not self._staged:
+            gathered = frame.new_empty(shape)
+            dist.all_gather_into_tensor(gathered.view(-1), frame, group=self._group)
+            return gathered
+        mine = self._host("mine", frame.numel(), frame.dtype)
+        mine.copy_(frame)
+        everyone = self._host("everyone", self.num_workers * frame.numel(), frame.dtype)
+        dist.all_gather_into_tensor(everyone, mine, group=self._group)
+        return everyone.view(shape).to(frame.device)
+
+    def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A pinned host buffer for one role, grown when it is too small."""
+        num_bytes = count * dtype.itemsize
+        held = self._pinned.get(role)
+        if held is None or held.numel() < num_bytes:
+            held = self._pinned[role] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return held[:num_bytes].view(dtype)
+
+
+def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new group over the same ranks and backend; a call that all of those ranks make."""
+    group = dist.new_group(
+        ranks=dist.get_process_group_ranks(like), backend=backend_for(like, device), use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves this device in a group: "gloo", "nccl"."""
+    served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return served.get(device.type, dist.get_backend(group))

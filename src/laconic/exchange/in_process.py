@@ -1,0 +1,74 @@
+"""M virtual workers in one process, each in a thread of its own: for tests, teaching and large M."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from laconic.exchange.traffic import Traffic
+
+
+T = TypeVar("T")
+
+
+class _Table:
+    """Where virtual workers meet: each lays down a tensor, all read, all leave."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.laid: list[Tensor | None] = [None] * num_workers
+        self.barrier = threading.Barrier(num_workers)
+
+
+class InProcess:
+    """One virtual worker's end; counts what the same call over a ring of processes would move."""
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        self.rank = rank
+        self.num_workers = len(table.laid)
+        self.traffic = Traffic()
+        self._table = table
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
+        laid = self._lay_down(tensor)
+        total = laid[0].clone()
+        for other in laid[1:]:  # in rank order, so every worker gets the same bits
+            total += other
+        self._table.barrier.wait()  # nobody overwrites what another still reads
+        tensor.copy_(total)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
+        gathered = torch.stack(self._lay_down(frame))
+        self._table.barrier.wait()
+        return gathered
+
+    def _lay_down(self, tensor: Tensor) -> list[Tensor]:
+        self._table.laid[self.rank] = tensor
+        self._table.barrier.wait()
+        return [laid for laid in self._table.laid if laid is not None]
+
+
+def in_process(num_workers: int, work: Callable[[InProcess], T]) -> list[T]:
+    """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all."""
+    table = _Table(num_workers)
+
+    def run(rank: int) -> T:
+        try:
+            return work(InProcess(rank, table))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        futures = [pool.submit(run, rank) for rank in range(num_workers)]
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    for error in failures:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error  # the cause, not what it did to the others
+    return [future.result() for future in futures]

@@ -1,0 +1,50 @@
+"""Bytes, counted where they are handed to the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Count:
+    """What one worker said and heard in one kind of message."""
+
+    messages: int = 0
+    payload_bytes: int = 0  # what it contributed, once
+    bytes_out: int = 0  # what left it, copies and forwarding included
+    bytes_in: int = 0
+
+
+@dataclass
+class Traffic:
+    """Counts by kind of message."""
+
+    by_kind: dict[str, Count] = field(default_factory=dict)
+
+    def count(self, kind: str, payload_bytes: int, bytes_out: int, bytes_in: int) -> None:
+        entry = self.by_kind.setdefault(kind, Count())
+        entry.messages += 1
+        entry.payload_bytes += payload_bytes
+        entry.bytes_out += bytes_out
+        entry.bytes_in += bytes_in
+
+    def count_all_reduce(self, kind: str, payload_bytes: int, num_workers: int) -> None:
+        moved = ring_bytes(payload_bytes, num_workers)
+        self.count(kind, payload_bytes, moved, moved)
+
+    def count_all_gather(self, kind: str, payload_bytes: int, num_workers: int) -> None:
+        moved = payload_bytes * (num_workers - 1)
+        self.count(kind, payload_bytes, moved, moved)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(count.bytes_out for count in self.by_kind.values())
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(count.bytes_in for count in self.by_kind.values())
+
+
+def ring_bytes(payload_bytes: int, num_workers: int) -> int:
+    """What a ring all-reduce of `payload_bytes` sends from each of M workers: 2*(M-1)/M of it (Gloo, and NCCL at size)."""
+    return -(-2 * (num_workers - 1) * payload_bytes // num_workers)

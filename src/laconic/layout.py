@@ -1,0 +1,63 @@
+"""Parameter <-> span of a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open range [start, stop) that one parameter occupies in a flat buffer."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def num_entries(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of one flat buffer, in order and without gaps."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], sizes: Sequence[int]) -> Layout:
+        """Lay parameters end to end."""
+        spans, start = [], 0
+        for name, size in zip(names, sizes, strict=True):
+            spans.append(Span(name, start, start + size))
+            start += size
+        return cls(tuple(spans))
+
+    @cached_property
+    def num_entries(self) -> int:
+        return self.spans[-1].stop if self.spans else 0
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(span.name for span in self.spans)
+
+
+@dataclass
+class Bucket:
+    """One flat gradient on its way through a session, which overwrites `flat` with the mean over workers."""
+
+    index: int
+    layout: Layout
+    flat: Tensor
+    is_last: bool
+
+
+def positions_of(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Every position of `spans`, in order, as int64."""
+    parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

@@ -1,0 +1,40 @@
+"""The account of one bucket: deposit the gradient, withdraw what is sent, take back what rounding lost."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+
+class Account(Protocol):
+    """deposits = withdrawals + balance, to float32 rounding; all tensors are flat over the bucket."""
+
+    balance: Tensor  # float32: what is owed, and what a selector looks at
+
+    def deposit_(self, gradient: Tensor, unscale: float) -> None:
+        """Add unscale * gradient."""
+
+    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
+        """Take the values at `positions` (each once) out; `chosen` ones were picked, the others go whole each time."""
+
+    def withdraw_everything_(self) -> Tensor:
+        """Take the whole balance out."""
+
+    def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
+        """Put back what rounding lost at `positions`, or everywhere if those are None."""
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of everything in the account."""
+
+    def restore_(self, snapshot: list[Tensor]) -> None:
+        """Go back to a snapshot, bit for bit."""
+
+
+class Memory(Protocol):
+    """The frozen answer to *what is kept*."""
+
+    kinds: ClassVar[tuple[str, ...]]  # the tensors kept per parameter, by the name they have in a checkpoint
+
+    def open(self, kept: list[Tensor]) -> Account:
+        """An account over the kept tensors of one bucket (one per kind), which it mutates."""

@@ -1,0 +1,56 @@
+"""Momentum correction and factor masking, as in Deep Gradient Compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from laconic.errors import SchemeError
+from laconic.memory.account import Account
+from laconic.memory.residual import ResidualAccount
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumResidual:
+    """u = m*u + g ; v += u ; send part of v ; where sent, v = 0 and u = 0 (Lin et al., ICLR 2018).
+
+    The momentum lives here, before the exchange, so the optimizer must have none of its own.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("residual", "velocity")
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise SchemeError(f"MomentumResidual.momentum is {self.momentum}; give a number in [0, 1)")
+
+    def open(self, kept: list[Tensor]) -> Account:
+        return _MomentumAccount(*kept, momentum=self.momentum)
+
+
+class _MomentumAccount(ResidualAccount):
+    def __init__(self, residual: Tensor, velocity: Tensor, momentum: float) -> None:
+        super().__init__(residual)
+        self.velocity = velocity
+        self.momentum = momentum
+
+    def deposit_(self, gradient: Tensor, unscale: float) -> None:
+        self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale)
+        self.balance.add_(self.velocity)
+
+    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
+        # Factor masking is for entries that waited: an entry that goes at every step keeps its momentum,
+        # and is then ordinary momentum SGD.
+        if chosen:
+            self.velocity[positions] = 0
+        return super().withdraw_(positions, chosen=chosen)
+
+    def snapshot(self) -> list[Tensor]:
+        return [self.balance.clone(), self.velocity.clone()]
+
+    def restore_(self, snapshot: list[Tensor]) -> None:
+        self.balance.copy_(snapshot[0])
+        self.velocity.copy_(snapshot[1])

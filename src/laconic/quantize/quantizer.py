@@ -1,0 +1,24 @@
+"""The frozen answer to *how a value is written*."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Quantizer(Protocol):
+    """float32 values <-> codes on the wire; decode(*encode(v)) is v less what rounding lost."""
+
+    code_id: ClassVar[int]  # stands in the frame's header
+    code_dtype: ClassVar[torch.dtype]
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(codes, scale): codes of `code_dtype`, scale a 0-d float32. `values` are finite float32."""
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """The float32 values that these codes stand for."""
+
+    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        """The type in which an all-reduce adds a gradient of this type."""

@@ -1,0 +1,131 @@
+"""The frozen half: five answers, checked together when they are composed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from laconic.errors import SchemeError
+from laconic.exchange import PATTERNS, AllGather, AllReduce, Pattern, Silent, ring_bytes
+from laconic.layout import Layout
+from laconic.memory import MEMORIES, Memory, Nothing
+from laconic.quantize import QUANTIZERS, Exact, Quantizer
+from laconic.select import SELECTORS, Everything, Selector
+from laconic.text import parse_call, parse_pairs, write_call, write_pairs
+from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
+from laconic.wire import FrameShape
+
+PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "select": SELECTORS,
+    "quantize": QUANTIZERS,
+    "memory": MEMORIES,
+    "exchange": PATTERNS,
+    "trigger": TRIGGERS,
+}
+COMPOSED = "scheme"  # the name under which a composition without a recipe is written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What is sent, how it is written, what is kept, where it goes, and when.
+
+    str() gives a text that `laconic.parse` reads back: the recipe's own form, or all five answers.
+    """
+
+    select: Selector = Everything()
+    quantize: Quantizer = Exact()
+    memory: Memory = Nothing()
+    exchange: Pattern = AllReduce()
+    trigger: Trigger = EveryStep()
+    # Set by a recipe; not an argument, so that dataclasses.replace() cannot carry it to another composition.
+    label: str = field(default="", init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.exchange.adds_in_flight and self.select.density < 1:
+            raise SchemeError(
+                f"AllReduce adds position by position, but {type(self.select).__name__} picks other positions on every "
+                "worker; use exchange=AllGather()"
+            )
+        if isinstance(self.exchange, Silent) and (self.select.density < 1 or self.memory.kinds):
+            raise SchemeError("Silent sends nothing, so nothing can be selected or kept; use Everything() and Nothing()")
+        if isinstance(self.trigger, Ramp) and self.select.density == 1:
+            raise SchemeError("Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)")
+
+    def __str__(self) -> str:
+        return self.label or f"{COMPOSED}:" + write_pairs(
+            {question: write_part(question, getattr(self, question)) for question in PARTS}
+        )
+
+    def bytes_out(self, layout: Layout, num_workers: int) -> int:
+        """What leaves one worker for one bucket of this layout once the trigger has reached its target."""
+        if isinstance(self.exchange, Silent):
+            return 0
+        if self.exchange.adds_in_flight:
+            return ring_bytes(layout.num_entries * self.quantize.code_dtype.itemsize, num_workers)
+        return (num_workers - 1) * self.frame_shape(layout, self.select.density).num_bytes
+
+    def frame_shape(self, layout: Layout, density: float) -> FrameShape:
+        plan = self.select.plan(layout, density)
+        return FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize)
+
+    def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:
+        """All-gathered frames grow with M; say so when a 16-bit all-reduce would move less."""
+        if not isinstance(self.exchange, AllGather) or num_workers < 2:
+            return
+        here, dense = self.bytes_out(layout, num_workers), ring_bytes(2 * layout.num_entries, num_workers)
+        if here > dense:
+            warnings.warn(
+                f"{self} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
+                f"use bf16, or a smaller rho",
+                stacklevel=3,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchHook:
+    """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
+
+    hook: str
+    rank: int = 1  # PowerSGD's
+    start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
+    label: str = field(default="", init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise SchemeError(f"rank is {self.rank}; give 1 or more")
+        if self.start < 2:
+            raise SchemeError(f"start is {self.start}; give 2 or more")
+
+    def __str__(self) -> str:
+        return self.label
+
+
+AnyScheme = Scheme | TorchHook
+
+
+def part(question: str, text: str) -> Any:
+    """The answer that a text like `bf16` or `topk(rho=0.01)` names."""
+    name, arguments = parse_call(text)
+    answers = PARTS[question]
+    if name not in answers:
+        raise SchemeError(f"{question}={name} is unknown; write one of {', '.join(answers)}")
+    return build(answers[name], arguments, f"{question}={name}")
+
+
+def write_part(question: str, answer: Any) -> str:
+    """The text that `part` reads back."""
+    names = {made: name for name, made in PARTS[question].items()}
+    given = {f.name: getattr(answer, f.name) for f in fields(answer) if getattr(answer, f.name) != f.default}
+    return write_call(names[type(answer)], given)
+
+
+def compose(**answers: str) -> Scheme:
+    """A scheme from the texts of its answers; those left out are the defaults of Scheme."""
+    return Scheme(**{question: part(question, text) for question, text in answers.items()})
+
+
+def build(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> Any:
+    """Call `make` with keyword arguments given as texts, converted by their annotations."""
+    return make(**parse_pairs(make, arguments, where))

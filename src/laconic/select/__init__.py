@@ -1,0 +1,9 @@
+"""What is sent: which positions of a bucket go out this step."""
+
+from laconic.select.everything import Everything
+from laconic.select.plan import Plan, Selector, Window
+from laconic.select.topk import TopK
+
+SELECTORS: dict[str, type[Selector]] = {"everything": Everything, "topk": TopK}
+
+__all__ = ["SELECTORS", "Everything", "Plan", "Selector", "TopK", "Window"]

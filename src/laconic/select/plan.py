@@ -1,0 +1,51 @@
+"""A selector's plan for one bucket: known before any gradient is, and the same on every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from laconic.layout import Layout, Span
+
+
+@dataclass(frozen=True)
+class Window:
+    """Exactly `k` positions are chosen within [start, stop)."""
+
+    start: int
+    stop: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`fixed` spans go whole, so their positions need no coding; from each window k positions are chosen."""
+
+    num_entries: int
+    fixed: tuple[Span, ...]
+    windows: tuple[Window, ...]
+
+    @cached_property
+    def num_fixed(self) -> int:
+        return sum(span.num_entries for span in self.fixed)
+
+    @cached_property
+    def k(self) -> int:
+        return sum(window.k for window in self.windows)
+
+
+class Selector(Protocol):
+    """The frozen answer to *what is sent*."""
+
+    @property
+    def density(self) -> float:
+        """The share of entries it aims to send, in (0, 1]."""
+
+    def plan(self, layout: Layout, density: float) -> Plan:
+        """What to take from a bucket of this layout when `density` of its entries may go."""
+
+    def choose(self, balance: Tensor, plan: Plan) -> Tensor:
+        """The plan.k chosen positions of `balance`, ascending, int64; nothing is mutated."""

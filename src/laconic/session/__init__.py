@@ -1,0 +1,7 @@
+"""The running half of a scheme: buffers, counters, the thread that exchanges buckets."""
+
+from laconic.session.background import Background
+from laconic.session.session import Session
+from laconic.session.stats import PHASES, Stats
+
+__all__ = ["PHASES", "Background", "Session", "Stats"]

@@ -1,0 +1,219 @@
+"""One worker's running scheme: each bucket goes through it in straight-line code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.exchange import Medium, Silent, ring_bytes
+from laconic.layout import Bucket, Layout, positions_of
+from laconic.memory import Account, Ledger
+from laconic.scheme import Scheme
+from laconic.select import Plan
+from laconic.session import state
+from laconic.session.regroup import regrouped
+from laconic.session.stats import PhaseClock, Stats
+from laconic.wire import FrameShape
+
+
+class Session:
+    """Exchanges buckets under a scheme over a medium; every worker passes the same buckets in the same order.
+
+    `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
+    worker saw Inf or NaN is undone bit for bit. `holds_idle` leaves the account of a parameter untouched in a step
+    that gave it no gradient, because DDP drops what it receives for a parameter that no worker used.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        medium: Medium,
+        *,
+        loss_scale: Callable[[], float] | None = None,
+        holds_idle: bool = False,
+    ) -> None:
+        self.scheme = scheme
+        self.medium = medium
+        self._kernels = kernels.backend()
+        self._loss_scale = loss_scale
+        self._holds_idle = holds_idle
+        self._ledger = Ledger(scheme.memory)
+        self._clock = PhaseClock()
+        self._step = 0
+        self._skipped_steps = 0
+        self._dense_bytes_out = 0
+        self._layouts: list[Layout] = []  # of the last whole step
+        self._plans: dict[tuple[Layout, float], tuple[Plan, FrameShape, Tensor]] = {}
+        self._resumed_layouts: list[Layout] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._scale = self._loss_scale() if self._loss_scale else 1.0
+        self._overflowed = False
+        self._undo: list[tuple[Account, list[Tensor]]] = []
+        self._seen: list[Layout] = []
+
+    @property
+    def wants_whole_step(self) -> bool:
+        """Whether the next step must come in one piece, to `exchange_step_`."""
+        return bool(self._resumed_layouts)
+
+    def exchange_step_(self, buckets: Sequence[Bucket]) -> None:
+        """Overwrite all buckets of one step with the mean over workers.
+
+        The first step after a resume runs on the buckets of the step before the save, since DDP has only its first
+        guess at them yet; selection per bucket, and the order in which an all-reduce adds, depend on the cut.
+        """
+        with regrouped(buckets, self._resumed_layouts) as cut:
+            self._resumed_layouts = []
+            for bucket in cut:
+                self.exchange_(bucket)
+
+    def exchange_(self, bucket: Bucket) -> None:
+        """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
+        if not self._seen:
+            self._begin_step()
+        self._seen.append(bucket.layout)
+        self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.medium.num_workers)
+        target = self.scheme.select.density
+        density = self.scheme.trigger.density(self._step, target)
+        if isinstance(self.scheme.exchange, Silent):
+            pass
+        elif self.scheme.exchange.adds_in_flight or density >= 1 > target:
+            self._reduce_(bucket)
+        else:
+            self._gather_(bucket, density)
+        if bucket.is_last:
+            self._end_step()
+
+    def _reduce_(self, bucket: Bucket) -> None:
+        """Deposit, withdraw everything, round, and let the network add."""
+        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
+        account, keeps = self._account(bucket), bool(self.scheme.memory.kinds)
+        before = account.snapshot() if self._loss_scale is None else []
+        with self._clock.time("select", device):
+            finite = not keeps or kernels.all_finite(flat)
+            if finite:
+                account.deposit_(flat, 1 / self._scale)
+                with self._held(account, bucket):
+                    values = account.withdraw_everything_()
+            else:
+                values = torch.full_like(flat, torch.nan, dtype=torch.float32)
+        with self._clock.time("encode", device):
+            values = values.div_(num_workers)  # first, so that the sum stays within the range of a 16-bit type
+            codes = values.to(self.scheme.quantize.sum_dtype(flat.dtype))
+            if keeps and finite and codes.dtype != torch.float32:
+                account.refund_(None, (values - codes.to(torch.float32)).mul_(num_workers))
+        with self._clock.time("exchange", device):
+            self.medium.all_reduce_(codes, "dense")
+        with self._clock.time("decode", device):
+            # Inf and NaN survive a sum, so all workers see them alike; where nothing is kept they harm nothing.
+            if keeps and not kernels.all_finite(codes):
+                self._overflowed = True
+                account.restore_(before)
+            flat.copy_(codes if self._scale == 1 else codes * self._scale)
+
+    def _gather_(self, bucket: Bucket, density: float) -> None:
+        """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
+        flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.quantize
+        plan, shape, fixed = self._plan(bucket.layout, density, device)
+        frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
+        account = self._account(bucket)
+        with self._clock.time("select", device):
+            finite = kernels.all_finite(flat)
+            if finite:
+                account.deposit_(flat, 1 / self._scale)
+                with self._held(account, bucket):
+                    values = account.withdraw_(fixed, chosen=False)
+                    chosen = self.scheme.select.choose(account.balance, plan)
+                    values = torch.cat([values, account.withdraw_(chosen, chosen=True)])
+        with self._clock.time("encode", device):
+            if finite:
+                codes, scale = quantize.encode(values)
+                sent_at, sent = torch.cat([fixed, chosen]), quantize.decode(codes, scale)
+                account.refund_(sent_at, values - sent)
+                frame = shape.write(chosen, codes, scale, **frame_id)
+            else:
+                frame = shape.write_overflow(device, **frame_id)
+        with self._clock.time("exchange", device):
+            frames = self.medium.all_gather(frame, "sparse")
+        with self._clock.time("decode", device):
+            heard = [shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
+            if any(contents.overflow for contents in heard):
+                self._overflowed = True
+                if finite:
+                    account.refund_(sent_at, sent)  # nobody will apply it
+                flat.fill_(torch.nan)
+                return
+            total = torch.zeros(plan.num_entries, dtype=torch.float32, device=device)
+            for contents in heard:
+                total[fixed] += contents.values[: plan.num_fixed]
+                total.index_add_(0, contents.positions, contents.values[plan.num_fixed :])
+            flat.copy_(total.mul_(self._scale / self.medium.num_workers))
+
+    def _plan(self, layout: Layout, density: float, device: torch.device) -> tuple[Plan, FrameShape, Tensor]:
+        """What both ends of every frame of this bucket know beforehand, made once."""
+        key = (layout, density)
+        if key not in self._plans:
+            plan = self.scheme.select.plan(layout, density)
+            shape = self.scheme.frame_shape(layout, density)
+            self._plans[key] = plan, shape, positions_of(plan.fixed, device)
+        return self._plans[key]
+
+    def _account(self, bucket: Bucket) -> Account:
+        account = self._ledger.open(bucket.layout, bucket.flat.device)
+        if self._loss_scale is not None:
+            # A GradScaler skips the whole step when any bucket overflows, also one still to come: this costs a copy
+            # of the balance per step, and lets a skipped step leave no trace.
+            self._undo.append((account, account.snapshot()))
+        return account
+
+    @contextmanager
+    def _held(self, account: Account, bucket: Bucket) -> Iterator[None]:
+        """Keep the balance of idle parameters out of what is withdrawn meanwhile."""
+        spans = bucket.layout.spans if self._holds_idle else ()
+        idle = [slice(span.start, span.stop) for span in spans if not bucket.flat[span.start : span.stop].any()]
+        held = [account.balance[span].clone() for span in idle]
+        for span in idle:
+            account.balance[span] = 0
+        yield
+        for span, balance in zip(idle, held, strict=True):
+            account.balance[span] = balance
+
+    def _end_step(self) -> None:
+        if self._overflowed:
+            self._skipped_steps += 1
+            for account, snapshot in self._undo:
+                account.restore_(snapshot)
+        self._step += 1
+        self._layouts, self._seen, self._undo = self._seen, [], []
+
+    def stats(self) -> Stats:
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense."""
+        traffic = self.medium.traffic
+        return Stats(
+            scheme=str(self.scheme),
+            kernels=self._kernels,
+            num_workers=self.medium.num_workers,
+            steps=self._step,
+            skipped_steps=self._skipped_steps,
+            bytes_out=traffic.bytes_out,
+            bytes_in=traffic.bytes_in,
+            dense_bytes_out=self._dense_bytes_out,
+            by_kind=dict(traffic.by_kind),
+            seconds=dict(self._clock.seconds),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank."""
+        return state.save(self.scheme, self.medium, self._step, self._layouts, self._ledger.state_dict())
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
+        self._step, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
+        self._ledger.load_state_dict(kept)

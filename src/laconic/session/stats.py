@@ -1,0 +1,65 @@
+"""What a session did so far: bytes, seconds, steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from laconic.exchange import Count
+
+PHASES = ("select", "encode", "exchange", "decode")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One worker's account of its exchanges since the session began."""
+
+    scheme: str
+    kernels: str
+    num_workers: int
+    steps: int
+    skipped_steps: int  # an Inf or NaN on some worker; nothing of such a step was kept
+    bytes_out: int  # what left this worker
+    bytes_in: int
+    dense_bytes_out: int  # what a float32 all-reduce of the same gradients would have sent
+    by_kind: dict[str, Count]
+    seconds: dict[str, float]  # by phase, in the session's thread; they overlap the backward pass
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
+        return self.dense_bytes_out / self.bytes_out if self.bytes_out else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        steps = max(1, self.steps)
+        ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
+        phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
+        return (
+            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
+            f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
+            f"ms per step: {phases}"
+        )
+
+
+class PhaseClock:
+    """Seconds per phase of the session's thread."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def time(self, phase: str, device: torch.device) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            # Ends the phase for real; it holds up this thread and its own stream, never the backward pass.
+            torch.cuda.current_stream(device).synchronize()
+        self.seconds[phase] += time.perf_counter() - start

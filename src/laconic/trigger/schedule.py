@@ -1,0 +1,53 @@
+"""Schedules of density: the share of entries that may go at a step; 1 means a dense step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from laconic.errors import SchemeError
+
+_STAGE_FACTOR = 0.25
+
+
+class Trigger(Protocol):
+    """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
+
+    def density(self, step: int, target: float) -> float:
+        """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryStep:
+    """The same share at every step."""
+
+    def density(self, step: int, target: float) -> float:
+        return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """The first `steps` steps go dense, while the network changes fastest."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise SchemeError(f"WarmUp.steps is {self.steps}; give 1 or more, or use EveryStep()")
+
+    def density(self, step: int, target: float) -> float:
+        return 1.0 if step < self.steps else target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """25 %, 6.25 %, 1.6 %, 0.4 %, ... for `steps` steps each, down to the target (Lin et al., ICLR 2018)."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise SchemeError(f"Ramp.steps is {self.steps}; give the steps of one stage, 1 or more")
+
+    def density(self, step: int, target: float) -> float:
+        return max(target, _STAGE_FACTOR ** (step // self.steps + 1))

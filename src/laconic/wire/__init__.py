@@ -1,0 +1,21 @@
+"""How it is written, without loss: index codecs and frames."""
+
+from laconic.wire.bitmap import Bitmap
+from laconic.wire.choose import floor_bits, smallest_index_codec
+from laconic.wire.elias_fano import EliasFano
+from laconic.wire.frame import Contents, FrameShape
+from laconic.wire.index_codec import Implied, IndexCodec
+
+INDEX_CODECS: dict[str, type[IndexCodec]] = {"implied": Implied, "bitmap": Bitmap, "elias-fano": EliasFano}
+
+__all__ = [
+    "INDEX_CODECS",
+    "Bitmap",
+    "Contents",
+    "EliasFano",
+    "FrameShape",
+    "Implied",
+    "IndexCodec",
+    "floor_bits",
+    "smallest_index_codec",
+]

@@ -1,0 +1,65 @@
+"""Elias-Fano: about 2 + log2(n/k) bits a position, at a length that follows from (n, k)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import FrameError
+from laconic.wire.index_codec import checked_positions
+
+
+class EliasFano:
+    """Low l bits of each position as they are; high bits as ones at (p_i >> l) + i in a bit vector (Elias, JACM 1974).
+
+    The vector has k ones and (n-1 >> l) possible gaps, so its length is k + (n-1 >> l) bits. l is the width
+    that makes the whole shortest.
+    """
+
+    codec_id: ClassVar[int] = 2
+
+    @staticmethod
+    def num_words(n: int, k: int) -> int:
+        width = _low_width(n, k)
+        return _words(k * width) + _words(_num_high_bits(n, k, width))
+
+    @staticmethod
+    def encode(positions: Tensor, n: int) -> Tensor:
+        k = positions.numel()
+        width = _low_width(n, k)
+        order = torch.arange(k, device=positions.device)
+        high = kernels.set_bits((positions >> width) + order, _num_high_bits(n, k, width))
+        if width == 0:
+            return high
+        low = kernels.pack_lanes(positions & ((1 << width) - 1), width)
+        return torch.cat([low, high])
+
+    @staticmethod
+    def decode(words: Tensor, n: int, k: int) -> Tensor:
+        width = _low_width(n, k)
+        num_low_words = _words(k * width)
+        ones = kernels.unpack_bits(words[num_low_words:])
+        if ones.numel() != k:
+            raise FrameError(f"its index block holds {ones.numel()} positions, not {k}")
+        high = ones - torch.arange(k, device=words.device)
+        if width == 0:
+            return checked_positions(high, n, k)
+        low = kernels.unpack_lanes(words[:num_low_words], k, width)
+        return checked_positions((high << width) | low, n, k)
+
+
+def _words(num_bits: int) -> int:
+    return -(-num_bits // 32)
+
+
+def _num_high_bits(n: int, k: int, width: int) -> int:
+    return k + ((n - 1) >> width)
+
+
+@lru_cache(maxsize=1024)
+def _low_width(n: int, k: int) -> int:
+    return min(range(31), key=lambda width: k * width + _num_high_bits(n, k, width))

@@ -1,0 +1,117 @@
+"""A frame: a 36-byte header, an index block, a value block; its length is known before it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import FrameError
+from laconic.quantize import Quantizer
+from laconic.wire.choose import smallest_index_codec
+from laconic.wire.index_codec import IndexCodec
+
+_MAGIC = int.from_bytes(b"LACN", "little")
+_VERSION = 1
+_HEADER = ("magic", "version and codecs", "n", "k", "number of fixed entries", "step", "bucket", "scale", "check sum")
+_CODECS, _SCALE, _CHECK = 1, 7, 8  # places in the header
+_OVERFLOW = 1 << 30  # flag in the word of the codecs
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a frame says: values at the fixed entries first, then at `positions`."""
+
+    positions: Tensor  # int64, ascending
+    values: Tensor  # float32, num_fixed + k of them
+    overflow: bool  # its writer saw Inf or NaN; positions and values mean nothing
+
+
+@dataclass(frozen=True)
+class FrameShape:
+    """Everything about a frame that both ends know beforehand."""
+
+    num_entries: int
+    k: int
+    num_fixed: int
+    quantize: Quantizer
+
+    @cached_property
+    def index_codec(self) -> type[IndexCodec]:
+        return smallest_index_codec(self.num_entries, self.k)
+
+    @cached_property
+    def num_index_words(self) -> int:
+        return self.index_codec.num_words(self.num_entries, self.k)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The length of every frame of this shape."""
+        return 4 * (self._end_of_index + -(-self._num_value_bytes // 4))
+
+    def write(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
+        """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`."""
+        frame = self._blank(self._header(step, bucket), codes.device)
+        words = frame.view(torch.int32)
+        words[_SCALE] = scale.view(torch.int32)
+        words[len(_HEADER) : self._end_of_index] = self.index_codec.encode(positions, self.num_entries)
+        raw = codes.contiguous().view(torch.uint8)
+        frame[4 * self._end_of_index :][: raw.numel()] = raw
+        return _signed_(frame)
+
+    def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
+        """A frame of the same length that only says: I saw Inf or NaN, skip this."""
+        return _signed_(self._blank(self._header(step, bucket, _OVERFLOW), device))
+
+    def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
+        """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
+        try:
+            return self._read(frame, step, bucket)
+        except FrameError as error:
+            raise FrameError(f"frame of bucket {bucket}, step {step} from rank {peer}: {error}") from None
+
+    def _read(self, frame: Tensor, step: int, bucket: int) -> Contents:
+        if frame.numel() != self.num_bytes:
+            raise FrameError(f"it has {frame.numel()} bytes, not {self.num_bytes}")
+        words = frame.view(torch.int32)
+        found = words[: len(_HEADER)].tolist()
+        overflow = found[_CODECS] & _OVERFLOW
+        for name, there, expected in zip(_HEADER, found, self._header(step, bucket, overflow), strict=False):
+            if there != expected:
+                raise FrameError(f"{name} is {there}, not {expected}; all workers must run the same scheme and model")
+        # The check word is part of the sum of all words, which is therefore twice the check word.
+        if (int(kernels.sum_words(words)) - 2 * found[_CHECK]) % (1 << 32):
+            raise FrameError("its check sum does not match; it was damaged on the way")
+        if overflow:
+            return Contents(words.new_empty(0, dtype=torch.int64), words.new_empty(0, dtype=torch.float32), True)
+        positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
+        raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
+        values = self.quantize.decode(raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32))
+        return Contents(positions, values, False)
+
+    @property
+    def _end_of_index(self) -> int:
+        return len(_HEADER) + self.num_index_words
+
+    @property
+    def _num_value_bytes(self) -> int:
+        return (self.num_fixed + self.k) * self.quantize.code_dtype.itemsize
+
+    def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
+        codecs = _VERSION | self.index_codec.codec_id << 8 | self.quantize.code_id << 16 | flags
+        return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
+
+    def _blank(self, header: list[int], device: torch.device) -> Tensor:
+        frame = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        frame.view(torch.int32)[: len(header)] = torch.tensor(header, dtype=torch.int32, device=device)
+        return frame
+
+
+def _signed_(frame: Tensor) -> Tensor:
+    """Fill in the check word, which is still zero."""
+    words = frame.view(torch.int32)
+    words[_CHECK] = kernels.sum_words(words)
+    return frame
