@@ -19,6 +19,7 @@ PER_CLASS = {"train": 1000, "t10k": 200}
 
 
 def main(folder: Path) -> None:
+    """Cut, join, compress."""
     blocks = []
     for split, per_class in PER_CLASS.items():
         images, labels = read_idx(folder, f"{split}-images-idx3-ubyte"), read_idx(folder, f"{split}-labels-idx1-ubyte")

@@ -1,6 +1,6 @@
 """laconic makes PyTorch data-parallel training say less.
 
-    session = laconic.attach(ddp, "topk:rho=0.01")
+session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger

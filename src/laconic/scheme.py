@@ -49,9 +49,13 @@ class Scheme:
                 "worker; use exchange=AllGather()"
             )
         if isinstance(self.exchange, Silent) and (self.select.density < 1 or self.memory.kinds):
-            raise SchemeError("Silent sends nothing, so nothing can be selected or kept; use Everything() and Nothing()")
+            raise SchemeError(
+                "Silent sends nothing, so nothing can be selected or kept; use Everything() and Nothing()"
+            )
         if isinstance(self.trigger, Ramp) and self.select.density == 1:
-            raise SchemeError("Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)")
+            raise SchemeError(
+                "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
+            )
 
     def __str__(self) -> str:
         return self.label or f"{COMPOSED}:" + write_pairs(

@@ -54,13 +54,14 @@ def write_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def write_pairs(arguments: Mapping[str, Any]) -> str:
+    """The inverse of pairs."""
     return ",".join(f"{key}={value}" for key, value in arguments.items())
 
 
 def parse_pairs(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> dict[str, Any]:
     """`arguments` converted to the types that `make` annotates; an unknown key names those that exist."""
     known = inspect.signature(make).parameters
-    hints = get_type_hints(make.__init__ if isinstance(make, type) else make)
+    hints = get_type_hints(make)
     for key in arguments:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"

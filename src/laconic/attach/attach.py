@@ -1,13 +1,13 @@
 """attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
 
-from __future__ import annotations
+# No deferred annotations here: DDP checks those of its hook.
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +33,9 @@ class Attached(Protocol):
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states."""
 
+    def close(self) -> None:
+        """End the session's thread; the interpreter's exit does the same."""
+
 
 class GradScaler(Protocol):
     """What is asked of a torch.amp.GradScaler."""
@@ -40,10 +43,8 @@ class GradScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-def attach(
-    ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler: GradScaler | None = None
-) -> Attached:
-    """Let `ddp` exchange its gradients under `scheme`; all ranks call it with the same scheme, before the first backward.
+def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler: GradScaler | None = None) -> Attached:
+    """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units.
     """
@@ -55,7 +56,9 @@ def attach(
             "write attach(DistributedDataParallel(model), scheme)"
         )
     if ddp._comm_hooks:
-        raise SchemeError("this module has a communication hook already; attach once, to a fresh DistributedDataParallel")
+        raise SchemeError(
+            "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
+        )
     group: ProcessGroup = ddp.process_group
     device = next(p for p in ddp.parameters() if p.requires_grad).device
     if isinstance(scheme, TorchHook):
@@ -93,6 +96,9 @@ class _DdpSession(Session):
         parameters = bucket.parameters()
         layout = Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
         return Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last())
+
+    def close(self) -> None:
+        self.background.close()
 
 
 def _hook(session: _DdpSession, bucket: GradBucket) -> Future[Tensor]:

@@ -1,6 +1,6 @@
 """PyTorch's own hooks as controls: unchanged, on a group that counts their bytes."""
 
-from __future__ import annotations
+# No deferred annotations here: DDP checks those of its hook.
 
 import threading
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -75,21 +75,26 @@ class TorchHookSession:
         power = self._power
         if power is None:
             return {"scheme": str(self.scheme)}
-        _, keys, place, has_gauss, gauss = power.rng.get_state(legacy=True)
+        rng = power.rng.get_state(legacy=False)
         return {
             "scheme": str(self.scheme),
             "iter": power.iter,
             "error": _copied(power.error_dict),
             "p": _copied(power.p_memory_dict),
             "q": _copied(power.q_memory_dict),
-            "rng": {"keys": torch.from_numpy(keys.astype(np.int64)), "place": place, "gauss": [has_gauss, gauss]},
+            "rng": {
+                "key": torch.from_numpy(rng["state"]["key"].astype(np.int64)),
+                "pos": rng["state"]["pos"],
+                "gauss": [rng["has_gauss"], rng["gauss"]],
+            },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(saved, Mapping):
             if len(saved) != self._group.size():
                 raise StateError(
-                    f"{self.scheme} was saved by {len(saved)} workers; PyTorch's hook cannot resume on {self._group.size()}"
+                    f"{len(saved)} workers saved this and {self._group.size()} load it, which PyTorch's hook cannot; "
+                    "resume with the same number"
                 )
             saved = saved[self._group.rank()]
         if saved.get("scheme") != str(self.scheme):
@@ -100,7 +105,10 @@ class TorchHookSession:
             power.error_dict = _copied(saved["error"])
             power.p_memory_dict = _copied(saved["p"])
             power.q_memory_dict = _copied(saved["q"])
-            power.rng.set_state(("MT19937", rng["keys"].numpy().astype(np.uint32), rng["place"], *rng["gauss"]))
+            power.rng.set_state(("MT19937", rng["key"].numpy().astype(np.uint32), rng["pos"], *rng["gauss"]))
+
+    def close(self) -> None:
+        """Nothing to end: the hook has no thread of its own."""
 
 
 def _hook(session: TorchHookSession, bucket: GradBucket) -> Future[Tensor]:

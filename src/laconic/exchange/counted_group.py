@@ -12,7 +12,7 @@ class CountedGroup(dist.ProcessGroup):
     """Passes all-reduces on to `inner` and counts each; the built-in hooks use nothing else."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.traffic = Traffic()
         self._inner = inner
 

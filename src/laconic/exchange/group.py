@@ -10,7 +10,10 @@ from laconic.exchange.traffic import Traffic
 
 
 class Group:
-    """One process's end. Over Gloo, CUDA tensors are staged through pinned host memory; over NCCL nothing leaves the device."""
+    """One process's end of a network.
+
+    Over Gloo, CUDA tensors are staged through pinned host memory; over NCCL nothing leaves the device.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
@@ -35,13 +38,13 @@ class Group:
         shape = (self.num_workers, frame.numel())
         if not self._staged:
             gathered = frame.new_empty(shape)
-            dist.all_gather_into_tensor(gathered.view(-1), frame, group=self._group)
+            dist.all_gather(list(gathered), frame, group=self._group)
             return gathered
         mine = self._host("mine", frame.numel(), frame.dtype)
         mine.copy_(frame)
-        everyone = self._host("everyone", self.num_workers * frame.numel(), frame.dtype)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
-        return everyone.view(shape).to(frame.device)
+        everyone = self._host("everyone", self.num_workers * frame.numel(), frame.dtype).view(shape)
+        dist.all_gather(list(everyone), mine, group=self._group)
+        return everyone.to(frame.device)
 
     def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """A pinned host buffer for one role, grown when it is too small."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from laconic.exchange.traffic import Traffic
 
-
 T = TypeVar("T")
 
 

@@ -46,5 +46,5 @@ class Traffic:
 
 
 def ring_bytes(payload_bytes: int, num_workers: int) -> int:
-    """What a ring all-reduce of `payload_bytes` sends from each of M workers: 2*(M-1)/M of it (Gloo, and NCCL at size)."""
+    """What leaves each of M workers in a ring all-reduce: 2*(M-1)/M of the payload (Gloo, and NCCL at size)."""
     return -(-2 * (num_workers - 1) * payload_bytes // num_workers)

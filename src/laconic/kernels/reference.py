@@ -7,6 +7,7 @@ from torch import Tensor
 
 _WORD_BITS = 32
 _WORD_MASK = (1 << _WORD_BITS) - 1
+_SAMPLE_ENTRIES = 16_384
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
@@ -25,16 +26,29 @@ def all_finite(x: Tensor) -> bool:
 def top_k_positions(x: Tensor, k: int) -> Tensor:
     """Positions of the exactly k largest |x|, ascending, int64; of equal ones the first are taken.
 
-    torch.topk leaves the order of ties open, which would differ between machines, so it only gives the k-th value.
+    torch.topk leaves the order of ties open, so it only gives the k-th value; and it ranks only the candidates above a
+    threshold that a sample suggests, since ranking all 1.2 M entries of a small net costs five times as much.
     """
     bits = magnitude_bits(x)
     if k >= bits.numel():
         return torch.arange(bits.numel(), device=x.device)
-    kth = torch.topk(bits, k, sorted=False).values.min()
-    chosen = bits > kth
-    ties = (bits == kth).nonzero().squeeze(1)
+    candidates = (bits >= _likely_threshold(bits, k)).nonzero().squeeze(1)
+    if candidates.numel() < k:
+        candidates = torch.arange(bits.numel(), device=x.device)
+    ranked = bits[candidates]
+    kth = torch.topk(ranked, k, sorted=False).values.min()
+    chosen = ranked > kth
+    ties = (ranked == kth).nonzero().squeeze(1)
     chosen[ties[: k - int(chosen.sum())]] = True
-    return chosen.nonzero().squeeze(1)
+    return candidates[chosen]
+
+
+def _likely_threshold(bits: Tensor, k: int) -> Tensor:
+    """A value that about 1.3*k entries reach, most likely; only the speed of the caller depends on it."""
+    sample = bits[:: max(1, bits.numel() // _SAMPLE_ENTRIES)]
+    expected = k * sample.numel() / bits.numel()
+    rank = min(sample.numel(), round(expected + 4 * expected**0.5 + 4))  # four sigma of a binomial, and a few
+    return torch.topk(sample, rank, sorted=False).values.min()
 
 
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:

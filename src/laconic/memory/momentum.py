@@ -28,7 +28,8 @@ class MomentumResidual:
             raise SchemeError(f"MomentumResidual.momentum is {self.momentum}; give a number in [0, 1)")
 
     def open(self, kept: list[Tensor]) -> Account:
-        return _MomentumAccount(*kept, momentum=self.momentum)
+        residual, velocity = kept
+        return _MomentumAccount(residual, velocity, self.momentum)
 
 
 class _MomentumAccount(ResidualAccount):

@@ -28,7 +28,9 @@ class _Purse:
         self.balance = torch.empty(0)
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
-        self.balance = gradient.to(torch.float32)  # the gradient itself where it is float32: the dense path copies nothing
+        self.balance = gradient.to(
+            torch.float32
+        )  # the gradient itself where it is float32: the dense path copies nothing
         if unscale != 1:
             self.balance = self.balance * unscale
 

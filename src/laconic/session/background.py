@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,8 @@ from torch.futures import Future
 
 from laconic.layout import Bucket
 from laconic.session.session import Session
+
+_CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -28,10 +32,12 @@ class Background:
         self.error: BaseException | None = None
         self._session = session
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="laconic", daemon=True)
         self._thread.start()
+        # A daemon thread that wakes while the interpreter is torn down aborts the process, so it is ended before.
+        atexit.register(_close, weakref.ref(self))
 
     def submit(self, bucket: Bucket) -> Future[Tensor]:
         """Queue a bucket; the future holds its flat buffer once that is the mean, or fails with what went wrong."""
@@ -44,9 +50,9 @@ class Background:
         return outcome
 
     def close(self) -> None:
-        """End the thread after the errands it has."""
+        """End the thread after the errands it has; one that hangs in a collective is left behind."""
         self._errands.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         if self._stream is None:
@@ -81,6 +87,12 @@ class Background:
             except BaseException as error:
                 self.error = error
         return self.error
+
+
+def _close(background: weakref.ref[Background]) -> None:
+    alive = background()
+    if alive is not None:
+        alive.close()
 
 
 def _tensor_or_raise(done: Future[Tensor | BaseException]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A session's state as a checkpoint holds it: plain tensors, numbers and texts, so that weights_only loading takes it."""
+"""A session's state in a checkpoint: plain tensors, numbers and texts, which weights_only loading takes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Kept = dict[str, dict[str, Tensor]]
 
 
 def save(scheme: Scheme, medium: Medium, step: int, layouts: Sequence[Layout], kept: Kept) -> dict[str, Any]:
+    """One worker's state."""
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
@@ -65,7 +66,7 @@ def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:
         if kinds != scheme.memory.kinds:
             raise StateError(
                 f"the state was saved under {found['scheme']} and keeps {', '.join(kinds) or 'nothing'}; "
-                f"{scheme} keeps {', '.join(scheme.memory.kinds) or 'nothing'}: resume under the scheme it was saved with"
+                f"{scheme} keeps {', '.join(scheme.memory.kinds) or 'nothing'}; resume under the scheme that saved it"
             )
     if len({(found["step"], found["num_workers"]) for found in states}) > 1:
         raise StateError("the states are of different steps; load states that were saved together")

@@ -1,0 +1,46 @@
+"""The command line. Data goes to stdout, talk to stderr, and an error is one line that says what to do.
+
+argparse, because `torchrun -m laconic train` must run on a node that has torch and numpy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from laconic.cli import bench, compare, schemes, train
+from laconic.errors import LaconicError
+
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"laconic: {message} ({self.prog} --help lists the options)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (train, compare, schemes, bench):
+        module.add_parser(commands)
+    asked = parser.parse_args(arguments)
+    try:
+        code: int = asked.run(asked)
+    except LaconicError as error:
+        return _say(str(error), 2)
+    except KeyboardInterrupt:
+        return _say("interrupted", _INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
+        return 0
+    return code
+
+
+def _say(message: str, code: int) -> int:
+    print(f"laconic: {message}", file=sys.stderr, flush=True)
+    return code

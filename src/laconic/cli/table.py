@@ -1,0 +1,18 @@
+"""A table in plain text, the same on a terminal and in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns wide enough for their cells: the first to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)

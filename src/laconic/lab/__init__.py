@@ -1,0 +1,20 @@
+"""Hosts on this machine: network namespaces on slow links, for claims about slow networks."""
+
+from laconic.lab.errors import LabError
+from laconic.lab.host import Counters, Host
+from laconic.lab.lab import Lab, labs, remove_abandoned
+from laconic.lab.run import noted_signals, run
+from laconic.lab.spec import LabSpec, Link
+
+__all__ = [
+    "Counters",
+    "Host",
+    "Lab",
+    "LabError",
+    "LabSpec",
+    "Link",
+    "labs",
+    "noted_signals",
+    "remove_abandoned",
+    "run",
+]

@@ -1,0 +1,47 @@
+"""Measured facts on disk: one JSON object per line, in DIR/records.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from laconic.errors import TaskError
+
+RECORDS = "records.jsonl"
+
+
+class Recorder:
+    """Appends facts to DIR/records.jsonl as they are measured; without a folder it drops them."""
+
+    def __init__(self, folder: Path | None, *, keeps_old: bool = False) -> None:
+        self._file = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / RECORDS).open("a" if keeps_old else "w", encoding="utf-8", buffering=1)
+
+    def write(self, kind: str, **fact: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **fact}) + "\n")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read(folder: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """The facts in a folder, of one kind or all."""
+    path = folder / RECORDS
+    if not path.exists():
+        raise TaskError(f"{folder} has no {RECORDS}; give a folder that `laconic train --out` wrote")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fact = json.loads(line)
+        if kind is None or fact["kind"] == kind:
+            yield fact

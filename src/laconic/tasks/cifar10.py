@@ -1,0 +1,94 @@
+"""CIFAR-10 (Krizhevsky 2009) in its standard binary layout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from laconic.errors import TaskError
+from laconic.tasks.models import ResNet
+from laconic.tasks.task import Data, Task
+
+_ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as the data set's own page gives it
+_FOLDER = "cifar-10-batches-bin"
+_TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
+_RECORD_BYTES = 1 + 3 * 32 * 32
+_TIMEOUT_S = 30
+_PADDING = 4
+
+
+def _load(folder: Path | None) -> Data:
+    home = _find(folder) if folder is not None else _download()
+    train = np.concatenate([_read(home / name) for name in _TRAIN])
+    test = _read(home / "test_batch.bin")
+    return Data(*_split(train), *_split(test), _prepare, _augment)
+
+
+def _find(folder: Path) -> Path:
+    for home in (folder, folder / _FOLDER):
+        if (home / "test_batch.bin").exists():
+            return home
+    raise TaskError(f"{folder} has no {_FOLDER}/test_batch.bin; give --data the folder that holds {_FOLDER}")
+
+
+def _download() -> Path:
+    """Fetch the data set into the user's cache, once, and check it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "laconic"
+    if not (cache / _FOLDER / "test_batch.bin").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as fresh:
+            archive = Path(fresh) / "cifar10.tar.gz"
+            try:
+                with urllib.request.urlopen(_ADDRESS, timeout=_TIMEOUT_S) as source, archive.open("wb") as into:
+                    shutil.copyfileobj(source, into)
+            except OSError as error:
+                raise TaskError(f"cannot fetch CIFAR-10 ({error}); give --data a folder that holds {_FOLDER}") from None
+            if hashlib.md5(archive.read_bytes()).hexdigest() != _MD5:
+                raise TaskError(
+                    "what was fetched is not CIFAR-10: its checksum is wrong; try again, or give --data DIR"
+                )
+            with tarfile.open(archive) as tar:
+                tar.extractall(fresh, filter="data")
+            (Path(fresh) / _FOLDER).rename(cache / _FOLDER)
+    return cache / _FOLDER
+
+
+def _read(path: Path) -> np.ndarray:
+    raw = np.fromfile(path, dtype=np.uint8)
+    if raw.size == 0 or raw.size % _RECORD_BYTES:
+        raise TaskError(f"{path} is not a CIFAR-10 batch; fetch it again")
+    return raw.reshape(-1, _RECORD_BYTES)
+
+
+def _split(records: np.ndarray) -> tuple[Tensor, Tensor]:
+    images = torch.from_numpy(records[:, 1:].copy()).view(-1, 3, 32, 32)
+    return images, torch.from_numpy(records[:, 0].astype(np.int64))
+
+
+def _prepare(pixels: Tensor) -> Tensor:
+    mean = torch.tensor([0.491, 0.482, 0.447], device=pixels.device).view(3, 1, 1)
+    deviation = torch.tensor([0.247, 0.243, 0.262], device=pixels.device).view(3, 1, 1)
+    return (pixels.float() / 255 - mean) / deviation
+
+
+def _augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift a batch by up to four pixels and mirror half of its images."""
+    padded = F.pad(images, (_PADDING,) * 4)
+    dy, dx = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
+    shifted = padded[:, :, dy : dy + 32, dx : dx + 32]
+    mirror = torch.rand(len(images), generator=generator) < 0.5
+    return torch.where(mirror.view(-1, 1, 1, 1).to(images.device), shifted.flip(3), shifted)
+
+
+CIFAR10 = Task("cifar10", {"resnet20": lambda _: ResNet(20), "resnet8": lambda _: ResNet(8)}, _load, lr=0.1, batch=32)

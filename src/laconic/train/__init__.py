@@ -1,0 +1,7 @@
+"""Train one task under one scheme, with every step measured."""
+
+from laconic.train.job import Job
+from laconic.train.launch import launch
+from laconic.train.worker import is_worker, work
+
+__all__ = ["Job", "is_worker", "launch", "work"]

@@ -1,0 +1,45 @@
+"""Checkpoints: DIR/checkpoint/step-N/rank-R.pt, and DIR/checkpoint/latest names the newest that is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.errors import TaskError
+
+_FOLDER, _LATEST = "checkpoint", "latest"
+
+
+def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
+    """Write this rank's part; all ranks call it, and only when all parts are there does the checkpoint count."""
+    home = folder / _FOLDER
+    target = home / f"step-{step}"
+    target.mkdir(parents=True, exist_ok=True)
+    torch.save(state, target / f"rank-{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        fresh = home / "latest.new"
+        fresh.write_text(target.name)
+        fresh.replace(home / _LATEST)
+        for old in home.glob("step-*"):
+            if old != target:
+                shutil.rmtree(old)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The newest whole checkpoint in a folder."""
+    latest = folder / _FOLDER / _LATEST
+    if not latest.exists():
+        raise TaskError(f"{folder} holds no checkpoint; leave --resume out to start afresh")
+    return latest.parent / latest.read_text()
+
+
+def load_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """(steps done, every rank's state)."""
+    home = find_checkpoint(folder)
+    parts = sorted(home.glob("rank-*.pt"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    return int(home.name.removeprefix("step-")), [torch.load(p, map_location="cpu", weights_only=True) for p in parts]

@@ -1,0 +1,82 @@
+"""What is asked of a training run; each field is an option of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import TaskError
+from laconic.recipes import parse
+from laconic.tasks import TASKS
+
+DEFAULT_STEPS = 300
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run."""
+
+    task: str = _option("fashion-mnist", f"what to train: {', '.join(TASKS)}")
+    model: str | None = _option(None, "one of the task's models (cifar10: resnet20, resnet8)")
+    data: Path | None = _option(None, "folder or file of the data; fashion-mnist has a slice built in")
+    scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`")
+    workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
+    steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
+    epochs: float | None = _option(None, "passes over the data, instead of --steps")
+    batch: int | None = _option(None, "examples per worker and step")
+    lr: float | None = _option(None, "peak learning rate; it warms up, then falls as a cosine")
+    seed: int = _option(0, "seed of weights, data order and everything drawn")
+    labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
+    eval_every: int = _option(25, "steps between evaluations; their time is not counted")
+    backend: str = _option("gloo", "gloo or nccl")
+    device: str = _option("cpu", "cpu or cuda")
+    out: Path | None = _option(None, "folder for records and checkpoints")
+    resume: bool = _option(False, "continue from the checkpoint in --out")
+    tensorboard: bool = _option(False, "also write TensorBoard events to --out")
+    quiet: bool = _option(False, "print no result on stdout")
+    json: bool = _option(False, "print the result as one JSON object, as the last line on stdout")
+
+    def __post_init__(self) -> None:
+        parse(self.scheme)
+        for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise TaskError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
+        if self.task not in TASKS:
+            raise TaskError(f"no task is called {self.task!r}; give one of {', '.join(TASKS)}")
+        if self.model is not None and self.model not in TASKS[self.task].models:
+            raise TaskError(f"task {self.task} has no model {self.model!r}; give {', '.join(TASKS[self.task].models)}")
+        if self.steps is not None and self.epochs is not None:
+            raise TaskError("--steps and --epochs say the same thing twice; give one")
+        if self.backend not in ("gloo", "nccl"):
+            raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
+        if self.device not in ("cpu", "cuda"):
+            raise TaskError(f"--device is {self.device!r}; give cpu or cuda")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise TaskError("--backend nccl needs --device cuda")
+        if self.out is None and (self.resume or self.tensorboard):
+            raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def facts(self) -> dict[str, Any]:
+        """The job as plain values, for the records."""
+        return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that make this job again."""
+        words = []
+        for option in fields(self):
+            value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
+            if value is True:
+                words.append(name)
+            elif value is not None and value is not False:
+                words += [name, str(value)]
+        return words
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,58 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.session import PHASES
+from laconic.train.trainer import Trainer
+
+_WARM_UP_STEPS = 5  # left out of step times: first touches of memory, DDP's rebuilding of buckets
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's figures; bytes and ratio are means over the workers."""
+
+    scheme: str
+    accuracy: float
+    loss: float
+    steps: int
+    seconds: float
+    step_ms: float  # median
+    split_ms: dict[str, float]  # adds up to step_ms: compute is what of a step lay outside the other four
+    bytes_out: int  # per worker, all steps
+    bytes_in: int
+    ratio: float | None
+    skipped_steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize(trainer: Trainer) -> Result:
+    """Sum up a run; all ranks call it."""
+    stats = trainer.session.stats()
+    everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (stats.bytes_out, stats.bytes_in, stats.dense_bytes_out))
+    out, into, dense = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
+    timed = trainer.facts[_WARM_UP_STEPS:] or trainer.facts
+    step_ms = statistics.median(fact["ms"] for fact in timed) if timed else 0.0
+    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) if timed else 0.0 for phase in PHASES}
+    return Result(
+        scheme=str(stats.scheme),
+        accuracy=trainer.last_evaluation.get("accuracy", 0.0),
+        loss=trainer.last_evaluation.get("loss", 0.0),
+        steps=trainer.steps_done,
+        seconds=trainer.seconds,
+        step_ms=step_ms,
+        split_ms={"compute": max(0.0, step_ms - sum(split.values())), **split},
+        bytes_out=out,
+        bytes_in=into,
+        ratio=dense / out if out else None,
+        skipped_steps=stats.skipped_steps,
+    )

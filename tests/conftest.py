@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def four_workers() -> Iterator[WorkerPool]:
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()

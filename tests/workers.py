@@ -1,0 +1,91 @@
+"""Real worker processes over Gloo, kept for many tests: starting torch four times is most of a test's time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class WorkerPool:
+    """`num_workers` processes in one Gloo group; `run` calls a module-level function in all of them."""
+
+    def __init__(self, num_workers: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.num_workers = num_workers
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(num_workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_workers, port, there), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        """Results in rank order; a failure in any worker is an AssertionError with its traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout_s):
+                self.close()
+                raise AssertionError(f"rank {rank} did not answer {function.__name__} in {timeout_s} s")
+            ok, value = pipe.recv()
+            results.append((ok, value))
+        for rank, (ok, value) in enumerate(results):
+            assert ok, f"rank {rank}:\n{value}"
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, num_workers: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_workers)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def equal_everywhere(tensor: torch.Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return all(torch.equal(_bits(tensor), _bits(other)) for other in gathered)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).to(torch.float32) for p in model.parameters()])
+
+
+def ranks(pool: WorkerPool) -> Sequence[int]:
+    return range(pool.num_workers)
