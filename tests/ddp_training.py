@@ -23,8 +23,8 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.body = nn.Linear(8 * 8 * 8, 40)
-        self.middle = nn.Linear(40, 40)
-        self.head = nn.Linear(40, 10)
+        self.middle = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+        self.head = nn.Linear(40, 40)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.conv(x))).flatten(1)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from laconic.cli.table import table
-from laconic.lab import Counters, Lab, LabError, LabSpec, Link, labs, noted_signals, remove_abandoned, run
+from laconic.lab import Lab, LabError, LabSpec, Link, labs, noted_signals, remove_abandoned, run
 
 _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
 
@@ -51,8 +51,7 @@ def run_command(asked: argparse.Namespace) -> int:
                 return _run_in(lab, argv, signals)
         if asked.link or asked.link_of:
             raise LabError("--link and --link-of are for a new lab; give --hosts too, or neither for the standing lab")
-        lab = _standing(labs())
-        return _run_in(lab, argv, signals)
+        return _run_in(_standing(labs()), argv, signals)
 
 
 def run_up(asked: argparse.Namespace) -> int:
@@ -132,19 +131,16 @@ def _standing(found: list[Lab]) -> Lab:
     for lab in found:
         if lab.is_standing:
             return lab
-    raise LabError(f"no lab is standing; {_MAKE_ONE}")
+    raise LabError(f"no lab is standing; {_MAKE_ONE} (`lab run` makes its own with --hosts)")
 
 
 def _run_in(lab: Lab, argv: list[str], signals: list[int]) -> int:
     before = [host.counters() for host in lab.hosts]
     code = run(lab, argv, signals)
-    carried = [host.counters() - earlier for host, earlier in zip(lab.hosts, before, strict=True)]
-    print(f"laconic: bytes out/in by host: {', '.join(_bytes(count) for count in carried)}", file=sys.stderr)
+    after = [host.counters() - earlier for host, earlier in zip(lab.hosts, before, strict=True)]
+    carried = [f"[{i}] {count.bytes_out:,} {count.bytes_in:,}" for i, count in enumerate(after)]
+    print(f"laconic: bytes out and in by host: {'; '.join(carried)}", file=sys.stderr)
     return code
-
-
-def _bytes(count: Counters) -> str:
-    return f"{count.bytes_out}/{count.bytes_in}"
 
 
 def _facts(lab: Lab) -> dict[str, Any]:
@@ -168,11 +164,10 @@ def _facts(lab: Lab) -> dict[str, Any]:
 def _describe(found: list[Lab]) -> str:
     head = ["lab", "owner", "host", "namespace", "address", "link", "state", "bytes out", "bytes in"]
     rows = []
-    for lab in found:
-        for host in lab.hosts:
-            count = host.counters()
-            owner = "standing" if lab.owner is None else f"pid {lab.owner.pid}"
-            state = "cut" if host.is_cut else "up"
-            where = [lab.id, owner, str(host.index), host.namespace, host.address]
-            rows.append([*where, str(host.link), state, f"{count.bytes_out:,}", f"{count.bytes_in:,}"])
+    for lab in map(_facts, found):
+        owner = f"pid {lab['owner_pid']}" if lab["owner_pid"] else "standing"
+        for host in lab["hosts"]:
+            where = [str(host[key]) for key in ("host", "namespace", "address", "link")]
+            state = ["cut" if host["cut"] else "up", f"{host['bytes_out']:,}", f"{host['bytes_in']:,}"]
+            rows.append([lab["id"], owner, *where, *state])
     return table(head, rows)

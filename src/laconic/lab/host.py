@@ -74,7 +74,7 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start `argv` on this host, `env` added to the environment; its pid leads a session of its own."""
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER, self.name]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*inside, str(self.names), *argv],
             env={**os.environ, **self.variables, **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -84,6 +84,9 @@ class Host:
             errors="replace",
             start_new_session=True,
         )
+        while process.poll() is None and not self._holds(process.pid):  # 3 ms; from then on `kill` finds it
+            time.sleep(0.001)
+        return process
 
     def counters(self) -> Counters:
         """Bytes and packets since the lab was made.
@@ -105,6 +108,12 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+
+    def _holds(self, pid: int) -> bool:
+        try:
+            return os.path.samefile(f"/proc/{pid}/ns/net", f"/run/netns/{self.namespace}")
+        except OSError:  # one of the two has just ended
+            return False
 
 
 def _environment(pid: int) -> bytes:

@@ -57,8 +57,21 @@ def queue_counts(namespace: str, device: str) -> dict[str, Any]:
 
 def pids(namespace: str) -> list[int]:
     """The processes inside `namespace`; none where there is no such namespace."""
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in found.stdout.split()]
+    try:
+        return [int(pid) for pid in ip("netns", "pids", namespace).split()]
+    except LabError:
+        if namespace in namespaces():
+            raise
+        return []
+
+
+def delete(namespace: str) -> None:
+    """Remove `namespace`, which another process that clears the same lab may have done already."""
+    try:
+        ip("netns", "delete", namespace)
+    except LabError:
+        if namespace in namespaces():
+            raise
 
 
 def namespaces() -> set[str]:

@@ -26,10 +26,10 @@ _writing = threading.Lock()
 def noted_signals() -> Iterator[list[int]]:
     """Inside, Ctrl-C, SIGTERM and SIGHUP are only noted in the list, so that they cannot break off a clean-up."""
     noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda got, _: noted.append(got))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda got, _: noted.append(got)) for number in numbers}
     try:
         yield noted
     finally:
@@ -101,10 +101,10 @@ def _pumps(host: Host, process: subprocess.Popen[str], signals: list[int]) -> li
 
 def _pump(index: int, source: IO[str], sink: TextIO, signals: list[int]) -> None:
     """Copy lines, a progress bar's carriage returns counting as line ends, until the last writer is gone."""
-    for line in source:
+    for text in (line.rstrip("\n") for line in source):
         try:
             with _writing:
-                print(f"[{index}] {line.rstrip()}", file=sink, flush=True)
+                print(f"[{index}] {text}", file=sink, flush=True)
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
             signals.append(signal.SIGPIPE)

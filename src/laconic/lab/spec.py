@@ -38,7 +38,7 @@ class Link:
         """The link of a text like 10mbit, 2.5gbit, 500kbit or none."""
         if text == "none":
             return cls(None)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text)
         if match is None:
             raise LabError(f"{text!r} is no link; write a rate like 10mbit, 2.5gbit or 500kbit, or none")
         return cls(int(Decimal(match[1]) * _UNITS[match[2]]))

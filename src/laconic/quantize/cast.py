@@ -10,6 +10,9 @@ from torch import Tensor
 
 # The largest value is brought just under 2^15; fp16 ends at 65504, a little under 2^16.
 _FP16_TOP_EXPONENT = 15
+# Above these, rounding up would give Inf; the few values there are held at them.
+_BF16_TOP = torch.finfo(torch.bfloat16).max
+_FP16_TOP = 32752.0 * 2.0**113  # the largest 11-bit number under 2^128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,7 @@ class BF16:
     code_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        # Rounding up from above bf16's largest value would give Inf, so those few are held at it.
-        top = torch.finfo(torch.bfloat16).max
-        return values.clamp(-top, top).to(torch.bfloat16), values.new_ones(())
+        return values.clamp(-_BF16_TOP, _BF16_TOP).to(torch.bfloat16), values.new_ones(())
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.to(torch.float32)
@@ -65,7 +66,7 @@ class FP16:
         # 2^e is built from its bits: pow() may be an ulp off, and then scaling would round.
         biased = (exponent - _FP16_TOP_EXPONENT).clamp(-126, 127) + 127
         scale = (biased.to(torch.int32) << 23).view(torch.float32)
-        return (values / scale).to(torch.float16), scale
+        return (values.clamp(-_FP16_TOP, _FP16_TOP) / scale).to(torch.float16), scale
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.to(torch.float32) * scale

@@ -80,10 +80,10 @@ class Background:
                 for errand in errands:
                     if errand.ready is not None:
                         torch.cuda.current_stream().wait_event(errand.ready)
-                if len(errands) == 1:
-                    self._session.exchange_(errands[0].bucket)
-                else:
+                if self._session.wants_whole_step:
                     self._session.exchange_step_([errand.bucket for errand in errands])
+                else:
+                    self._session.exchange_(errands[0].bucket)
             except BaseException as error:
                 self.error = error
         return self.error

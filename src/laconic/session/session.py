@@ -53,7 +53,8 @@ class Session:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._scale = self._loss_scale() if self._loss_scale else 1.0
+        # Where nothing is kept the scale stays on: a 16-bit type needs it.
+        self._scale = self._loss_scale() if self._loss_scale and self.scheme.memory.kinds else 1.0
         self._overflowed = False
         self._undo: list[tuple[Account, list[Tensor]]] = []
         self._seen: list[Layout] = []
@@ -94,8 +95,8 @@ class Session:
     def _reduce_(self, bucket: Bucket) -> None:
         """Deposit, withdraw everything, round, and let the network add."""
         flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
-        account, keeps = self._account(bucket), bool(self.scheme.memory.kinds)
-        before = account.snapshot() if self._loss_scale is None else []
+        account, keeps = self._ledger.open(bucket.layout, device), bool(self.scheme.memory.kinds)
+        before = self._undo_later(account)
         with self._clock.time("select", device):
             finite = not keeps or kernels.all_finite(flat)
             if finite:
@@ -106,7 +107,10 @@ class Session:
                 values = torch.full_like(flat, torch.nan, dtype=torch.float32)
         with self._clock.time("encode", device):
             values = values.div_(num_workers)  # first, so that the sum stays within the range of a 16-bit type
-            codes = values.to(self.scheme.quantize.sum_dtype(flat.dtype))
+            # A dense step of a sparse scheme keeps the gradient's type: what a 16-bit sum rounds away in flight is
+            # nobody's to keep.
+            adds_codes = self.scheme.exchange.adds_in_flight
+            codes = values.to(self.scheme.quantize.sum_dtype(flat.dtype) if adds_codes else flat.dtype)
             if keeps and finite and codes.dtype != torch.float32:
                 account.refund_(None, (values - codes.to(torch.float32)).mul_(num_workers))
         with self._clock.time("exchange", device):
@@ -123,7 +127,9 @@ class Session:
         flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.quantize
         plan, shape, fixed = self._plan(bucket.layout, density, device)
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
-        account = self._account(bucket)
+        account = self._ledger.open(bucket.layout, device)
+        if self._loss_scale is not None:
+            self._undo_later(account)
         with self._clock.time("select", device):
             finite = kernels.all_finite(flat)
             if finite:
@@ -165,13 +171,16 @@ class Session:
             self._plans[key] = plan, shape, positions_of(plan.fixed, device)
         return self._plans[key]
 
-    def _account(self, bucket: Bucket) -> Account:
-        account = self._ledger.open(bucket.layout, bucket.flat.device)
+    def _undo_later(self, account: Account) -> list[Tensor]:
+        """Remember the account as it is, for the end of a step that is skipped.
+
+        A GradScaler skips the whole step when any bucket overflows, also one still to come. This costs a copy of the
+        balance, so only those who have a GradScaler pay for it, and dense steps, whose exchange dwarfs it.
+        """
+        before = account.snapshot()
         if self._loss_scale is not None:
-            # A GradScaler skips the whole step when any bucket overflows, also one still to come: this costs a copy
-            # of the balance per step, and lets a skipped step leave no trace.
-            self._undo.append((account, account.snapshot()))
-        return account
+            self._undo.append((account, before))
+        return before
 
     @contextmanager
     def _held(self, account: Account, bucket: Bucket) -> Iterator[None]:

@@ -1,0 +1,47 @@
+"""The table of everything that the laws are tested over; test_laws proves that nothing is missing from it."""
+
+from __future__ import annotations
+
+from laconic import Scheme, TorchHook, parse
+
+# One text for each recipe, at settings that a model of a few thousand entries can show.
+RECIPE_TEXTS = {
+    "dense": "dense",
+    "bf16": "bf16",
+    "silent": "silent",
+    "topk": "topk:rho=0.05",
+    "dgc": "dgc:rho=0.05,ramp=2",
+    "torch-fp16": "torch-fp16",
+    "torch-powersgd": "torch-powersgd:rank=2",
+}
+
+# Compositions that no recipe makes, so that every answer to every question occurs.
+COMPOSED_TEXTS = (
+    "topk:rho=0.05,per=bucket,quantize=fp16,warmup=3",
+    "topk:rho=0.05,quantize=none",
+    "scheme:select=topk(rho=0.05,dense_below=0),memory=none,exchange=all-gather",
+    "scheme:select=everything,quantize=fp16,exchange=all-gather",
+    "scheme:select=everything,quantize=bf16,memory=residual,exchange=all-reduce",
+    "scheme:select=everything,quantize=bf16,memory=momentum(momentum=0.5),exchange=all-gather",
+)
+
+ALL_TEXTS = (*RECIPE_TEXTS.values(), *COMPOSED_TEXTS)
+
+
+def own_schemes() -> list[Scheme]:
+    """Every scheme of the table that is a composition of ours."""
+    return [scheme for scheme in map(parse, ALL_TEXTS) if isinstance(scheme, Scheme)]
+
+
+def talking_schemes() -> list[Scheme]:
+    """Those under which the workers hear of each other."""
+    return [scheme for scheme in own_schemes() if str(scheme) != "silent"]
+
+
+def remembering_schemes() -> list[Scheme]:
+    """Those that keep what they do not send."""
+    return [scheme for scheme in own_schemes() if scheme.memory.kinds]
+
+
+def torch_hooks() -> list[TorchHook]:
+    return [scheme for scheme in map(parse, ALL_TEXTS) if isinstance(scheme, TorchHook)]

@@ -1,0 +1,129 @@
+"""The house itself: imports go down, fences hold, names are public once, import stays lean."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import laconic
+
+SOURCE = Path(laconic.__file__).parent
+FLOORS = (
+    ("errors",),
+    ("layout", "text"),
+    ("kernels",),
+    ("select", "quantize", "memory", "wire", "exchange", "trigger"),
+    ("scheme",),
+    ("session", "recipes"),
+    ("attach",),
+    ("tasks", "records"),
+    ("train", "bench"),
+    ("compare", "lab"),
+    ("cli",),
+)
+# Side by side on one floor: a frame holds quantized values.
+NEIGHBOURS = {("wire", "quantize")}
+FENCES = {
+    "torch.distributed": {"exchange", "attach", "train"},
+    "triton": {"kernels"},
+}
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def _files() -> list[Path]:
+    return [p for p in sorted(SOURCE.rglob("*.py")) if _room(p) not in ("__init__", "__main__")]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {_room(p) for p in _files()} == set(FLOOR_OF)
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_down(path: Path) -> None:
+    room = _room(path)
+    for name in _imports(path):
+        parts = name.split(".")
+        if parts[0] == "laconic" and len(parts) > 1 and parts[1] in FLOOR_OF and parts[1] != room:
+            down = FLOOR_OF[parts[1]] < FLOOR_OF[room]
+            assert down or (room, parts[1]) in NEIGHBOURS, f"{path} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("fenced", FENCES)
+def test_fences_hold(fenced: str) -> None:
+    for path in _files():
+        if any(name == fenced or name.startswith(f"{fenced}.") for name in _imports(path)):
+            assert _room(path) in FENCES[fenced], f"{path} imports {fenced}"
+
+
+def test_files_and_functions_are_short() -> None:
+    for path in _files():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 45, f"{path}: {node.name}"
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert laconic.__all__ == sorted(laconic.__all__)
+    assert all(hasattr(laconic, name) for name in laconic.__all__)
+    public = {name for name in vars(laconic) if not name.startswith("_")}
+    modules = {p.name.removesuffix(".py") for p in SOURCE.iterdir()}
+    assert public - modules == set(laconic.__all__) - modules
+
+
+def test_every_error_is_public_and_in_the_tree() -> None:
+    from laconic import errors
+
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert classes <= set(laconic.__all__)
+    assert all(name in (errors.__doc__ or "") for name in classes)
+
+
+def test_import_is_lean_and_starts_nothing() -> None:
+    """Seconds beyond torch are measured in one process, so that a busy machine slows both alike."""
+    program = """
+import sys, threading, time
+import torch, torch.distributed, torch.nn.parallel, numpy
+start = time.perf_counter()
+import laconic
+seconds = time.perf_counter() - start
+foreign = {m.split(".")[0] for m in sys.modules} & {"rich", "tensorboard", "plotly", "typer", "triton", "PIL"}
+print(seconds, threading.active_count(), torch.distributed.is_initialized(), sorted(foreign))
+"""
+    fastest = min(
+        (
+            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split(
+                maxsplit=1
+            )
+            for _ in range(3)
+        ),
+        key=lambda words: float(words[0]),
+    )
+    assert fastest[1].strip() == "1 False []"
+    assert float(fastest[0]) < 0.3  # asked for by users who import it in every worker; about 0.1 here
+
+
+def test_the_version_is_said_once() -> None:
+    pyproject = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    found = re.search(r'^version = "(.*)"', pyproject, re.M)
+    assert found is not None and found[1] == laconic.__version__

@@ -1,0 +1,403 @@
+"""The lab: hosts that reach each other, links as slow as asked for, and nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from laconic.cli import lab as cli
+from laconic.lab import Counters, Host, Lab, LabError, LabSpec, Link, iproute, labs, noted_signals, register, run
+
+
+def _missing() -> str:
+    try:
+        iproute.require()
+    except LabError as error:
+        return str(error)
+    return ""
+
+
+needs_lab = pytest.mark.skipif(bool(_missing()), reason=_missing() or "a lab can be made here")
+
+# In a process of its own: `laconic lab ...`, and a lab whose process waits to be killed.
+LACONIC_LAB = """
+import argparse, sys
+from laconic.cli import lab
+parser = argparse.ArgumentParser()
+lab.add_parser(parser.add_subparsers())
+asked = parser.parse_args()
+sys.exit(asked.run(asked))
+"""
+LAB_TO_KILL = """
+from laconic.lab import Lab, LabSpec
+lab = Lab.create(LabSpec(2))
+print(lab.id, lab.hosts[1].popen(["sleep", "1000"]).pid, flush=True)
+input()
+"""
+RECEIVE = """
+import socket, time
+server = socket.create_server(("0.0.0.0", 5001))
+print("ready", flush=True)
+stream = server.accept()[0]
+received, start = 0, None
+while chunk := stream.recv(1 << 18):
+    start = start or time.perf_counter()
+    received += len(chunk)
+print(received, time.perf_counter() - start, flush=True)
+"""
+SEND = """
+import socket, sys
+stream = socket.create_connection((sys.argv[1], 5001), timeout=20)
+stream.sendall(bytes(int(sys.argv[2])))
+stream.close()
+"""
+
+
+def laconic_lab(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    asked = parser.parse_args(["lab", *words])
+    code: int = asked.run(asked)
+    return code
+
+
+def python(host: Host, program: str, *arguments: str) -> subprocess.Popen[str]:
+    return host.popen([sys.executable, "-S", "-c", program, *arguments], stdout=subprocess.PIPE)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def received_bits_per_s(
+    sender: Host, receiver: Host, num_bytes: int, meanwhile: Callable[[], None] = lambda: None
+) -> float:
+    listening = python(receiver, RECEIVE)
+    assert line_of(listening) == "ready"
+    sending = python(sender, SEND, receiver.address, str(num_bytes))
+    meanwhile()
+    received, seconds = line_of(listening).split()
+    assert (sending.wait(), listening.wait(), int(received)) == (0, 0, num_bytes)
+    return 8 * num_bytes / float(seconds)
+
+
+def traces(lab_id: str) -> list[str]:
+    names = [name for name in iproute.namespaces() if lab_id in name]
+    files = [path.name for path in register.DIRECTORY.glob(f"{lab_id}*")]
+    return names + files
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Lab]:
+    with Lab.create(LabSpec(2)) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("10mbit", 10**7), ("2.5gbit", 2_500_000_000), ("500kbit", 500_000), ("1gbit", 10**9), ("none", None)],
+)
+def test_a_rate_is_read_and_written_the_same(text: str, bits_per_s: int | None) -> None:
+    assert Link.parse(text) == Link(bits_per_s)
+    assert str(Link.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "10mb", "10 mbit", "-1mbit", "0mbit", "mbit", "1e3mbit", "None", "\u0661mbit"]
+)
+def test_another_text_says_what_to_write(text: str) -> None:
+    with pytest.raises(LabError, match=r"10mbit.*none|1kbit") as caught:
+        Link.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["run", "--hosts", "0", "--", "true"], "give 1 to 250"),
+        (["run", "--hosts", "2", "--link-of", "2=1gbit", "--", "true"], "hosts are 0 to 1"),
+        (["run", "--hosts", "2", "--link-of", "1gbit", "--", "true"], "3=50mbit"),
+        (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write a rate like 10mbit"),
+        (["run", "--hosts", "2"], "-- torchrun"),
+        (["run", "--link", "1gbit", "--", "true"], "give --hosts"),
+        (["up"], "laconic lab up --hosts 4"),
+    ],
+)
+def test_a_wrong_word_says_what_to_write(words: list[str], cure: str) -> None:
+    with pytest.raises(LabError, match=re.escape(cure)) as caught:
+        laconic_lab(*words)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaint() -> str:
+        with pytest.raises(LabError) as caught:
+            Lab.create(LabSpec(2))
+        return str(caught.value)
+
+    monkeypatch.setattr(iproute, "_capabilities", lambda: {iproute._CAP_NET_ADMIN, iproute._CAP_SYS_ADMIN})
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    assert complaint() == "a lab needs the command ip: install iproute2"
+    monkeypatch.setattr(iproute, "_capabilities", set)
+    assert "run it with sudo" in complaint()
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert "use a Linux machine" in complaint()
+
+
+@needs_lab
+def test_hosts_reach_each_other_by_address_and_name_and_the_machine_sees_nothing(two_hosts: Lab) -> None:
+    ours = subprocess.run(["ip", "address"], capture_output=True, text=True, check=True).stdout
+    assert "10.77.0." not in ours
+    assert [host.address for host in two_hosts.hosts] == ["10.77.0.1", "10.77.0.2"]
+    assert received_bits_per_s(two_hosts.hosts[0], two_hosts.hosts[1], 1000) > 0
+    lookup = "import socket; print(socket.gethostname(), socket.gethostbyname('host1'), socket.getfqdn())"
+    assert line_of(python(two_hosts.hosts[0], lookup)) == "host0 10.77.0.2 host0"
+
+
+@needs_lab
+def test_a_link_of_50mbit_carries_that_both_ways() -> None:
+    # Host 1 is not shaped, so that each way meets one queue alone: the host's end going out, the switch's coming in.
+    # 15 % is the issue's margin; headers take 4.3 %, and the rest is the scheduling of a busy machine.
+    with Lab.create(LabSpec(2, Link.parse("none"), {0: Link.parse("50mbit")})) as lab:
+        slow, fast = lab.hosts
+        assert received_bits_per_s(slow, fast, 8_000_000) == pytest.approx(50e6, rel=0.15)
+        assert received_bits_per_s(fast, slow, 8_000_000) == pytest.approx(50e6, rel=0.15)
+
+
+@needs_lab
+def test_each_host_has_the_link_it_was_given() -> None:
+    with Lab.create(LabSpec(3, Link.parse("1gbit"), {1: Link.parse("50mbit"), 2: Link.parse("none")})) as lab:
+        for host, bytes_per_s in zip(lab.hosts, [125_000_000, 6_250_000, None], strict=True):
+            for namespace, device in ((host.namespace, "eth0"), (host.switch, host.name)):
+                assert iproute.queue_counts(namespace, device)["options"].get("rate") == bytes_per_s
+
+
+@needs_lab
+@pytest.mark.parametrize("rate", ["none", "1gbit", "100mbit"])
+def test_counters_hold_what_a_cable_would_carry(rate: str) -> None:
+    with Lab.create(LabSpec(2, Link.parse(rate))) as lab:
+        sender, receiver = lab.hosts
+        assert sender.counters() == receiver.counters() == Counters(0, 0, 0, 0)
+        received_bits_per_s(sender, receiver, 1_000_000)
+        # A packet of 1514 bytes holds 1448 of the stream: 4.6 % more, and up to 10 % where some are sent again.
+        assert 1_045_000 < sender.counters().bytes_out < 1_100_000
+        assert sender.counters().bytes_out == receiver.counters().bytes_in
+        assert sender.counters().packets_in == receiver.counters().packets_out > 0
+        assert sender.counters() - sender.counters() == Counters(0, 0, 0, 0)
+
+
+@needs_lab
+def test_a_cut_link_carries_nothing_and_a_stream_goes_on_once_it_heals() -> None:
+    with Lab.create(LabSpec(2, Link.parse("100mbit"))) as lab:
+        sender, receiver = lab.hosts
+
+        def cut_for_a_while() -> None:
+            assert wait_until(lambda: receiver.counters().bytes_in > 100_000)
+            lab.cut(1)
+            before = receiver.counters()
+            assert (receiver.is_cut, sender.is_cut) == (True, False)
+            time.sleep(0.5)
+            assert receiver.counters() == before
+            lab.heal(1)
+            assert not receiver.is_cut
+
+        received_bits_per_s(sender, receiver, 10_000_000, meanwhile=cut_for_a_while)
+        with pytest.raises(LabError, match="the hosts are 0 to 1"):
+            lab.cut(2)
+
+
+@needs_lab
+def test_nothing_is_left_after_the_end_and_after_an_error() -> None:
+    with Lab.create(LabSpec(2)) as lab:
+        sleeper = lab.hosts[0].popen(["sleep", "1000"])
+        assert len(traces(lab.id)) == 5  # two hosts, the switch, and two files
+    assert traces(lab.id) == []
+    assert sleeper.wait() == -signal.SIGKILL
+    lab.close()  # does nothing
+    with pytest.raises(ZeroDivisionError), Lab.create(LabSpec(2)) as failing:
+        _ = 1 / 0
+    assert traces(failing.id) == []
+
+
+@needs_lab
+def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "broken")
+    monkeypatch.setattr(Link, "queue", "a queue that tc does not know")
+    with pytest.raises(LabError, match=r"`tc .* failed: ") as caught:
+        Lab.create(LabSpec(2))
+    assert "\n" not in str(caught.value)
+    assert traces("broken") == []
+
+
+@needs_lab
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(two_hosts: Lab) -> None:
+    foreign = [f"foreign-{secrets.token_hex(3)}", f"laconic-{secrets.token_hex(3)}-0"]  # the second is in no register
+    for name in foreign:
+        iproute.ip("netns", "add", name)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", LAB_TO_KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as parent:
+            lab_id, sleeper = line_of(parent).split()
+            with Lab.create(LabSpec(1)):
+                assert len(traces(lab_id)) == 5, "the lab of a live process was removed"
+            parent.kill()
+        assert len(traces(lab_id)) == 5
+        assert is_running(int(sleeper))
+        with Lab.create(LabSpec(1)):
+            assert traces(lab_id) == []
+            assert wait_until(lambda: not is_running(int(sleeper)))
+            assert len(traces(two_hosts.id)) == 5
+            assert received_bits_per_s(two_hosts.hosts[1], two_hosts.hosts[0], 1000) > 0
+            assert set(foreign) <= iproute.namespaces()
+    finally:
+        for name in foreign:
+            iproute.ip("netns", "delete", name)
+
+
+def test_a_process_is_known_by_its_start_as_well_as_its_number() -> None:
+    here = register.Process.current()
+    assert here.is_alive
+    assert not register.Process(here.pid, here.started + 1).is_alive
+    with subprocess.Popen(["true"]) as child:
+        assert wait_until(lambda: "Z" in Path(f"/proc/{child.pid}/stat").read_text())
+        ended = register.Process(child.pid, int(register._stat(child.pid)[19]))
+        assert not ended.is_alive, "a process that ended but was not yet waited for"
+
+
+@needs_lab
+def test_a_command_finds_what_torchrun_needs(two_hosts: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    names = "LACONIC_HOST LACONIC_HOSTS MASTER_ADDR MASTER_PORT PET_NNODES PET_NODE_RANK PET_MASTER_ADDR"
+    names += " PET_MASTER_PORT GLOO_SOCKET_IFNAME RANK WORLD_SIZE"
+    shown = " ".join(f"${{{name}-unset}}" for name in names.split())
+    assert run(two_hosts, ["sh", "-c", f"echo {shown}; echo talk >&2"], []) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [
+        f"[{i}] {i} 2 10.77.0.1 29500 2 {i} 10.77.0.1 29500 eth0 unset unset" for i in (0, 1)
+    ]
+    assert sorted(err.splitlines()) == ["[0] talk", "[1] talk"]
+
+
+@needs_lab
+def test_a_progress_bar_is_a_line_for_each_of_its_states(two_hosts: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(two_hosts, ["printf", "\\r1 of 2\\r2 of 2\\r\\nend"], []) == 0
+    shown = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[1]")]
+    assert shown == ["[1] ", "[1] 1 of 2", "[1] 2 of 2", "[1] end"]
+
+
+@needs_lab
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("exit $LACONIC_HOST", 1),
+        ("[ $LACONIC_HOST = 0 ] || exit 3; sleep 1000", 3),  # host 0 is ended, which does not count
+        ("[ $LACONIC_HOST = 0 ] || exit 3; sleep 0.1; exit 7", 7),  # within the grace
+        ("kill -9 $$", 137),
+        ("exec no-such-command", 127),
+    ],
+)
+def test_the_worst_exit_code_is_returned(two_hosts: Lab, command: str, code: int) -> None:
+    assert run(two_hosts, ["sh", "-c", command], [], grace_s=0.5) == code
+
+
+@needs_lab
+def test_a_command_that_will_not_end_is_ended(
+    two_hosts: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stubborn = (
+        f"trap 'echo int' INT; trap 'echo term' TERM; touch {tmp_path}/$LACONIC_HOST; while :; do sleep 0.05; done"
+    )
+
+    def interrupt() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        signal.raise_signal(signal.SIGINT)
+
+    with noted_signals() as signals:
+        threading.Thread(target=interrupt).start()
+        assert run(two_hosts, ["sh", "-c", stubborn], signals, grace_s=0.5) == 130
+    assert iproute.pids(two_hosts.hosts[0].namespace) == []
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("[0]")] == ["[0] int", "[0] term"]
+
+
+@needs_lab
+def test_ctrl_c_reaches_the_commands_and_leaves_nothing() -> None:
+    command = "trap 'echo heard; exit 0' INT; setsid sleep 1000 & echo $!; while :; do sleep 0.05; done"
+    words = ["lab", "run", "--hosts", "2", "--link", "100mbit", "--", "sh", "-c", command]
+    with subprocess.Popen([sys.executable, "-c", LACONIC_LAB, *words], stdout=subprocess.PIPE, text=True) as parent:
+        escaped = [int(line_of(parent).split()[1]) for _ in range(2)]
+        (ours,) = [lab for lab in labs() if lab.owner and lab.owner.pid == parent.pid]
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=20) == 130
+        assert parent.stdout is not None
+        assert sorted(parent.stdout) == ["[0] heard\n", "[1] heard\n"]
+    assert traces(ours.id) == []
+    assert wait_until(lambda: not any(is_running(pid) for pid in escaped))
+
+
+@needs_lab
+def test_a_standing_lab_stays_until_it_is_taken_down(capfd: pytest.CaptureFixture[str]) -> None:
+    if any(lab.is_standing for lab in labs()):
+        pytest.skip("a lab is standing on this machine, and there is one at a time")
+    assert laconic_lab("up", "--hosts", "2", "--link", "1gbit", "--link-of", "1=50mbit") == 0
+    try:
+        assert "50mbit" in capfd.readouterr().out
+        with pytest.raises(LabError, match="laconic lab down"):
+            laconic_lab("up", "--hosts", "2")
+        assert laconic_lab("run", "--", "sh", "-c", "echo hello; sleep 1000 & exit 0") == 0
+        assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
+        assert laconic_lab("cut", "1") == 0
+        assert laconic_lab("status", "--json") == 0
+        told = json.loads(capfd.readouterr().out)
+        (standing,) = [lab for lab in told["labs"] if lab["owner_pid"] is None]
+        assert [(host["link"], host["cut"]) for host in standing["hosts"]] == [("1gbit", False), ("50mbit", True)]
+        assert laconic_lab("heal", "1") == 0
+        assert laconic_lab("status") == 0
+        assert "cut" not in capfd.readouterr().out
+    finally:
+        assert laconic_lab("down") == 0
+    assert traces(standing["id"]) == []
+    with pytest.raises(LabError, match="laconic lab up"):
+        laconic_lab("run", "--", "true")
+
+
+@needs_lab
+def test_torchrun_works_as_on_machines_of_their_own(
+    two_hosts: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "add.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "number = torch.tensor([float(dist.get_rank() + 1)])\n"
+        "dist.all_reduce(number)\n"
+        "print(dist.get_rank(), dist.get_world_size(), number.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", str(script)]
+    assert run(two_hosts, torchrun, []) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 2 3.0", "[1] 1 2 3.0"]

@@ -1,0 +1,129 @@
+"""Frames and index codes: what one rank writes, another reads, and a damaged frame is an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laconic import FrameError
+from laconic.bench import bench_wire
+from laconic.quantize import QUANTIZERS
+from laconic.wire import INDEX_CODECS, Bitmap, EliasFano, FrameShape, Implied, floor_bits, smallest_index_codec
+
+
+def _positions(n: int, k: int, seed: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values
+
+
+@given(n=st.integers(1, 3000), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+@settings(max_examples=200, deadline=None)
+def test_index_codes_round_trip_at_the_foretold_length(n: int, share: float, seed: int) -> None:
+    k = min(n, round(share * n))
+    positions = _positions(n, k, seed)
+    for codec in {EliasFano, Bitmap, smallest_index_codec(n, k)}:
+        if codec is EliasFano and k == 0:
+            continue
+        words = codec.encode(positions, n)
+        assert words.dtype == torch.int32 and words.numel() == codec.num_words(n, k)
+        decoded = codec.decode(words, n, k) if codec is not Implied or k == n else positions
+        assert torch.equal(decoded, positions)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[0], [9], [0, 9], list(range(10)), [3, 4, 5], [0, 1, 8, 9]],
+)
+def test_index_codes_at_the_edges(positions: list[int]) -> None:
+    given_positions = torch.tensor(positions)
+    for codec in (EliasFano, Bitmap):
+        assert torch.equal(codec.decode(codec.encode(given_positions, 10), 10, len(positions)), given_positions)
+
+
+def test_positions_near_the_end_of_int32() -> None:
+    n = 2**31 - 1
+    positions = torch.tensor([0, 1, 2**24 + 1, 2**30, 2**31 - 3, 2**31 - 2])
+    words = EliasFano.encode(positions, n)
+    assert torch.equal(EliasFano.decode(words, n, 6), positions)
+
+
+def test_the_smallest_code_is_chosen_by_formula() -> None:
+    assert smallest_index_codec(1000, 0) is smallest_index_codec(1000, 1000) is Implied
+    assert smallest_index_codec(100_000, 1000) is EliasFano
+    assert smallest_index_codec(100_000, 50_000) is Bitmap
+    for k in range(1, 1000, 37):
+        best = min(codec.num_words(1000, k) for codec in (EliasFano, Bitmap))
+        assert smallest_index_codec(1000, k).num_words(1000, k) == best
+    assert {codec.codec_id for codec in INDEX_CODECS.values()} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("rho", [0.01, 0.001])
+def test_bits_per_index_are_within_nine_percent_of_the_floor(rho: float) -> None:
+    found = bench_wire(10_000_000, rho)
+    assert found.exact
+    assert found.floor_bits == pytest.approx(floor_bits(found.n, found.k) / found.k)
+    assert found.bits_per_index <= 1.09 * found.floor_bits
+
+
+def _frame(quantizer: str, n: int = 500, k: int = 20, fixed: int = 3) -> tuple[FrameShape, Tensor, Tensor, Tensor]:
+    quantize = QUANTIZERS[quantizer]()
+    shape = FrameShape(n, k, fixed, quantize)
+    positions = _positions(n, k, 1)
+    values = torch.randn(fixed + k, generator=torch.Generator().manual_seed(2))
+    codes, scale = quantize.encode(values)
+    return shape, positions, quantize.decode(codes, scale), shape.write(positions, codes, scale, step=7, bucket=2)
+
+
+@pytest.mark.parametrize("k,fixed", [(20, 3), (20, 0), (0, 5), (500, 0), (1, 1), (300, 2)])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_frames_round_trip_at_the_foretold_length(quantizer: str, k: int, fixed: int) -> None:
+    shape, positions, values, frame = _frame(quantizer, k=k, fixed=fixed)
+    assert frame.numel() == shape.num_bytes
+    contents = shape.read(frame, step=7, bucket=2, peer=0)
+    assert torch.equal(contents.positions, positions) and torch.equal(contents.values, values) and not contents.overflow
+    silent = shape.write_overflow(frame.device, step=7, bucket=2)
+    assert silent.numel() == shape.num_bytes and shape.read(silent, step=7, bucket=2, peer=0).overflow
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_any_flipped_bit_is_an_error_that_names_the_peer(quantizer: str) -> None:
+    shape, _, _, frame = _frame(quantizer)
+    for byte in range(frame.numel()):
+        for bit in (0, 3, 7):
+            damaged = frame.clone()
+            damaged[byte] ^= 1 << bit
+            with pytest.raises(FrameError, match="from rank 5"):
+                shape.read(damaged, step=7, bucket=2, peer=5)
+
+
+def test_a_frame_of_another_step_bucket_or_shape_is_an_error() -> None:
+    shape, _, _, frame = _frame("bf16")
+    for expected, kwargs in {
+        "step is 7, not 8": {"step": 8, "bucket": 2},
+        "bucket is 2, not 1": {"step": 7, "bucket": 1},
+    }.items():
+        with pytest.raises(FrameError, match=expected):
+            shape.read(frame, **kwargs, peer=1)
+    with pytest.raises(FrameError, match="bytes, not"):
+        shape.read(frame[:-4], step=7, bucket=2, peer=1)
+    other = FrameShape(500, 20, 3, QUANTIZERS["fp16"]())
+    with pytest.raises(FrameError, match="version and codecs"):
+        other.read(frame, step=7, bucket=2, peer=1)
+
+
+@given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=9, max_size=9), k=st.integers(1, 99))
+@settings(max_examples=300, deadline=None)
+def test_no_words_make_a_decoder_leave_its_bounds(words: list[int], k: int) -> None:
+    n = 100
+    for codec in (EliasFano, Bitmap):
+        block = torch.tensor(words, dtype=torch.int32)[: codec.num_words(n, k)]
+        if block.numel() != codec.num_words(n, k):
+            continue
+        try:
+            positions = codec.decode(block, n, k)
+        except FrameError:
+            continue
+        assert positions.numel() == k and int(positions[0]) >= 0 and int(positions[-1]) < n
+        assert bool((positions[1:] > positions[:-1]).all())

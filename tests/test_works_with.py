@@ -1,0 +1,272 @@
+"""What users do with DDP, under laconic, over real Gloo processes with at least three buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from ddp_training import TINY_BUCKET_MB, Net, batch, start
+from workers import WorkerPool, equal_everywhere, flat_parameters
+
+SPARSE = "topk:rho=0.05"
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _accumulate(text: str) -> dict[str, Any]:
+    """Four micro-batches per step, three of them under no_sync, against one batch of all four."""
+    many, one = start(text), start(text)
+    for run in (many, one):
+        run.ddp.module.eval()  # batch norm would see other batches
+    for step in range(6):
+        parts = [batch(4 * step + i) for i in range(4)]
+        many.optimizer.zero_grad()
+        with many.ddp.no_sync():
+            for x, y in parts[:3]:
+                _backward(cross_entropy(many.ddp(x), y) / 4)
+        _backward(cross_entropy(many.ddp(parts[3][0]), parts[3][1]) / 4)
+        many.optimizer.step()
+        one.optimizer.zero_grad()
+        _backward(cross_entropy(one.ddp(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])))
+        one.optimizer.step()
+    assert many.session is not None
+    return {
+        "steps": many.session.stats().steps,
+        "difference": float((flat_parameters(many.ddp) - flat_parameters(one.ddp)).abs().max()),
+        "equal": equal_everywhere(flat_parameters(many.ddp)),
+    }
+
+
+def test_gradient_accumulation(four_workers: WorkerPool) -> None:
+    for result in four_workers.run(_accumulate, "dense"):
+        assert result["steps"] == 6 and result["equal"]
+        assert result["difference"] < 1e-5  # float32 sums in another order
+    for result in four_workers.run(_accumulate, SPARSE):
+        assert result["steps"] == 6 and result["equal"]
+
+
+class TwoPaths(nn.Module):
+    """`spare` is used by everyone at even steps only, `own` by rank 0 alone at every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.spare = nn.Linear(40, 30)
+        self.own = nn.Linear(40, 31)
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        out: Tensor = self.net(x)
+        if step % 2 == 0:
+            out = out + self.spare(out).sum(1, keepdim=True)
+        if step % 3 == 0 and rank == 0:
+            out = out * (1 + self.own(out).mean(1, keepdim=True))
+        return out
+
+
+def _unused(text: str) -> dict[str, Any]:
+    run = start(text, TwoPaths(), find_unused_parameters=True)
+    rank, model = dist.get_rank(), run.ddp.module
+    names = {name: p for name, p in model.named_parameters()}
+    given = {name: torch.zeros(p.numel()) for name, p in names.items()}
+    applied = {name: torch.zeros(p.numel()) for name, p in names.items()}
+    for step in range(12):
+        x, y = batch(step)
+        local = torch.autograd.grad(cross_entropy(model(x, step, rank), y), list(names.values()), allow_unused=True)
+        run.optimizer.zero_grad()
+        _backward(cross_entropy(run.ddp(x, step, rank), y))
+        for (name, p), gradient in zip(names.items(), local, strict=True):
+            given[name] += gradient.reshape(-1) if gradient is not None else 0
+            applied[name] += p.grad.reshape(-1) if p.grad is not None else 0
+        run.optimizer.step()
+    assert run.session is not None
+    residual = run.session.state_dict()["memory"]["residual"]
+    worst = 0.0
+    for name in names:
+        owed = given[name] - residual[name]
+        dist.all_reduce(owed)
+        worst = max(worst, float((owed - dist.get_world_size() * applied[name]).abs().max()))
+    return {"worst": worst, "equal": equal_everywhere(flat_parameters(run.ddp))}
+
+
+@pytest.mark.parametrize("text", [SPARSE, "topk:rho=0.05,per=bucket", "topk:rho=0.05,warmup=4"])
+def test_unused_parameters_lose_nothing(four_workers: WorkerPool, text: str) -> None:
+    for result in four_workers.run(_unused, text):
+        assert result["equal"]
+        assert result["worst"] < 1e-4  # float32 rounding of twelve steps; a lost withdrawal would be about 1
+
+
+def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
+    """Train under a GradScaler with an overflow on rank 1 alone; beside it a run that just leaves that step out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=4)
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    session = laconic.attach(ddp, text, grad_scaler=scaler)
+    plain = start(text)
+    scales, skipped_weights = [], True
+    for number in range(steps):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        loss = cross_entropy(ddp(x), y)
+        if number == overflow_at and dist.get_rank() == 1:
+            loss = loss * torch.inf
+        before = flat_parameters(ddp)
+        _backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if number == overflow_at:
+            skipped_weights = torch.equal(before, flat_parameters(ddp))
+        else:
+            plain.step(number)
+    kept = session.state_dict()["memory"]
+    assert plain.session is not None
+    kept_plainly = plain.session.state_dict()["memory"]
+    return {
+        "scales": scales,
+        "skipped": session.stats().skipped_steps,
+        "skipped_weights": skipped_weights,
+        "finite": all(bool(t.isfinite().all()) for tensors in kept.values() for t in tensors.values()),
+        "same_weights": torch.equal(flat_parameters(ddp), flat_parameters(plain.ddp)),
+        "same_residual": all(torch.equal(kept[k][n], kept_plainly[k][n]) for k in kept for n in kept[k]),
+        "equal": equal_everywhere(flat_parameters(ddp)),
+    }
+
+
+@pytest.mark.parametrize(
+    "text", [SPARSE, "topk:rho=0.05,per=bucket,quantize=fp16", "dgc:rho=0.05,ramp=100", "topk:warmup=20"]
+)
+def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
+    results = four_workers.run(_scaled, text, 5, 16)
+    for result in results:
+        assert result["scales"] == results[0]["scales"]
+        assert result["scales"][5] == result["scales"][4] / 2 and result["scales"][-1] > result["scales"][5]
+        assert result["skipped"] == 1 and result["skipped_weights"] and result["finite"] and result["equal"]
+        assert result["same_weights"] and result["same_residual"]
+
+
+def _in_bf16(text: str) -> dict[str, Any]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU(), nn.Linear(60, 60))
+    run = start(text, model.to(torch.bfloat16))
+    run.optimizer.param_groups[0]["lr"] = 0.3  # smaller steps are lost in bf16 weights
+    losses = []
+    for number in range(60):
+        x, y = batch(number)
+        run.optimizer.zero_grad()
+        loss = cross_entropy(run.ddp(x.to(torch.bfloat16)), y)
+        _backward(loss)
+        run.optimizer.step()
+        losses.append(float(loss.detach()))
+    assert run.session is not None
+    kept = run.session.state_dict()["memory"]
+    return {
+        "falls": sum(losses[-5:]) < 0.9 * sum(losses[:5]),
+        "float32": all(t.dtype == torch.float32 for tensors in kept.values() for t in tensors.values()),
+        "equal": equal_everywhere(flat_parameters(run.ddp)),
+        "messages": sum(c.messages for c in run.session.stats().by_kind.values()),
+    }
+
+
+@pytest.mark.parametrize("text", [SPARSE, "dense", "dgc:rho=0.05"])
+def test_bf16_gradients(four_workers: WorkerPool, text: str) -> None:
+    for result in four_workers.run(_in_bf16, text):
+        assert result["falls"] and result["float32"] and result["equal"] and result["messages"] >= 3 * 59
+
+
+def _rebuilt(text: str) -> tuple[list[list[str]], list[list[str]], bool]:
+    run = start(text, TwoWay())
+    assert run.session is not None
+    cuts = []
+    for number in range(3):
+        run.step(number)
+        cuts.append([list(bucket) for bucket in run.session.state_dict()["buckets"]])
+    return cuts[0], cuts[-1], equal_everywhere(flat_parameters(run.ddp))
+
+
+class TwoWay(nn.Module):
+    """Defined in another order than used, so that DDP's second cut of the buckets differs from its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(40, 50)
+        self.first = nn.Linear(64, 40)
+        self.middle = nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.middle(torch.relu(self.first(x.flatten(1))))))
+        return out
+
+
+def test_buckets_rebuilt_after_the_first_step(four_workers: WorkerPool) -> None:
+    for first, later, equal in four_workers.run(_rebuilt, "topk:rho=0.05,per=bucket"):
+        assert first != later, "DDP did not rebuild: the test tests nothing"
+        assert len(later) >= 3 and {n for cut in first for n in cut} == {n for cut in later for n in cut}
+        assert equal
+
+
+def _small(text: str) -> tuple[dict[str, int], bool]:
+    """A model in which no tensor is worth sparsifying."""
+    run = start(
+        text, nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 10))
+    )
+    for number in range(5):
+        run.step(number)
+    assert run.session is not None
+    residual = run.session.state_dict()["memory"]["residual"]
+    # Everything is sent: what stays is what bf16 rounded away, under 2^-8 of a value.
+    rounding = max(float(t.abs().max()) for t in residual.values())
+    return {name: c.messages for name, c in run.session.stats().by_kind.items()}, rounding < 0.01
+
+
+def test_tensors_too_small_to_sparsify(four_workers: WorkerPool) -> None:
+    for kinds, only_rounding in four_workers.run(_small, SPARSE):
+        assert set(kinds) == {"sparse"} and only_rounding
+
+
+def _compiled(text: str) -> tuple[bool, bool]:
+    torch.manual_seed(7)
+    torch._dynamo.config.optimize_ddp = False  # it refuses buckets under 1 MB, which only a test has
+    run = start(text, torch.compile(Net(), backend="aot_eager"))  # type: ignore[arg-type]
+    for number in range(3):
+        run.step(number)
+    assert run.session is not None
+    names = set(run.session.state_dict()["memory"]["residual"])
+    return names == {name for name, _ in Net().named_parameters()}, equal_everywhere(flat_parameters(run.ddp))
+
+
+def test_compiled_models_keep_their_names(four_workers: WorkerPool) -> None:
+    assert four_workers.run(_compiled, SPARSE) == [(True, True)] * 4
+
+
+def _refusals() -> list[str]:
+    said = []
+    net = Net()
+    for wrong in (
+        lambda: laconic.attach(net, SPARSE),  # type: ignore[arg-type]
+        lambda: laconic.attach(start(SPARSE).ddp, SPARSE),
+        lambda: laconic.attach(DistributedDataParallel(net, bucket_cap_mb=TINY_BUCKET_MB), "torch-powersgd"),
+        lambda: laconic.attach(DistributedDataParallel(net), "topk:rho=3"),
+    ):
+        try:
+            wrong()
+        except laconic.LaconicError as error:
+            said.append(str(error))
+    return said
+
+
+def test_wrong_use_is_one_line_with_the_cure(four_workers: WorkerPool) -> None:
+    lines = four_workers.run(_refusals)[0]
+    cures = ["DistributedDataParallel(model)", "attach once", "bucket_cap_mb=1", "(0, 1]"]
+    assert len(lines) == len(cures)
+    for line, cure in zip(lines, cures, strict=True):
+        assert cure in line and "\n" not in line

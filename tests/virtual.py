@@ -1,0 +1,59 @@
+"""Virtual workers in one process: the laws without the cost of starting processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from laconic import Scheme, Session
+from laconic.exchange import InProcess, in_process
+from laconic.layout import Bucket, Layout
+
+# Three buckets of mixed shapes; "b" and "d" are too small to sparsify, and the last bucket holds only such.
+LAYOUTS = (
+    Layout.of(["a", "b"], [2000, 10]),
+    Layout.of(["c", "d", "e"], [1500, 7, 1201]),
+    Layout.of(["f", "g"], [40, 3]),
+)
+
+T = TypeVar("T")
+
+
+def gradients(rank: int, step: int, layouts: Sequence[Layout] = LAYOUTS) -> dict[str, Tensor]:
+    """A worker's gradient at a step: heavy-tailed, other for each worker, with a part common to all."""
+    common = torch.Generator().manual_seed(step)
+    own = torch.Generator().manual_seed(7919 * (step + 1) + rank)
+    return {
+        span.name: torch.randn(span.num_entries, generator=common) ** 3 + torch.randn(span.num_entries, generator=own)
+        for layout in layouts
+        for span in layout.spans
+    }
+
+
+def one_step(session: Session, given: dict[str, Tensor], layouts: Sequence[Layout] = LAYOUTS) -> dict[str, Tensor]:
+    """Pass one step's gradients through a session; returns what came out, by parameter."""
+    out: dict[str, Tensor] = {}
+    buckets = []
+    for index, layout in enumerate(layouts):
+        flat = torch.cat([given[name] for name in layout.names])
+        buckets.append(Bucket(index, layout, flat, is_last=index == len(layouts) - 1))
+    if session.wants_whole_step:
+        session.exchange_step_(buckets)
+    else:
+        for bucket in buckets:
+            session.exchange_(bucket)
+    for bucket in buckets:
+        out |= {span.name: bucket.flat[span.start : span.stop] for span in bucket.layout.spans}
+    return out
+
+
+def run(scheme: Scheme, num_workers: int, work: Callable[[Session, int], T]) -> list[T]:
+    """work(session, rank) once for each virtual worker."""
+
+    def start(medium: InProcess) -> T:
+        return work(Session(scheme, medium), medium.rank)
+
+    return in_process(num_workers, start)
