@@ -12,3 +12,10 @@ def four_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()

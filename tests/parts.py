@@ -17,8 +17,8 @@ RECIPE_TEXTS = {
 
 # Compositions that no recipe makes, so that every answer to every question occurs.
 COMPOSED_TEXTS = (
-    "topk:rho=0.05,per=bucket,quantize=fp16,warmup=3",
-    "topk:rho=0.05,quantize=none",
+    "topk:rho=0.05,per=parameter,quantize=fp16,warmup=3",
+    "topk:rho=0.05,per=parameter,quantize=none",
     "scheme:select=topk(rho=0.05,dense_below=0),memory=none,exchange=all-gather",
     "scheme:select=everything,quantize=fp16,exchange=all-gather",
     "scheme:select=everything,quantize=bf16,memory=residual,exchange=all-reduce",

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inputs import SIZES, vectors
 from laconic import KernelError, kernels
-
-SIZES = (1, 2, 31, 32, 33, 1000, 16_385, 100_001)
 
 
 def _slow_top_k(x: Tensor, k: int) -> list[int]:
@@ -18,34 +17,9 @@ def _slow_top_k(x: Tensor, k: int) -> list[int]:
     return sorted(sorted(range(len(bits)), key=lambda i: (-bits[i], i))[:k])
 
 
-def _vectors(n: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    normal = torch.randn(n, generator=generator)
-    outlier = normal.clone()
-    outlier[n // 2] = 1e30
-    strange = normal.clone()
-    strange[:: max(1, n // 3)] = torch.nan
-    strange[n // 2] = -torch.inf
-    mostly_zero = torch.zeros(n)
-    mostly_zero[:: max(1, n // 5)] = 1e-20
-    return {
-        "normal": normal,
-        "cubed": normal**3,
-        "zeros": torch.zeros(n),
-        "constant": torch.full((n,), -2.5),
-        "ties": torch.randint(-2, 3, (n,), generator=generator).float(),
-        "outlier": outlier,
-        "nan and inf": strange,
-        "denormal": normal * 1e-42,
-        "mostly zero": mostly_zero,
-        "sorted": normal.sort().values,  # a strided sample sees every part of it
-        "large in one place": torch.cat([normal[: n - n // 50] * 1e-6, normal[n - n // 50 :]]),
-    }
-
-
 @pytest.mark.parametrize("n", SIZES)
 def test_top_k_is_exact_and_takes_the_first_of_ties(n: int) -> None:
-    for name, x in _vectors(n).items():
+    for name, x in vectors(n).items():
         for k in sorted({1, max(1, n // 100), max(1, n // 2), n}):
             assert kernels.top_k_positions(x, k).tolist() == _slow_top_k(x, k), (name, k)
 

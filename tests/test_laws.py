@@ -186,7 +186,7 @@ def test_a_step_skipped_under_a_loss_scale_leaves_no_trace(scheme: Scheme) -> No
     in_process(3, work)
 
 
-@pytest.mark.parametrize("text", [t for t in ALL_TEXTS if t.startswith("topk") and "per=bucket" not in t])
+@pytest.mark.parametrize("text", [t for t in ALL_TEXTS if "per=parameter" in t])
 def test_per_parameter_selection_ignores_the_buckets(text: str) -> None:
     scheme = parse(text)
     assert isinstance(scheme, Scheme)

@@ -11,7 +11,16 @@ from torch import Tensor
 from laconic import FrameError
 from laconic.bench import bench_wire
 from laconic.quantize import QUANTIZERS
-from laconic.wire import INDEX_CODECS, Bitmap, EliasFano, FrameShape, Implied, floor_bits, smallest_index_codec
+from laconic.wire import (
+    INDEX_CODECS,
+    Bitmap,
+    EliasFano,
+    FrameShape,
+    Implied,
+    IndexCodec,
+    floor_bits,
+    smallest_index_codec,
+)
 
 
 def _positions(n: int, k: int, seed: int) -> Tensor:
@@ -23,7 +32,8 @@ def _positions(n: int, k: int, seed: int) -> Tensor:
 def test_index_codes_round_trip_at_the_foretold_length(n: int, share: float, seed: int) -> None:
     k = min(n, round(share * n))
     positions = _positions(n, k, seed)
-    for codec in {EliasFano, Bitmap, smallest_index_codec(n, k)}:
+    codecs: set[type[IndexCodec]] = {EliasFano, Bitmap, smallest_index_codec(n, k)}
+    for codec in codecs:
         if codec is EliasFano and k == 0:
             continue
         words = codec.encode(positions, n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -33,7 +33,7 @@ def gradients(rank: int, step: int, layouts: Sequence[Layout] = LAYOUTS) -> dict
     }
 
 
-def one_step(session: Session, given: dict[str, Tensor], layouts: Sequence[Layout] = LAYOUTS) -> dict[str, Tensor]:
+def one_step(session: Session, given: Mapping[str, Tensor], layouts: Sequence[Layout] = LAYOUTS) -> dict[str, Tensor]:
     """Pass one step's gradients through a session; returns what came out, by parameter."""
     out: dict[str, Tensor] = {}
     buckets = []

@@ -73,7 +73,7 @@ def silent() -> Scheme:
 
 
 @recipe
-def topk(*, rho: float = 0.01, quantize: str = "bf16", per: str = "parameter", warmup: int = 0) -> Scheme:
+def topk(*, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0) -> Scheme:
     """Exact top-k with error feedback, all-gathered; the first `warmup` steps go dense."""
     return Scheme(
         select=TopK(rho=rho, per=per),
@@ -86,7 +86,7 @@ def topk(*, rho: float = 0.01, quantize: str = "bf16", per: str = "parameter", w
 
 @recipe
 def dgc(
-    *, rho: float = 0.01, momentum: float = 0.9, ramp: int = 20, quantize: str = "bf16", per: str = "parameter"
+    *, rho: float = 0.01, momentum: float = 0.9, ramp: int = 20, quantize: str = "bf16", per: str = "bucket"
 ) -> Scheme:
     """Deep Gradient Compression: top-k with momentum correction, reached in stages of `ramp` steps."""
     return Scheme(

@@ -79,7 +79,7 @@ class Scheme:
         if not isinstance(self.exchange, AllGather) or num_workers < 2:
             return
         here, dense = self.bytes_out(layout, num_workers), ring_bytes(2 * layout.num_entries, num_workers)
-        if here > dense:
+        if here > 1.02 * dense:  # headers aside
             warnings.warn(
                 f"{self} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
                 f"use bf16, or a smaller rho",

@@ -12,19 +12,19 @@ from laconic.errors import SchemeError
 from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
 
-_SCOPES = ("parameter", "bucket")
+_SCOPES = ("bucket", "parameter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
     """The k = max(1, round(rho*N)) largest |r|, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
-    `per="parameter"` takes k of each parameter, so the result does not depend on how DDP cuts its buckets;
-    `per="bucket"` ranks a whole bucket at once, in one call.
+    `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
+    does not depend on how DDP cuts its buckets.
     """
 
     rho: float  # share of entries sent; smaller sends less
-    per: str = "parameter"
+    per: str = "bucket"
     dense_below: int = 1000  # parameters with fewer entries go whole: choosing would cost more than it saves
 
     def __post_init__(self) -> None:

@@ -1,0 +1,205 @@
+"""The command line as a user meets it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laconic import cli, recipes
+from laconic.train import Job
+
+SMALL = ["--workers", "2", "--steps", "6", "--batch", "4", "--eval-every", "3"]
+
+
+def laconic(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "laconic", *words], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:
+    ran = laconic(
+        "train", *SMALL, "--scheme", "topk:rho=0.01", "--json", "--tensorboard", "--out", str(tmp_path / "a b")
+    )
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert result["scheme"] == "topk:rho=0.01" and result["steps"] == 6 and result["bytes_out"] > 0
+    assert set(result["split_ms"]) == {"compute", "select", "encode", "exchange", "decode"}
+    assert sum(result["split_ms"].values()) == pytest.approx(result["step_ms"])
+    facts = _records(tmp_path / "a b")
+    assert [fact["step"] for fact in facts if fact["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [fact["step"] for fact in facts if fact["kind"] == "eval"] == [0, 3, 6]
+    assert sum(fact["bytes_out"] for fact in facts if fact["kind"] == "step") == result["bytes_out"]
+    assert list((tmp_path / "a b").glob("events*"))
+
+
+def test_a_resumed_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
+    """Interrupted by a kill after the first checkpoint, then resumed, over torchrun with its own launcher."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = ["train", *SMALL, "--quiet"]
+    assert laconic(*words, "--out", str(whole)).returncode == 0
+    assert laconic(*words, "--out", str(broken), "--json").returncode == 0
+    _rewind(broken, whole, words)
+    again = laconic(*words, "--out", str(broken), "--resume")
+    assert again.returncode == 0, again.stderr
+    for rank in (0, 1):
+        want, got = (torch.load(f / f"checkpoint/step-6/rank-{rank}.pt", weights_only=True) for f in (whole, broken))
+        for name, tensor in want["session"]["memory"]["residual"].items():
+            assert torch.equal(got["session"]["memory"]["residual"][name], tensor)
+        if rank == 0:
+            assert all(torch.equal(got["model"][name], tensor) for name, tensor in want["model"].items())
+
+
+def _rewind(broken: Path, whole: Path, words: list[str]) -> None:
+    """Leave in `broken` the checkpoint of step 3, as a run that died in step 5 would."""
+    import shutil
+
+    shutil.rmtree(broken)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laconic", *words, "--out", str(broken)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    latest = broken / "checkpoint" / "latest"
+    until = time.monotonic() + 60
+    while not latest.exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert latest.exists(), "the run left no checkpoint"
+    if latest.read_text() != "step-3":
+        pytest.skip("the run was over before it could be killed")
+
+
+def test_compare_prints_rows(tmp_path: Path) -> None:
+    ran = laconic("compare", *SMALL, "--scheme", "dense", "--scheme", "topk:rho=0.05", "--json", "--target", "0.01")
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout)["rows"]
+    assert [row["scheme"] for row in rows] == ["dense", "topk:rho=0.05"]
+    keys = {"scheme", "accuracy", "seconds_to_target", "step_ms", "bytes_out", "bytes_in", "ratio", "speedup"}
+    assert all(keys <= set(row) for row in rows)
+    # 4 bytes of 1,199,882 entries around a ring of two; the same gradients at 5 %.
+    assert rows[0]["bytes_out"] == 4 * 1_199_882 and rows[0]["ratio"] == 1
+    assert rows[1]["ratio"] == pytest.approx(rows[0]["bytes_out"] / rows[1]["bytes_out"], rel=1e-3)
+
+
+def test_the_same_module_runs_under_torchrun(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "laconic", "train"]
+        + [*SMALL, "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["steps"] == 6
+
+
+def test_schemes_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schemes"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{name}" in f"\n{printed}" for name in recipes.RECIPES)
+
+
+def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "wire", "--n", "100000", "--rho", "0.01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"bits_per_index", "floor_bits", "encode_gb_per_s", "decode_gb_per_s"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (["train", "--scheme", "topk:rho=7"], "give a share in (0, 1]"),
+        (["train", "--scheme", "tokp"], "no scheme is called 'tokp'"),
+        (["train", "--steps", "0"], "--steps is 0"),
+        (["train", "--steps", "ten"], "invalid int value"),
+        (["train", "--steps", "3", "--epochs", "1"], "give one"),
+        (["train", "--task", "imagenet"], "give one of fashion-mnist"),
+        (["train", "--model", "resnet8"], "has no model 'resnet8'"),
+        (["train", "--task", "chars"], "give --data a text file"),
+        (["train", "--task", "cifar10", "--data", "/nowhere"], "has no cifar-10-batches-bin"),
+        (["train", "--data", "/nowhere"], "give --data the folder"),
+        (["train", "--resume"], "need --out"),
+        (["train", "--resume", "--out", "/tmp/laconic-no-such-run"], "holds no checkpoint"),
+        (["train", "--backend", "nccl"], "needs --device cuda"),
+        (["compare", "--scheme", "dense", "--scheme", "dense"], "given twice"),
+        (["compare", "--target", "88"], "between 0 and 1"),
+        (["bench", "wire", "--n", "0"], "--n is 0"),
+        (["dance"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == ""
+    assert said in printed.err and len(printed.err.splitlines()) == 1
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_process() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laconic", "train", "--workers", "2", "--steps", "100000", "--eval-every", "1", "--batch", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "step 0" in process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    lines = [line for line in said.splitlines() if "accuracy" not in line]
+    assert lines == ["laconic: interrupted"], said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_a_killed_worker_ends_the_run_with_one_line() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laconic", "train", "--workers", "3", "--steps", "100000", "--batch", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "step 0" in process.stderr.readline()
+    os.kill(_children(process.pid)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said.splitlines()[-1] == "laconic: worker 1 of 3 ended by SIGKILL; all were stopped", said
+    assert "Traceback" not in said
+
+
+def _children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    workers = [int(child) for child in listed if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return sorted(workers, key=lambda child: int(_environment(child)["RANK"]))
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
+
+
+def test_a_jobs_arguments_make_it_again() -> None:
+    job = Job(task="cifar10", model="resnet8", data=Path("/a b"), steps=7, lr=0.25, labels_per_worker=2, json=True)
+    import argparse
+
+    from laconic.cli.job_options import add_job_options, job_of
+
+    parser = argparse.ArgumentParser()
+    add_job_options(parser)
+    assert job_of(parser.parse_args(job.arguments())) == job

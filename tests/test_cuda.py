@@ -1,0 +1,123 @@
+"""The same numbers on a GPU: kernels, sessions, DDP over Gloo with staging, and NCCL with one rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+import virtual
+from inputs import SIZES, vectors
+from laconic import Scheme, Session, kernels
+from laconic.bench import bench_wire
+from laconic.quantize import QUANTIZERS
+from laconic.wire import Bitmap, EliasFano, FrameShape
+from parts import ALL_TEXTS, talking_schemes
+from virtual import gradients, one_step
+from workers import WorkerPool, equal_everywhere, flat_parameters, free_port
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_kernels_equal_those_on_the_cpu() -> None:
+    for n in SIZES:
+        for name, x in vectors(n).items():
+            for k in sorted({1, max(1, n // 100), max(1, n // 2), n}):
+                on_gpu = kernels.top_k_positions(x.cuda(), k).cpu()
+                assert torch.equal(on_gpu, kernels.top_k_positions(x, k)), (n, name, k)
+            assert kernels.all_finite(x.cuda()) == kernels.all_finite(x)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_frames_are_the_same_bytes(quantizer: str) -> None:
+    quantize = QUANTIZERS[quantizer]()
+    for n, k, fixed in ((500, 20, 3), (100_003, 1000, 0), (4000, 3000, 7), (1, 0, 1)):
+        shape = FrameShape(n, k, fixed, quantize)
+        positions = torch.randperm(n)[:k].sort().values
+        values = torch.randn(fixed + k)
+        here = shape.write(positions, *quantize.encode(values), step=1, bucket=0)
+        there = shape.write(positions.cuda(), *quantize.encode(values.cuda()), step=1, bucket=0)
+        assert torch.equal(there.cpu(), here)
+        contents = shape.read(there, step=1, bucket=0, peer=0)
+        assert torch.equal(contents.positions.cpu(), positions)
+
+
+def test_codes_of_large_buckets_round_trip() -> None:
+    for n, k in ((2**27, 2**20), (2**31 - 1, 1000)):
+        positions = torch.randint(n, (k,), device="cuda").sort().values.unique_consecutive()  # type: ignore[no-untyped-call]
+        for codec in (EliasFano, Bitmap):
+            words = codec.encode(positions, n)
+            assert torch.equal(codec.decode(words, n, positions.numel()), positions)
+    assert bench_wire(10_000_000, 0.01, "cuda").exact
+
+
+@pytest.mark.parametrize("scheme", talking_schemes(), ids=str)
+def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
+    def on(device: str) -> list[dict[str, Tensor]]:
+        def work(session: Session, rank: int) -> list[dict[str, Tensor]]:
+            steps = []
+            for step in range(5):
+                given = {name: t.to(device) for name, t in gradients(rank, step).items()}
+                steps.append({name: t.cpu() for name, t in one_step(session, given).items()})
+            return steps
+
+        return virtual.run(scheme, 4, work)[0]  # a power of two: CUDA multiplies by 1/M where a CPU divides
+
+    for want, got in zip(on("cpu"), on("cuda"), strict=True):
+        assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def _train(text: str, steps: int) -> dict[str, Any]:
+    torch.manual_seed(7)
+    torch.cuda.set_device(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=100 if "powersgd" in text else 0.01)
+    session = laconic.attach(ddp, text)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(16, 64, generator=generator)
+        optimizer.zero_grad()
+        loss = cross_entropy(ddp(x.cuda()), x.argmax(1).cuda())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    stats = session.stats()
+    return {
+        "falls": sum(losses[-5:]) < sum(losses[:5]),
+        "equal": equal_everywhere(flat_parameters(ddp).cpu() if dist.get_backend() == "gloo" else flat_parameters(ddp)),
+        "messages": sum(c.messages for c in stats.by_kind.values()),
+        "text": str(stats),
+    }
+
+
+@pytest.mark.parametrize("text", ALL_TEXTS)
+def test_ddp_over_gloo_stages_through_the_host(two_workers: WorkerPool, text: str) -> None:
+    for result in two_workers.run(_train, text, 30):
+        assert result["falls"] or "memory=none" in text
+        assert result["equal"] == (text != "silent")
+        assert result["messages"] >= 3 * 29 or text == "silent" or "powersgd" in text
+
+
+@pytest.fixture(scope="module")
+def one_nccl_rank() -> Any:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("text", ALL_TEXTS)
+def test_nccl_with_one_rank(one_nccl_rank: None, text: str) -> None:
+    result = _train(text, 30)
+    print(result["text"])
+    assert result["falls"] or "memory=none" in text
+    assert result["equal"]

@@ -1,0 +1,59 @@
+"""Everything in the README and the docs runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _blocks() -> list[tuple[str, str]]:
+    return [
+        (f"{page.name}-{number}", code)
+        for page in PAGES
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    ]
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in _blocks()])
+def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "init_process_group" in code else []
+    )
+    ran = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    if launcher:
+        assert "20 steps (0 skipped), 2 workers" in ran.stdout
+
+
+def test_each_question_has_a_page_with_python() -> None:
+    names = {name.rsplit("-", 1)[0] for name, _ in _blocks()}
+    assert {"README.md", "what.md", "how.md", "where.md", "when.md"} <= names
+    assert (ROOT / "docs" / "kept.md").exists()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_commands_in_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^ +make (\w+)|`make (\w+)`", readme, re.M):
+        assert re.search(rf"^{target[0] or target[1]}:", makefile, re.M)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
