@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from laconic.cli import bench, compare, schemes, train
 from laconic.errors import LaconicError
+from laconic.train import is_worker
 
 _INTERRUPTED = 130
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaconicError as error:
         return _say(str(error), 2)
     except KeyboardInterrupt:
-        return _say("interrupted", _INTERRUPTED)
+        return _INTERRUPTED if is_worker() else _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
         return 0

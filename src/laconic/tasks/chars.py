@@ -45,4 +45,4 @@ def _gpt(data: Data) -> GPT:
     return GPT(vocabulary=highest + 1, context=_CONTEXT)
 
 
-CHARS = Task("chars", {"gpt": _gpt}, _load, lr=0.1, batch=16)
+CHARS = Task("chars", {"gpt": _gpt}, _load, lr=0.5, momentum=0.5, batch=16)

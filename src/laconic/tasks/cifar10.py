@@ -91,4 +91,6 @@ def _augment(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(mirror.view(-1, 1, 1, 1).to(images.device), shifted.flip(3), shifted)
 
 
-CIFAR10 = Task("cifar10", {"resnet20": lambda _: ResNet(20), "resnet8": lambda _: ResNet(8)}, _load, lr=0.1, batch=32)
+CIFAR10 = Task(
+    "cifar10", {"resnet20": lambda _: ResNet(20), "resnet8": lambda _: ResNet(8)}, _load, lr=0.3, momentum=0.5, batch=32
+)

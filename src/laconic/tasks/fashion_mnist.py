@@ -64,4 +64,4 @@ def read_idx(folder: Path, name: str) -> np.ndarray:
     return body.reshape(shape)
 
 
-FASHION_MNIST = Task("fashion-mnist", {"cnn": lambda _: CNN()}, _load, lr=0.05, batch=32)
+FASHION_MNIST = Task("fashion-mnist", {"cnn": lambda _: CNN()}, _load, lr=0.2, momentum=0.5, batch=32)

@@ -32,6 +32,7 @@ class Task:
     models: Mapping[str, Callable[[Data], nn.Module]]
     load: Callable[[Path | None], Data]
     lr: float
+    momentum: float
     batch: int  # per worker
 
     def model(self, name: str | None, data: Data) -> nn.Module:

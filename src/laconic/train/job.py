@@ -30,6 +30,7 @@ class Job:
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
     batch: int | None = _option(None, "examples per worker and step")
     lr: float | None = _option(None, "peak learning rate; it warms up, then falls as a cosine")
+    momentum: float | None = _option(None, "the optimizer's; a scheme that carries momentum takes its place")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
     eval_every: int = _option(25, "steps between evaluations; their time is not counted")
@@ -47,6 +48,8 @@ class Job:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise TaskError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
         if self.task not in TASKS:
             raise TaskError(f"no task is called {self.task!r}; give one of {', '.join(TASKS)}")
         if self.model is not None and self.model not in TASKS[self.task].models:

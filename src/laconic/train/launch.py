@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ def launch(job: Job) -> None:
     # All workers are here, so their traffic need not find its way through the machine's outer interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
+    logging.disable(logging.ERROR)  # torchrun's warnings about workers that end; we say it in one line ourselves
     try:
         elastic_launch(config, sys.executable)("-m", "laconic", "train", *job.arguments())
     except ChildFailedError as error:
@@ -40,6 +42,8 @@ def launch(job: Job) -> None:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise LaunchError(f"stopped by {error.sigval.name}") from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _how(exit_code: int) -> str:

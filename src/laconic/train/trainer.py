@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
+from laconic.memory import MomentumResidual
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
 from laconic.session import PHASES
@@ -23,7 +24,6 @@ from laconic.tasks.task import shard
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
 from laconic.train.job import DEFAULT_STEPS, Job
 
-_MOMENTUM = 0.9
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
 _ONE_BUCKET_MB = 4096
@@ -38,7 +38,8 @@ class Trainer:
         task, scheme = TASKS[job.task], parse(job.scheme)
         self.rank, self.num_workers = dist.get_rank(), dist.get_world_size()
         self.batch = job.batch or task.batch
-        self.lr = job.lr or task.lr
+        momentum = task.momentum if job.momentum is None else job.momentum
+        self.lr, momentum = _carried(scheme, job.lr or task.lr, momentum)
         self.num_steps = self._num_steps()
         one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
         # Channels last makes the convolutions here two to three times faster on a CPU.
@@ -46,7 +47,7 @@ class Trainer:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None)
         self.optimizer = torch.optim.SGD(
-            self.ddp.parameters(), lr=self.lr, momentum=_optimizer_momentum(scheme), weight_decay=_WEIGHT_DECAY
+            self.ddp.parameters(), lr=self.lr, momentum=momentum, weight_decay=_WEIGHT_DECAY
         )
         self.session = attach(self.ddp, scheme)
         self._mine = shard(data.train_targets, self.rank, self.num_workers, job.labels_per_worker, job.seed)
@@ -164,6 +165,8 @@ def _schedule(step: int, num_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
-def _optimizer_momentum(scheme: Scheme | TorchHook) -> float:
-    """None where the scheme's memory carries the momentum before the exchange."""
-    return 0.0 if isinstance(scheme, Scheme) and "velocity" in scheme.memory.kinds else _MOMENTUM
+def _carried(scheme: Scheme | TorchHook, lr: float, momentum: float) -> tuple[float, float]:
+    """(lr, momentum) of the optimizer; where the scheme's memory carries momentum, lr/(1-m) stays as it was."""
+    if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
+        return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
+    return lr, momentum
