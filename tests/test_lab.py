@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from laconic.cli import lab as cli
-from laconic.lab import Counters, Host, Lab, LabError, LabSpec, Link, iproute, labs, noted_signals, register, run
+from laconic.errors import LabError
+from laconic.lab import Counters, Host, Lab, LabSpec, Link, iproute, labs, noted_signals, register, run
 
 
 def _missing() -> str:

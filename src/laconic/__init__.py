@@ -8,6 +8,7 @@ from laconic.attach import Attached, attach
 from laconic.errors import (
     FrameError,
     KernelError,
+    LabError,
     LaconicError,
     LaunchError,
     SchemeError,
@@ -24,6 +25,7 @@ __all__ = [
     "Attached",
     "FrameError",
     "KernelError",
+    "LabError",
     "LaconicError",
     "LaunchError",
     "Scheme",

@@ -1,8 +1,9 @@
-"""The same job under several schemes, held side by side."""
+"""The same job under several schemes, held side by side; it reads nothing but records."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,19 +12,25 @@ from typing import Any
 from laconic import records
 
 _MARGIN = 0.01  # the default target lies one point under the reference's final accuracy
+_WARM_UP_STEPS = 5  # left out of step times: first touches of memory, DDP's rebuilding of buckets
 
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme's figures beside the others'."""
+    """One scheme's figures beside the others'; medians over rounds, bytes per worker and step."""
 
     scheme: str
+    folder: str
     accuracy: float
     seconds_to_target: float | None  # training time until an evaluation reached the target; None if none did
     step_ms: float
+    step_ms_quartiles: tuple[float, float]
     split_ms: dict[str, float]
-    bytes_out: int  # per worker and step
+    bytes_out: int
     bytes_in: int
+    link_bytes_out: int | None  # what the network interface counted for the same steps
+    link_bytes_in: int | None
+    link_use: float | None  # share of the link's rate used while exchanging
     ratio: float | None
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
@@ -37,47 +44,104 @@ class Comparison:
     """All rows, and the accuracy they were timed to."""
 
     target: float
+    steps: int
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"target": self.target, "rows": [row.as_dict() for row in self.rows]}
+        return {"target": self.target, "steps": self.steps, "rows": [row.as_dict() for row in self.rows]}
 
 
-def folder_of(out: Path, scheme: str) -> Path:
-    """Where a scheme's records lie within a comparison's folder."""
-    return out / re.sub(r"[^\w.=-]+", "_", scheme)
+def folder_of(scheme: str) -> str:
+    """The name of a scheme's folder within a comparison's."""
+    return re.sub(r"[^\w.=-]+", "_", scheme)
 
 
-def compare(out: Path, schemes: Sequence[str], target: float | None = None) -> Comparison:
-    """Read the records of every scheme and hold them side by side; schemes are named as they print."""
-    results = {scheme: next(records.read(folder_of(out, scheme), "result")) for scheme in schemes}
+def round_of(out: Path, scheme: str, number: int) -> Path:
+    """Where the records of one run lie."""
+    return out / folder_of(scheme) / f"round-{number}"
+
+
+def compare(
+    out: Path, schemes: Sequence[str], rounds: int, target: float | None = None, link_bits_per_s: int | None = None
+) -> Comparison:
+    """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
+    runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
+    accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in runs.items()}
     if target is None:
-        reference = results.get("dense") or max(results.values(), key=lambda result: result["accuracy"])
-        target = reference["accuracy"] - _MARGIN
-    times = {scheme: _seconds_to(folder_of(out, scheme), target) for scheme in schemes}
-    rows = [
-        Row(
-            scheme=scheme,
-            accuracy=result["accuracy"],
-            seconds_to_target=times[scheme],
-            step_ms=result["step_ms"],
-            split_ms=result["split_ms"],
-            bytes_out=round(result["bytes_out"] / result["steps"]),
-            bytes_in=round(result["bytes_in"] / result["steps"]),
-            ratio=result["ratio"],
-            speedup=_quotient(times.get("dense"), times[scheme]),
-            speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
-        )
-        for scheme, result in results.items()
-    ]
-    return Comparison(target, tuple(rows))
+        target = accuracies.get("dense", max(accuracies.values())) - _MARGIN
+    times = {scheme: _median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
+    rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
+    return Comparison(target, runs[schemes[0]][0].result["steps"], tuple(rows))
 
 
-def _seconds_to(folder: Path, target: float) -> float | None:
-    for fact in records.read(folder, "eval"):
-        if fact["accuracy"] >= target:
-            return float(fact["seconds"])
-    return None
+@dataclass(frozen=True)
+class Run:
+    """One run's records."""
+
+    result: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """The records of one folder."""
+        facts = list(records.read(folder))
+        by_kind = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")}
+        steps = by_kind["step"][_WARM_UP_STEPS:] or by_kind["step"]
+        return cls(by_kind["result"][-1], steps, by_kind["eval"])
+
+    def seconds_to(self, target: float) -> float | None:
+        """Training time until an evaluation reached the target."""
+        return next((float(fact["seconds"]) for fact in self.evaluations if fact["accuracy"] >= target), None)
+
+
+def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_bits_per_s: int | None) -> Row:
+    step_ms = [fact["ms"] for run in runs for fact in run.steps]
+    split = {
+        name: statistics.median(run.result["split_ms"][name] for run in runs) for name in runs[0].result["split_ms"]
+    }
+    first, steps = runs[0].result, runs[0].result["steps"]
+    per_step = {
+        name: round(first[name] / steps) if first[name] is not None else None
+        for name in ("bytes_out", "bytes_in", "link_bytes_out", "link_bytes_in")
+    }
+    return Row(
+        scheme=scheme,
+        folder=folder_of(scheme),
+        accuracy=statistics.median(run.result["accuracy"] for run in runs),
+        seconds_to_target=times[scheme],
+        step_ms=statistics.median(step_ms),
+        step_ms_quartiles=quartiles(step_ms),
+        split_ms=split,
+        bytes_out=per_step["bytes_out"] or 0,
+        bytes_in=per_step["bytes_in"] or 0,
+        link_bytes_out=per_step["link_bytes_out"],
+        link_bytes_in=per_step["link_bytes_in"],
+        link_use=_link_use(per_step["link_bytes_out"], split["exchange"], link_bits_per_s),
+        ratio=first["ratio"],
+        speedup=_quotient(times.get("dense"), times[scheme]),
+        speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
+    )
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def _link_use(bytes_out: int | None, exchange_ms: float, link_bits_per_s: int | None) -> float | None:
+    if not bytes_out or not exchange_ms or not link_bits_per_s:
+        return None
+    return 8 * bytes_out / (exchange_ms / 1e3) / link_bits_per_s
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """The median where all rounds have a value; a target that some round missed is not reached."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if len(found) == len(values) else None
 
 
 def _quotient(reference: float | None, here: float | None) -> float | None:

@@ -7,6 +7,7 @@ LaconicError
 +-- KernelError     a kernel backend that was asked for by name and is not there
 +-- TaskError       a task whose data or options are missing or wrong
 +-- LaunchError     workers that could not be started or did not finish
++-- LabError        a lab that cannot be made, or a host or link that is not there
 """
 
 
@@ -36,3 +37,7 @@ class TaskError(LaconicError, ValueError):
 
 class LaunchError(LaconicError):
     """Workers could not be started, or did not finish."""
+
+
+class LabError(LaconicError):
+    """A lab cannot be made here, or has no such host or link."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from laconic.cli import bench, compare, schemes, train
+from laconic.cli import bench, compare, lab, report, schemes, train
 from laconic.errors import LaconicError
 from laconic.train import is_worker
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, compare, schemes, bench):
+    for module in (train, compare, report, lab, schemes, bench):
         module.add_parser(commands)
     asked = parser.parse_args(arguments)
     try:

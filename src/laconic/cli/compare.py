@@ -1,4 +1,4 @@
-"""laconic compare: the same job under several schemes, and a table."""
+"""laconic compare: the same job under several schemes, a table, and a report."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from laconic.cli.job_options import add_job_options, job_of
-from laconic.cli.table import table
+from laconic.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.cli.sweep import sweep
+from laconic.cli.table import number, table
 from laconic.cli.train import check_before_launch
-from laconic.compare import Comparison, compare, folder_of
+from laconic.compare import Comparison, compare, round_of
 from laconic.errors import TaskError
+from laconic.lab import LabSpec
 from laconic.recipes import parse
-from laconic.train import launch
+from laconic.records import Recorder
+from laconic.report import write_report
+from laconic.tasks import TASKS
+from laconic.train import Job
 
 _DEFAULT = ("dense", "bf16", "topk:rho=0.01")
 
@@ -25,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "compare",
         help="train the same job under several schemes and print a table",
         description="Run the same job, with the same seeds, under each scheme. "
-        "Speed-up is by training time to the target accuracy.",
+        "Speed-up is by training time to the target accuracy. With --out, DIR/report.html shows it all.",
     )
     parser.add_argument(
         "--scheme", action="append", metavar="NAME", help=f"a scheme; repeat it (default {', '.join(_DEFAULT)})"
@@ -33,48 +42,105 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--target", type=float, metavar="X", help="accuracy to time (default: dense's final accuracy less one point)"
     )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
+    )
+    parser.add_argument(
+        "--suite", choices=("links",), help="links: step times at 10mbit, 100mbit, 1gbit and none, instead of accuracy"
+    )
+    add_lab_options(parser)
     add_job_options(parser, without=("scheme", "resume", "tensorboard", "quiet"))
     parser.set_defaults(run=run)
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Train under each scheme in turn, then print the table."""
+    """Train under each scheme in turn, round after round, then print the table."""
     schemes = [str(parse(text)) for text in asked.scheme or _DEFAULT]
     if len(set(schemes)) < len(schemes):
         raise TaskError("a scheme is given twice; give each once")
     if asked.target is not None and not 0 < asked.target <= 1:
         raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
-    with tempfile.TemporaryDirectory(prefix="laconic-") as scratch:
-        out = asked.out or Path(scratch)
-        jobs = [job_of(asked, scheme=scheme, out=folder_of(out, scheme), json=False, quiet=True) for scheme in schemes]
-        check_before_launch(jobs[0])
-        for number, job in enumerate(jobs, 1):
-            print(f"laconic: {job.scheme} ({number} of {len(jobs)})", file=sys.stderr, flush=True)
-            launch(job)
-        comparison = compare(out, schemes, asked.target)
-    print(json.dumps(comparison.as_dict()) if asked.json else _text(comparison), flush=True)
+    if asked.rounds < 1:
+        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    job = job_of(asked, scheme=schemes[0], json=False, quiet=True)
+    check_before_launch(job)
+    with _folder(asked.out) as out:
+        if asked.suite is not None:
+            printed = sweep(job, schemes, out, asked)
+        else:
+            spec = lab_spec(asked)
+            _run_all(job, schemes, asked.rounds, out, spec)
+            bits_per_s = spec.link.bits_per_s if spec else None
+            found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
+            _record(out, job, asked.rounds, spec, found)
+            printed = json.dumps(found.as_dict()) if asked.json else _text(found)
+        if asked.out is not None:
+            print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
+    print(printed, flush=True)
     return 0
 
 
-def _text(comparison: Comparison) -> str:
-    target = f"s to {100 * comparison.target:.1f} %"
-    head = ["scheme", "accuracy", target, "step ms", "bytes out/step", "in/step", "ratio", "vs dense", "vs bf16"]
-    rows = [
-        [
-            row.scheme,
-            f"{100 * row.accuracy:.2f} %",
-            _number(row.seconds_to_target, ".1f"),
-            f"{row.step_ms:.1f}",
-            f"{row.bytes_out:,}",
-            f"{row.bytes_in:,}",
-            _number(row.ratio, ".1f", "x"),
-            _number(row.speedup, ".2f", "x"),
-            _number(row.speedup_bf16, ".2f", "x"),
-        ]
-        for row in comparison.rows
+def _run_all(job: Job, schemes: list[str], rounds: int, out: Path, spec: LabSpec | None) -> None:
+    with launcher(spec) as start:
+        for turn in range(1, rounds + 1):
+            for place, scheme in enumerate(schemes, 1):
+                print(
+                    f"laconic: {scheme} ({place} of {len(schemes)}, round {turn} of {rounds})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                start(replace(job, scheme=scheme, out=round_of(out, scheme, turn)))
+
+
+def _record(out: Path, job: Job, rounds: int, spec: LabSpec | None, found: Comparison) -> None:
+    """What the report is made from, besides the runs' own records."""
+    facts = {
+        **job.facts(),
+        "steps": found.steps,
+        "batch": job.batch or TASKS[job.task].batch,
+        "workers": spec.hosts if spec else job.workers,
+        "hosts": spec.hosts if spec else None,
+        "link": str(spec.link) if spec else None,
+        "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
+        "rounds": rounds,
+        "target": found.target,
+    }
+    with Recorder(out) as records:
+        records.write("comparison", **facts)
+        for row in found.rows:
+            records.write("row", **row.as_dict())
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """--out, or one that goes when all is said."""
+    if out is not None:
+        yield out
+    else:
+        with tempfile.TemporaryDirectory(prefix="laconic-") as scratch:
+            yield Path(scratch)
+
+
+def _text(found: Comparison) -> str:
+    in_lab = any(row.link_bytes_out is not None for row in found.rows)
+    head = [
+        "scheme",
+        "accuracy",
+        f"s to {100 * found.target:.1f} %",
+        "step ms",
+        "quartiles",
+        "bytes out/step",
+        "in/step",
     ]
-    return table(head, rows)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+    head += ["on the link", "link use"] if in_lab else []
+    rows = []
+    for row in found.rows:
+        first, third = row.step_ms_quartiles
+        cells = [row.scheme, f"{100 * row.accuracy:.2f} %", number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
+        cells += [f"{first:.0f}-{third:.0f}", f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
+        if in_lab:
+            use = None if row.link_use is None else 100 * row.link_use
+            cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]
+        cells += [number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")]
+        rows.append(cells)
+    return table([*head, "ratio", "vs dense", "vs bf16"], rows)

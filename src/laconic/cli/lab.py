@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from laconic.cli.table import table
-from laconic.lab import Lab, LabError, LabSpec, Link, labs, noted_signals, remove_abandoned, run
+from laconic.errors import LabError
+from laconic.lab import Lab, LabSpec, Link, labs, noted_signals, remove_abandoned, run
 
 _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
 
@@ -20,12 +21,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     deeds = lab.add_subparsers(dest="deed", metavar="DEED", required=True)
 
     runs = deeds.add_parser("run", help="run a command once per host; a lab of its own, or the standing one")
-    _add_spec(runs, "of a lab for this run; without it, the standing lab is used")
+    add_spec(runs, "of a lab for this run; without it, the standing lab is used")
     runs.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, and its arguments")
     runs.set_defaults(run=run_command)
 
     up = deeds.add_parser("up", help="make a lab that stays until `down`")
-    _add_spec(up, "to make")
+    add_spec(up, "to make")
     up.set_defaults(run=run_up)
 
     deeds.add_parser("down", help="remove the standing lab, and what killed runs left").set_defaults(run=run_down)
@@ -47,7 +48,7 @@ def run_command(asked: argparse.Namespace) -> int:
         raise LabError("there is no command; write it last: `laconic lab run --hosts 4 --link 100mbit -- torchrun ...`")
     with noted_signals() as signals:
         if asked.hosts is not None:
-            with Lab.create(_spec(asked)) as lab:
+            with Lab.create(spec_of(asked)) as lab:
                 return _run_in(lab, argv, signals)
         if asked.link or asked.link_of:
             raise LabError("--link and --link-of are for a new lab; give --hosts too, or neither for the standing lab")
@@ -61,7 +62,7 @@ def run_up(asked: argparse.Namespace) -> int:
     if any(lab.is_standing for lab in labs()):
         raise LabError("a lab is standing already; remove it with `laconic lab down` first")
     with noted_signals() as signals:
-        lab = Lab.create(_spec(asked), standing=True)
+        lab = Lab.create(spec_of(asked), standing=True)
         if signals:
             lab.close()
             return 128 + signals[0]
@@ -106,7 +107,8 @@ def run_cut_or_heal(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _add_spec(parser: argparse.ArgumentParser, use: str) -> None:
+def add_spec(parser: argparse.ArgumentParser, use: str) -> None:
+    """Add --hosts, --link and --link-of."""
     parser.add_argument("--hosts", type=int, metavar="N", help=f"hosts {use}")
     parser.add_argument(
         "--link", type=Link.parse, metavar="RATE", help="10mbit, 2.5gbit, 500kbit; default none: unshaped"
@@ -123,7 +125,8 @@ def _link_of(text: str) -> tuple[int, Link]:
     return int(index), Link.parse(rate)
 
 
-def _spec(asked: argparse.Namespace) -> LabSpec:
+def spec_of(asked: argparse.Namespace) -> LabSpec:
+    """The lab that was asked for."""
     return LabSpec(asked.hosts, asked.link or Link(None), dict(asked.link_of))
 
 

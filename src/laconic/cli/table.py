@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A number in a format, or a dash where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns wide enough for their cells: the first to the left, the others to the right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]

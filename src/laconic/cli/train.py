@@ -8,9 +8,10 @@ import os
 import sys
 
 from laconic.cli.job_options import add_job_options, job_of
+from laconic.cli.launching import add_lab_options, lab_spec, launcher
 from laconic.errors import LaconicError
 from laconic.tasks import TASKS
-from laconic.train import Job, is_worker, launch, work
+from laconic.train import Job, is_worker, work
 from laconic.train.checkpoint import find_checkpoint
 from laconic.train.result import Result
 
@@ -22,6 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train a task under a scheme, on this machine or under torchrun",
         description="Train a task under a scheme. Starts its own workers; under torchrun it is one of them.",
     )
+    add_lab_options(parser)
     add_job_options(parser)
     parser.set_defaults(run=run)
 
@@ -31,7 +33,8 @@ def run(asked: argparse.Namespace) -> int:
     job = job_of(asked)
     if not is_worker():
         check_before_launch(job)
-        launch(job)
+        with launcher(lab_spec(asked)) as start:
+            start(job)
         return 0
     try:
         result = work(job)

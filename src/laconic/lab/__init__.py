@@ -1,6 +1,5 @@
 """Hosts on this machine: network namespaces on slow links, for claims about slow networks."""
 
-from laconic.lab.errors import LabError
 from laconic.lab.host import Counters, Host
 from laconic.lab.lab import Lab, labs, remove_abandoned
 from laconic.lab.run import noted_signals, run
@@ -10,7 +9,6 @@ __all__ = [
     "Counters",
     "Host",
     "Lab",
-    "LabError",
     "LabSpec",
     "Link",
     "labs",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from laconic.errors import LabError
 from laconic.lab import iproute
-from laconic.lab.errors import LabError
 from laconic.lab.spec import Link
 
 INTERFACE = "eth0"

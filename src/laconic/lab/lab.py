@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from types import TracebackType
 
+from laconic.errors import LabError
 from laconic.lab import iproute, register
-from laconic.lab.errors import LabError
 from laconic.lab.host import INTERFACE, Host
 from laconic.lab.spec import LabSpec, Link
 

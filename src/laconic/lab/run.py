@@ -10,11 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TextIO
 
-from laconic.lab.host import Host
 from laconic.lab.lab import Lab
 
 _RUNGS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -37,19 +36,31 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run(lab: Lab, argv: Sequence[str], signals: list[int], *, grace_s: float = 5.0) -> int:
+def run(
+    lab: Lab,
+    argv: Sequence[str],
+    signals: list[int],
+    *,
+    env: Mapping[str, str] | None = None,
+    marked: bool = True,
+    grace_s: float = 5.0,
+) -> int:
     """Run `argv` on every host to its end; the worst exit code, or 128 + the first of `signals`.
+
+    Lines of output are `marked` with the number of their host.
 
     A noted signal is passed on, and followed by SIGTERM and SIGKILL `grace_s` apart; so are the other hosts ended
     `grace_s` after one has failed.
     """
     mark = secrets.token_hex(8)
     # Python holds back what it prints to a pipe until 8 kB are full; lines should come live.
-    env = {"LACONIC_RUN": mark, "PYTHONUNBUFFERED": "1"}
+    env = {**(env or {}), "LACONIC_RUN": mark, "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
     processes = [host.popen(argv, env=env, stdout=pipe, stderr=pipe) for host in lab.hosts]
     pumps = [
-        pump for host, process in zip(lab.hosts, processes, strict=True) for pump in _pumps(host, process, signals)
+        pump
+        for host, process in zip(lab.hosts, processes, strict=True)
+        for pump in _pumps(f"[{host.index}] " if marked else "", process, signals)
     ]
     try:
         worst = _wait(processes, signals, grace_s)
@@ -87,10 +98,10 @@ def _worst(processes: Sequence[subprocess.Popen[str]]) -> int:
     return max((code if code >= 0 else 128 - code for code in codes), default=0)
 
 
-def _pumps(host: Host, process: subprocess.Popen[str], signals: list[int]) -> list[threading.Thread]:
+def _pumps(mark: str, process: subprocess.Popen[str], signals: list[int]) -> list[threading.Thread]:
     pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     pumps = [
-        threading.Thread(target=_pump, args=(host.index, source, sink, signals), daemon=True)
+        threading.Thread(target=_pump, args=(mark, source, sink, signals), daemon=True)
         for source, sink in pairs
         if source is not None
     ]
@@ -99,12 +110,12 @@ def _pumps(host: Host, process: subprocess.Popen[str], signals: list[int]) -> li
     return pumps
 
 
-def _pump(index: int, source: IO[str], sink: TextIO, signals: list[int]) -> None:
+def _pump(mark: str, source: IO[str], sink: TextIO, signals: list[int]) -> None:
     """Copy lines, a progress bar's carriage returns counting as line ends, until the last writer is gone."""
     for text in (line.rstrip("\n") for line in source):
         try:
             with _writing:
-                print(f"[{index}] {text}", file=sink, flush=True)
+                print(f"{mark}{text}", file=sink, flush=True)
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
             signals.append(signal.SIGPIPE)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from laconic.lab.errors import LabError
+from laconic.errors import LabError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 _MAX_HOSTS = 250  # one address each in 10.77.0.0/24

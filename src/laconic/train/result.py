@@ -27,6 +27,8 @@ class Result:
     split_ms: dict[str, float]  # adds up to step_ms: compute is what of a step lay outside the other four
     bytes_out: int  # per worker, all steps
     bytes_in: int
+    link_bytes_out: int | None  # the same, as the network interface saw it; None on loopback
+    link_bytes_in: int | None
     ratio: float | None
     skipped_steps: int
 
@@ -37,9 +39,11 @@ class Result:
 def summarize(trainer: Trainer) -> Result:
     """Sum up a run; all ranks call it."""
     stats = trainer.session.stats()
-    everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (stats.bytes_out, stats.bytes_in, stats.dense_bytes_out))
-    out, into, dense = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
+    seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in trainer.facts) for way in ("out", "in")]
+    mine = [stats.bytes_out, stats.bytes_in, stats.dense_bytes_out, *seen]
+    everyone: list[list[int]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    out, into, dense, seen_out, seen_in = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
     timed = trainer.facts[_WARM_UP_STEPS:] or trainer.facts
     step_ms = statistics.median(fact["ms"] for fact in timed) if timed else 0.0
     split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) if timed else 0.0 for phase in PHASES}
@@ -53,6 +57,8 @@ def summarize(trainer: Trainer) -> Result:
         split_ms={"compute": max(0.0, step_ms - sum(split.values())), **split},
         bytes_out=out,
         bytes_in=into,
+        link_bytes_out=seen_out or None,
+        link_bytes_in=seen_in or None,
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
     )

@@ -22,6 +22,7 @@ from laconic.session import PHASES
 from laconic.tasks import TASKS, Data
 from laconic.tasks.task import shard
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
+from laconic.train.interface import interface_bytes
 from laconic.train.job import DEFAULT_STEPS, Job
 
 _WEIGHT_DECAY = 1e-4
@@ -63,7 +64,7 @@ class Trainer:
 
     def step(self, number: int) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
-        before = self.session.stats()
+        before, seen_before = self.session.stats(), interface_bytes()
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * _schedule(number, self.num_steps)
@@ -74,10 +75,10 @@ class Trainer:
         self.optimizer.step()
         loss_value = float(loss.detach())  # on CUDA this waits for the step to end
         seconds = time.perf_counter() - start
-        after = self.session.stats()
+        after, seen_after = self.session.stats(), interface_bytes()
         self.seconds += seconds
         self.steps_done = number + 1
-        fact = {
+        fact: dict[str, Any] = {
             "step": self.steps_done,
             "loss": loss_value,
             "ms": 1e3 * seconds,
@@ -85,6 +86,10 @@ class Trainer:
             "bytes_out": after.bytes_out - before.bytes_out,
             "bytes_in": after.bytes_in - before.bytes_in,
         }
+        if seen_before is not None and seen_after is not None:
+            fact["link_bytes_out"], fact["link_bytes_in"] = (
+                a - b for a, b in zip(seen_after, seen_before, strict=True)
+            )
         self.facts.append(fact)
         return fact
 

@@ -1,0 +1,58 @@
+"""Where a job runs: worker processes on this machine, or one worker on each host of a lab."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from laconic.cli.lab import add_spec, spec_of
+from laconic.errors import LabError, LaunchError
+from laconic.lab import Lab, LabSpec, noted_signals
+from laconic.lab import run as run_in_lab
+from laconic.train import Job, launch
+
+Launcher = Callable[[Job], None]
+
+
+def add_lab_options(parser: argparse.ArgumentParser) -> None:
+    """--hosts, --link and --link-of: run in a lab."""
+    add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
+
+
+def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
+    """The lab that was asked for, if any."""
+    if asked.hosts is None:
+        if asked.link or asked.link_of:
+            raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
+        return None
+    return spec_of(asked)
+
+
+@contextmanager
+def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
+    """A way to run jobs; the lab, if it is one, lives as long as the block."""
+    if spec is None:
+        yield launch
+        return
+    with noted_signals() as signals, Lab.create(spec) as lab:
+
+        def start(job: Job) -> None:
+            _launch_on_hosts(lab, replace(job, workers=len(lab.hosts)), signals)
+
+        yield start
+
+
+def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> None:
+    """One torchrun per host, as on machines of their own; only rank 0 talks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
+    env = {"OMP_NUM_THREADS": str(threads), "LOGLEVEL": "ERROR"}
+    code = run_in_lab(lab, [*torchrun, "-m", "laconic", "train", *job.arguments()], signals, env=env, marked=False)
+    if signals:
+        raise KeyboardInterrupt
+    if code:
+        raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")

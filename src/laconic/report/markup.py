@@ -1,0 +1,67 @@
+"""Small pieces of HTML. Every text from the records passes through `text`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+
+def text(value: object) -> str:
+    """A text that is only a text, also inside a quoted attribute."""
+    return html.escape(str(value))
+
+
+def short(name: str, length: int) -> str:
+    """The name, escaped; its middle left out where it is longer than there is room."""
+    half = (length - 1) // 2
+    return text(name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}")
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A number, or - where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage, to a hundredth."""
+    return number(None if value is None else 100 * value, ".2f", " %")
+
+
+def brief_percent(value: float) -> str:
+    """A share as a percentage, with no more digits than it needs."""
+    return f"{100 * value:.4g} %"
+
+
+def quartiles(pair: Sequence[float] | None) -> str:
+    """The first and third quartile."""
+    return "-" if pair is None else f"{pair[0]:.1f} to {pair[1]:.1f}"
+
+
+def si_bytes(value: float) -> str:
+    """A round number of bytes for an axis: 20 kB, 5 GB."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= scale:
+            return f"{value / scale:g} {unit}"
+    return f"{value:g} B"
+
+
+def scroll_box(label: str, table: str) -> str:
+    """A table that scrolls inside its own box; the keyboard reaches it."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{table}</div>'
+
+
+def numbers_behind(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The numbers of a figure, folded away; the first column names the row."""
+    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
+    lines = [
+        f'<tr><th scope="row">{text(row[0])}</th>{"".join(f"<td>{text(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    ]
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
+    return f"<details><summary>The numbers</summary>{scroll_box(label, table)}</details>"
+
+
+def figure(title: str, caption: str, drawing: str, numbers: str, *, is_wide: bool = False) -> str:
+    """A drawing under its title, with its numbers behind it."""
+    head = f"<figcaption><h2>{text(title)}</h2><p>{text(caption)}</p></figcaption>"
+    return f"<figure{' class=wide' * is_wide}>{head}\n{drawing}\n{numbers}</figure>"

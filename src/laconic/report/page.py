@@ -1,0 +1,105 @@
+"""The page: what was run, the table, the figures, how to read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from laconic.errors import TaskError
+from laconic.records import RECORDS
+from laconic.report.facts import Facts, Setting, read_facts
+from laconic.report.figures import link_use, over_bytes, over_time, step_split
+from laconic.report.markup import brief_percent, text
+from laconic.report.sweep import over_links
+from laconic.report.table import table
+
+# Nothing is fetched and nothing runs, whatever a record holds.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = Path(__file__).with_name("style.css")
+
+_NOTES = (
+    "Time is training time; evaluation is taken off the clock.",
+    "Speed-up is by training time to the target accuracy, never by ratio; what did not reach the target has none.",
+    "Step times are medians, with the quartiles below them. Bytes are per worker and step.",
+    "Ratio is what a float32 all-reduce of the same gradients would have sent, over what was sent.",
+    "Bold marks the best of a column; a scheme that sends nothing is a bound on speed and does not compete.",
+)
+_LAB_NOTES = (
+    "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements; the difference is below.",
+    "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange.",
+)
+_SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to an accuracy."
+
+
+def write_report(folder: Path) -> Path:
+    """Write folder/report.html from the records in the folder; the same records give the same bytes."""
+    if not (folder / RECORDS).is_file():
+        raise TaskError(f"{folder} has no {RECORDS}; give a folder that `laconic compare --out` wrote")
+    path = folder / "report.html"
+    try:
+        page = _page(read_facts(folder))
+        path.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a name becomes ?
+    except TaskError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TaskError(f"{path} cannot be made from the records ({why}); run `laconic compare` again") from error
+    return path
+
+
+def _page(facts: Facts) -> str:
+    title = f"{facts.setting.task}: {len(facts.schemes)} schemes compared"
+    notes = [*_NOTES] if facts.rows else []
+    notes += _LAB_NOTES if facts.setting.hosts is not None else ()
+    notes += [_SWEEP_NOTE] if facts.sweep else []
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{text(title)}</title>
+<style>
+{_STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{text(title)}</h1>
+<p>{text(_sentence(facts.setting))}</p>
+</header>
+{table(facts) if facts.rows else ""}
+<section class="figures">
+{_figures(facts)}
+</section>
+<section class="notes">
+<h2>How to read this</h2>
+<ul>{"".join(f"<li>{text(note)}</li>" for note in notes)}</ul>
+</section>
+</main>
+</body>
+</html>
+"""
+
+
+def _figures(facts: Facts) -> str:
+    draw = [over_time, over_bytes, step_split] if facts.rows else []
+    draw += [link_use] if any(row.link_use is not None for row in facts.rows) else []
+    draw += [over_links] if facts.sweep else []
+    return "\n".join(one(facts) for one in draw)
+
+
+def _sentence(setting: Setting) -> str:
+    """What was run, in one sentence."""
+    model = f" ({setting.model})" if setting.model else ""
+    where = "one machine"
+    if setting.hosts is not None:
+        others = "".join(f", host {host} on {link}" for host, link in setting.link_of.items())
+        where = f"{setting.hosts} hosts of the lab" + (
+            f" on links of {setting.link}{others}" if setting.link else others
+        )
+    steps = f" for {setting.steps} steps" if setting.steps else ""
+    batch = f" with {setting.batch} examples per worker and step" if setting.batch else ""
+    rounds = f"{setting.rounds} round{'s' * (setting.rounds != 1)} with seed {setting.seed}"
+    target = f"; the target is {brief_percent(setting.target)} accuracy" if setting.target is not None else ""
+    return f"{setting.task}{model} on {setting.workers} workers, {where},{steps}{batch}; {rounds}{target}."

@@ -1,0 +1,74 @@
+"""Training across the hosts of a lab: the same numbers as on one machine, and bytes that an interface saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import laconic
+
+from laconic.errors import LabError
+from laconic.lab import iproute, labs
+
+try:
+    iproute.require()
+    MISSING = ""
+except LabError as error:
+    MISSING = str(error)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+JOB = ["--steps", "12", "--batch", "4", "--eval-every", "6", "--json"]
+
+
+def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_counted() -> None:
+    here = laconic("train", *JOB, "--workers", "3", "--scheme", "topk:rho=0.01")
+    there = laconic("train", *JOB, "--hosts", "3", "--link", "100mbit", "--scheme", "topk:rho=0.01")
+    assert here.returncode == there.returncode == 0, here.stderr + there.stderr
+    alone, apart = (json.loads(ran.stdout.splitlines()[-1]) for ran in (here, there))
+    assert alone["link_bytes_out"] is None
+    for key in ("loss", "accuracy", "bytes_out", "bytes_in", "ratio"):
+        assert apart[key] == alone[key]
+    # Headers and acknowledgements, and for frames this small (38 kB) a little more of them than of a dense bucket.
+    assert 1 <= apart["link_bytes_out"] / apart["bytes_out"] < 1.15
+
+
+def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
+    words = ["--hosts", "2", "--link", "200mbit", "--link-of", "1=100mbit", "--rounds", "2", "--target", "0.01"]
+    ran = laconic("compare", *JOB, *words, "--scheme", "dense", "--scheme", "bf16", "--out", str(tmp_path / "out"))
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout)["rows"]
+    for row, payload in zip(rows, (4, 2), strict=True):
+        assert row["bytes_out"] == payload * 1_199_882
+        assert 1 <= row["link_bytes_out"] / row["bytes_out"] < 1.10
+        assert 0 < row["link_use"] < 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{rows[0]['step_ms']:.1f}" in page
+    again = laconic("report", str(tmp_path / "out"))
+    assert again.returncode == 0 and (tmp_path / "out" / "report.html").read_text() == page
+    assert not [lab for lab in labs() if lab.is_abandoned]
+
+
+def test_a_failure_on_a_host_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "checkpoint"
+    broken.mkdir()
+    (broken / "latest").write_text("step-5")
+    ran = laconic("train", *JOB, "--hosts", "2", "--resume", "--out", str(tmp_path))
+    assert ran.returncode == 2
+    assert "laconic: a host of the lab ended with exit code 1; all were stopped" in ran.stderr
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (["train", "--link", "100mbit"], "give --hosts too"),
+        (["train", "--hosts", "0"], "give 1 to"),
+        (["train", "--hosts", "2", "--link", "fast"], "write a rate like 10mbit"),
+        (["compare", "--hosts", "2", "--link-of", "7=10mbit"], "the hosts are 0 to 1"),
+        (["compare", "--rounds", "0"], "--rounds is 0"),
+    ],
+)
+def test_a_wrong_lab_is_one_line(words: list[str], said: str) -> None:
+    ran = laconic(*words)
+    assert ran.returncode == 2 and said in ran.stderr and len(ran.stderr.splitlines()) == 1
