@@ -12,7 +12,6 @@ from typing import Any
 from laconic import records
 
 _MARGIN = 0.01  # the default target lies one point under the reference's final accuracy
-_WARM_UP_STEPS = 5  # left out of step times: first touches of memory, DDP's rebuilding of buckets
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Run:
         """The records of one folder."""
         facts = list(records.read(folder))
         by_kind = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")}
-        steps = by_kind["step"][_WARM_UP_STEPS:] or by_kind["step"]
+        steps = by_kind["step"][records.WARM_UP_STEPS :] or by_kind["step"]
         return cls(by_kind["result"][-1], steps, by_kind["eval"])
 
     def seconds_to(self, target: float) -> float | None:

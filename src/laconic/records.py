@@ -11,6 +11,7 @@ from typing import Any
 from laconic.errors import TaskError
 
 RECORDS = "records.jsonl"
+WARM_UP_STEPS = 5  # of a run, left out of its step times: first touches of memory, DDP's rebuilding of buckets
 
 
 class Recorder:

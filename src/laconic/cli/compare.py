@@ -13,6 +13,7 @@ from pathlib import Path
 
 from laconic.cli.job_options import add_job_options, job_of
 from laconic.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.cli.setting import setting
 from laconic.cli.sweep import sweep
 from laconic.cli.table import number, table
 from laconic.cli.train import check_before_launch
@@ -22,7 +23,6 @@ from laconic.lab import LabSpec
 from laconic.recipes import parse
 from laconic.records import Recorder
 from laconic.report import write_report
-from laconic.tasks import TASKS
 from laconic.train import Job
 
 _DEFAULT = ("dense", "bf16", "topk:rho=0.01")
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--suite", choices=("links",), help="links: step times at 10mbit, 100mbit, 1gbit and none, instead of accuracy"
     )
     add_lab_options(parser)
-    add_job_options(parser, without=("scheme", "resume", "tensorboard", "quiet"))
+    add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
     parser.set_defaults(run=run)
 
 
@@ -62,7 +62,7 @@ def run(asked: argparse.Namespace) -> int:
         raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
     if asked.rounds < 1:
         raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
-    job = job_of(asked, scheme=schemes[0], json=False, quiet=True)
+    job = job_of(asked, scheme=schemes[0], json=False, quiet=True, no_checkpoint=True)
     check_before_launch(job)
     with _folder(asked.out) as out:
         if asked.suite is not None:
@@ -72,7 +72,11 @@ def run(asked: argparse.Namespace) -> int:
             _run_all(job, schemes, asked.rounds, out, spec)
             bits_per_s = spec.link.bits_per_s if spec else None
             found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
-            _record(out, job, asked.rounds, spec, found)
+            with Recorder(out) as records:
+                what = setting(job, spec, rounds=asked.rounds, steps=found.steps, target=found.target)
+                records.write("comparison", **what)
+                for row in found.rows:
+                    records.write("row", **row.as_dict())
             printed = json.dumps(found.as_dict()) if asked.json else _text(found)
         if asked.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
@@ -90,25 +94,6 @@ def _run_all(job: Job, schemes: list[str], rounds: int, out: Path, spec: LabSpec
                     flush=True,
                 )
                 start(replace(job, scheme=scheme, out=round_of(out, scheme, turn)))
-
-
-def _record(out: Path, job: Job, rounds: int, spec: LabSpec | None, found: Comparison) -> None:
-    """What the report is made from, besides the runs' own records."""
-    facts = {
-        **job.facts(),
-        "steps": found.steps,
-        "batch": job.batch or TASKS[job.task].batch,
-        "workers": spec.hosts if spec else job.workers,
-        "hosts": spec.hosts if spec else None,
-        "link": str(spec.link) if spec else None,
-        "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
-        "rounds": rounds,
-        "target": found.target,
-    }
-    with Recorder(out) as records:
-        records.write("comparison", **facts)
-        for row in found.rows:
-            records.write("row", **row.as_dict())
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from laconic.cli.launching import launcher
+from laconic.cli.setting import setting
 from laconic.cli.table import number, table
 from laconic.compare import Run, folder_of, quartiles
+from laconic.errors import TaskError
 from laconic.lab import LabSpec, Link
 from laconic.records import Recorder
 from laconic.train import Job
@@ -35,10 +37,14 @@ class Point:
 
 def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
     """Time every scheme on every link; the table, or one JSON object."""
-    job = replace(job, steps=job.steps or (None if job.epochs else _STEPS), eval_every=10**9)
+    if job.epochs is not None:
+        raise TaskError("--suite links times steps; give --steps instead of --epochs")
+    job = replace(job, steps=job.steps or _STEPS, eval_every=10**9)
     hosts = asked.hosts or _HOSTS
     points = []
     with Recorder(out) as records:
+        what = setting(job, LabSpec(hosts), rounds=asked.rounds, steps=job.steps or _STEPS, target=None)
+        records.write("comparison", **{**what, "link": None})
         for link in _LINKS:
             step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
             with launcher(LabSpec(hosts, Link.parse(link))) as start:

@@ -10,7 +10,7 @@ from laconic.report.axis import Axis
 from laconic.report.lines import WIDTH, svg
 from laconic.report.markup import short, text
 
-PLACES = (12, WIDTH - 72)  # of the axis; the rest is for the number behind the longest bar
+PLACES = (1, WIDTH - 72)  # of the axis; the rest is for the number behind the longest bar
 _BAR = 16
 _PITCH = 46
 _LONGEST = 44  # letters of a name above its bar
@@ -30,10 +30,10 @@ def bar_chart(label: str, axis: Axis, bars: Sequence[Bar]) -> str:
     """The drawing: axis, bars, and the total behind each."""
     bottom = _PITCH * len(bars) + 6
     drawn = []
-    for value, tick in axis.ticks:
-        at = axis.at(value)
+    for i, (value, tick) in enumerate(axis.ticks):
+        at, anchor = axis.at(value), "middle" if i else "start"
         drawn.append(f'<path class="grid" d="M{at:.1f} 0V{bottom}"/>')
-        drawn.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{text(tick)}</text>')
+        drawn.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{text(tick)}</text>')
     for i, bar in enumerate(bars):
         drawn.append(_bar(bar, axis, _PITCH * i + 4))
     return svg(label, bottom + 24, "".join(drawn))
@@ -50,6 +50,6 @@ def _bar(bar: Bar, axis: Axis, top: float) -> str:
         shape = f'x="{left:.1f}" y="{top + 21}" width="{right - left:.1f}" height="{_BAR}"'
         drawn.append(f'<rect class="{look}" {shape}><title>{text(hover)}</title></rect>')
         start += value
-    behind = axis.at(start) + 7
-    drawn.append(f'<text class="halo" x="{behind:.1f}" y="{top + 34}">{text(bar.total)}</text>')
+    if bar.total:
+        drawn.append(f'<text class="halo" x="{axis.at(start) + 7:.1f}" y="{top + 34}">{text(bar.total)}</text>')
     return "".join(drawn)

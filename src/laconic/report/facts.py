@@ -67,7 +67,7 @@ class Row:
     def middle(self) -> tuple[Point, ...]:
         """The median over rounds at each step that every round evaluated."""
         rounds = [{point.step: point for point in points} for points in self.rounds]
-        shared = [step for step in rounds[0] if all(step in points for points in rounds)]
+        shared = [step for step in rounds[0] if all(step in points for points in rounds)] if rounds else []
         return tuple(
             Point(
                 step, *(median(getattr(r[step], name) for r in rounds) for name in ("seconds", "accuracy", "bytes_out"))
@@ -120,7 +120,12 @@ def read_facts(folder: Path) -> Facts:
 def _row(folder: Path, fact: dict[str, Any], rounds: int) -> Row:
     runs = [folder / fact["folder"] / f"round-{number}" for number in range(1, rounds + 1)]
     points = tuple(tuple(_pick(Point, point) for point in records.read(run, "eval")) for run in runs)
-    return _pick(Row, {**fact, "rounds": points})
+    row = _pick(Row, {**fact, "rounds": points})
+    if not row.middle:
+        raise TaskError(
+            f"{folder / fact['folder']} has no evaluation that every round made; run `laconic compare` again"
+        )
+    return row
 
 
 def _pick(kind: type[_T], fact: dict[str, Any]) -> _T:

@@ -13,8 +13,8 @@ from laconic.report.markup import short, text
 WIDTH = 560  # units of the drawing: pixels on a desk, 0.65 of one on a phone, where letters are 16 units instead of 13
 LEFT, RIGHT = 58, WIDTH - 12  # of the plot
 _HEIGHT = 240
-_LETTER = 8.8  # average width of a letter on a phone
-_LINE = 19  # height of a line of text there
+_LETTER = 9.2  # average width of a letter of a name there, 15 units high
+_LINE = 19  # height of a line of text
 _LONGEST = 24  # letters of a name in a drawing; the table has them all
 
 
@@ -99,7 +99,9 @@ def line_chart(label: str, x: Axis, y: Axis, curves: Sequence[Curve], levels: Se
     """The drawing: grid, levels, rounds, lines with marks, names."""
     parts = [_level(level, x, y) for level in levels if level.shades_below]
     parts += [_grid(x, y)] + [_level(level, x, y) for level in levels if not level.shades_below]
-    parts += [f'<path class="thin {looks.colour(c.number)}" d="{_path(run, x, y)}"/>' for c in curves for run in c.thin]
+    parts += [
+        f'<path class="thin {looks.colour(c.number)}" d="{_path(run, x, y)}"/>' for c in curves for run in c.thin if run
+    ]
     for curve in curves:
         look = f'class="line {looks.colour(curve.number)}"{looks.dash(curve.number)}'
         parts.append(f'<path {look} d="{_path(curve.points, x, y)}"/>')

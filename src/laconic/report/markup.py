@@ -28,8 +28,8 @@ def percent(value: float | None) -> str:
 
 
 def brief_percent(value: float) -> str:
-    """A share as a percentage, with no more digits than it needs."""
-    return f"{100 * value:.4g} %"
+    """A share as a percentage, with no more digits than it needs; it never breaks before the sign."""
+    return f"{100 * value:.4g}\N{NO-BREAK SPACE}%"
 
 
 def quartiles(pair: Sequence[float] | None) -> str:

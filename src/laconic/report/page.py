@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from laconic import records
 from laconic.errors import TaskError
-from laconic.records import RECORDS
 from laconic.report.facts import Facts, Setting, read_facts
 from laconic.report.figures import link_use, over_bytes, over_time, step_split
 from laconic.report.markup import brief_percent, text
@@ -23,17 +23,15 @@ _NOTES = (
     "Ratio is what a float32 all-reduce of the same gradients would have sent, over what was sent.",
     "Bold marks the best of a column; a scheme that sends nothing is a bound on speed and does not compete.",
 )
-_LAB_NOTES = (
-    "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements; the difference is below.",
-    "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange.",
-)
+_INTERFACE_NOTE = "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements."
+_LAB_NOTE = "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange."
 _SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to an accuracy."
 
 
 def write_report(folder: Path) -> Path:
     """Write folder/report.html from the records in the folder; the same records give the same bytes."""
-    if not (folder / RECORDS).is_file():
-        raise TaskError(f"{folder} has no {RECORDS}; give a folder that `laconic compare --out` wrote")
+    if not (folder / records.RECORDS).is_file():
+        raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
     path = folder / "report.html"
     try:
         page = _page(read_facts(folder))
@@ -47,9 +45,11 @@ def write_report(folder: Path) -> Path:
 
 
 def _page(facts: Facts) -> str:
-    title = f"{facts.setting.task}: {len(facts.schemes)} schemes compared"
+    count = len(facts.schemes)
+    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared"
     notes = [*_NOTES] if facts.rows else []
-    notes += _LAB_NOTES if facts.setting.hosts is not None else ()
+    if facts.setting.hosts is not None:
+        notes += [_INTERFACE_NOTE, _LAB_NOTE] if facts.rows else [_LAB_NOTE]
     notes += [_SWEEP_NOTE] if facts.sweep else []
     return f"""<!doctype html>
 <html lang="en">
@@ -91,15 +91,14 @@ def _figures(facts: Facts) -> str:
 
 def _sentence(setting: Setting) -> str:
     """What was run, in one sentence."""
-    model = f" ({setting.model})" if setting.model else ""
+    model = f" {setting.model}" if setting.model else ""
     where = "one machine"
     if setting.hosts is not None:
-        others = "".join(f", host {host} on {link}" for host, link in setting.link_of.items())
-        where = f"{setting.hosts} hosts of the lab" + (
-            f" on links of {setting.link}{others}" if setting.link else others
-        )
-    steps = f" for {setting.steps} steps" if setting.steps else ""
-    batch = f" with {setting.batch} examples per worker and step" if setting.batch else ""
-    rounds = f"{setting.rounds} round{'s' * (setting.rounds != 1)} with seed {setting.seed}"
-    target = f"; the target is {brief_percent(setting.target)} accuracy" if setting.target is not None else ""
-    return f"{setting.task}{model} on {setting.workers} workers, {where},{steps}{batch}; {rounds}{target}."
+        links = [f"{'unshaped' if setting.link == 'none' else setting.link} links"] if setting.link else []
+        links += [f"host {host} on {link}" for host, link in setting.link_of.items()]
+        where = f"{setting.hosts} hosts of the lab" + f" ({', '.join(links)})" * bool(links)
+    how = [f"{setting.steps} steps"] if setting.steps else []
+    how += [f"{setting.batch} examples per worker and step"] if setting.batch else []
+    how += [f"{setting.rounds} round{'s' * (setting.rounds != 1)}", f"seed {setting.seed}"]
+    how += [f"target accuracy {brief_percent(setting.target)}"] if setting.target is not None else []
+    return f"{setting.task}{model}, trained by {setting.workers} workers on {where}: {', '.join(how)}."

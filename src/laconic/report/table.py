@@ -76,7 +76,7 @@ def table(facts: Facts) -> str:
 def _best(column: _Column, rows: Sequence[Row]) -> float | None:
     """The best value; what sends nothing is a bound, not a contestant."""
     values = [value for row in rows if row.bytes_out > 0 and (value := column.value(row)) is not None]
-    return column.best(values) if column.best and len(values) > 1 else None
+    return column.best(values) if column.best and len(set(values)) > 1 else None
 
 
 def _cell(column: _Column, row: Row, best: float | None) -> str:

@@ -37,6 +37,7 @@ class Job:
     backend: str = _option("gloo", "gloo or nccl")
     device: str = _option("cpu", "cpu or cuda")
     out: Path | None = _option(None, "folder for records and checkpoints")
+    no_checkpoint: bool = _option(False, "write records alone to --out")
     resume: bool = _option(False, "continue from the checkpoint in --out")
     tensorboard: bool = _option(False, "also write TensorBoard events to --out")
     quiet: bool = _option(False, "print no result on stdout")

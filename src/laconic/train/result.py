@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from laconic.records import WARM_UP_STEPS
 from laconic.session import PHASES
 from laconic.train.trainer import Trainer
-
-_WARM_UP_STEPS = 5  # left out of step times: first touches of memory, DDP's rebuilding of buckets
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def summarize(trainer: Trainer) -> Result:
     everyone: list[list[int]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     out, into, dense, seen_out, seen_in = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
-    timed = trainer.facts[_WARM_UP_STEPS:] or trainer.facts
+    timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
     step_ms = statistics.median(fact["ms"] for fact in timed) if timed else 0.0
     split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) if timed else 0.0 for phase in PHASES}
     return Result(

@@ -135,7 +135,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint to --out, if there is one."""
-        if self.job.out is not None and self.steps_done > 0:
+        if self.job.out is not None and not self.job.no_checkpoint and self.steps_done > 0:
             state: dict[str, Any] = {"session": self.session.state_dict()}
             if self.rank == 0:
                 state |= {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
