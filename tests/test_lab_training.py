@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import laconic
 
 from laconic.errors import LabError
 from laconic.lab import iproute, labs
+from test_cli import laconic
 
 try:
     iproute.require()
@@ -54,9 +54,10 @@ def test_a_failure_on_a_host_is_one_line(tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "latest").write_text("step-5")
     ran = laconic("train", *JOB, "--hosts", "2", "--resume", "--out", str(tmp_path))
-    assert ran.returncode == 2
-    assert "laconic: a host of the lab ended with exit code 1; all were stopped" in ran.stderr
-    assert ran.stdout == ""
+    assert ran.returncode == 2 and ran.stdout == ""
+    *ranks, last = ran.stderr.splitlines()
+    assert last == "laconic: a host of the lab ended with exit code 2; all were stopped"
+    assert ranks and all(line.startswith("laconic: rank") for line in ranks), ran.stderr
 
 
 @pytest.mark.parametrize(

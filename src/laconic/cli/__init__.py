@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from laconic.cli import bench, compare, lab, report, schemes, train
-from laconic.errors import LaconicError
+from laconic.cli.launching import SAID_ABOVE
+from laconic.errors import LaconicError, LaunchError
 from laconic.train import is_worker
 
 _INTERRUPTED = 130
@@ -30,12 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in (train, compare, report, lab, schemes, bench):
         module.add_parser(commands)
     asked = parser.parse_args(arguments)
+    said_above = is_worker() or SAID_ABOVE in os.environ
     try:
         code: int = asked.run(asked)
+    except LaunchError as error:
+        return 2 if said_above else _say(str(error), 2)
     except LaconicError as error:
         return _say(str(error), 2)
     except KeyboardInterrupt:
-        return _INTERRUPTED if is_worker() else _say("interrupted", _INTERRUPTED)
+        return _INTERRUPTED if said_above else _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
         return 0

@@ -16,6 +16,8 @@ from laconic.lab import run as run_in_lab
 from laconic.train import Job, launch
 
 Launcher = Callable[[Job], None]
+# Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
+SAID_ABOVE = "LACONIC_SAID_ABOVE"
 
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
@@ -39,19 +41,15 @@ def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
         yield launch
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
-
-        def start(job: Job) -> None:
-            _launch_on_hosts(lab, replace(job, workers=len(lab.hosts)), signals)
-
-        yield start
+        yield lambda job: _launch_on_hosts(lab, job, signals)
 
 
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> None:
-    """One torchrun per host, as on machines of their own; only rank 0 talks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    """One launcher and one worker per host, as on machines of their own; only rank 0 prints results."""
+    command = [sys.executable, "-m", "laconic", "train", *replace(job, workers=1).arguments()]
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
-    env = {"OMP_NUM_THREADS": str(threads), "LOGLEVEL": "ERROR"}
-    code = run_in_lab(lab, [*torchrun, "-m", "laconic", "train", *job.arguments()], signals, env=env, marked=False)
+    env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
+    code = run_in_lab(lab, command, signals, env=env, marked=False)
     if signals:
         raise KeyboardInterrupt
     if code:

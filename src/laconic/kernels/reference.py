@@ -1,7 +1,8 @@
-"""The definition of every kernel, in plain torch; CPU and CUDA tensors alike, no Python loop over entries."""
+"""The definition of every kernel, in plain torch and numpy; CPU and CUDA tensors alike, no Python loop over entries."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,28 +33,15 @@ def top_k_positions(x: Tensor, k: int) -> Tensor:
     bits = magnitude_bits(x)
     if k >= bits.numel():
         return torch.arange(bits.numel(), device=x.device)
-    candidates = _reaching(bits, _likely_threshold(bits, k))
+    candidates = _nonzero(bits >= _likely_threshold(bits, k))
     if candidates.numel() < k:
         candidates = torch.arange(bits.numel(), device=x.device)
     ranked = bits[candidates]
     kth = torch.topk(ranked, k, sorted=False).values.min()
     chosen = ranked > kth
-    ties = (ranked == kth).nonzero().squeeze(1)
+    ties = _nonzero(ranked == kth)
     chosen[ties[: k - int(chosen.sum())]] = True
     return candidates[chosen]
-
-
-def _reaching(bits: Tensor, threshold: Tensor) -> Tensor:
-    """Positions of the entries that reach the threshold, ascending; eight at a time, since few do.
-
-    torch.nonzero takes 7 ms for 1.2 M booleans and 1.2 ms this way.
-    """
-    n = bits.numel()
-    reached = torch.zeros(-(-n // 8) * 8, dtype=torch.bool, device=bits.device)
-    torch.ge(bits, threshold, out=reached[:n])
-    hit = reached.view(torch.int64).nonzero().squeeze(1)
-    row, column = reached.view(-1, 8)[hit].nonzero(as_tuple=True)
-    return hit[row] * 8 + column
 
 
 def _likely_threshold(bits: Tensor, k: int) -> Tensor:
@@ -74,11 +62,10 @@ def set_bits(positions: Tensor, num_bits: int) -> Tensor:
 
 def unpack_bits(words: Tensor) -> Tensor:
     """Positions of the ones in a vector of int32 words, ascending, int64."""
-    hit = words.nonzero().squeeze(1)  # most words of a sparse bitmap are empty
+    hit = _nonzero(words)  # most words of a sparse bitmap are empty
     bit = torch.arange(_WORD_BITS, device=words.device, dtype=torch.int32)
-    ones = (words[hit].unsqueeze(1) >> bit) & 1
-    row, column = ones.nonzero(as_tuple=True)
-    return hit[row] * _WORD_BITS + column
+    ones = _nonzero(((words[hit].unsqueeze(1) >> bit) & 1).view(-1))
+    return (hit[ones >> 5] << 5) + (ones & 31)
 
 
 def pack_lanes(values: Tensor, width: int) -> Tensor:
@@ -104,6 +91,13 @@ def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
 def sum_words(words: Tensor) -> Tensor:
     """The sum of int32 words modulo 2^32, as a 0-d int32: any single flipped bit changes it."""
     return _to_int32(words.sum(dtype=torch.int64))
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    """Positions of the entries of a vector that are not zero, ascending, int64."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(x.numpy()))  # 0.7 ms for 1.2 M booleans; torch.nonzero takes 7
+    return x.nonzero().squeeze(1)
 
 
 def _to_int32(words: Tensor) -> Tensor:

@@ -6,31 +6,25 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from laconic.errors import LaunchError
 from laconic.train.job import Job
 
-_LOOPBACK = "lo"
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 
 def launch(job: Job) -> None:
-    """Run `python -m laconic train ...` in job.workers processes and wait for them all."""
+    """Run `python -m laconic train ...` in job.workers processes and wait for them all.
+
+    Like torchrun, it is one node of several where PET_NNODES and the like say so.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.workers,
-        run_id=f"laconic-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    # All workers are here, so their traffic need not find its way through the machine's outer interface.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    config = _config(job.workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     logging.disable(logging.ERROR)  # torchrun's warnings about workers that end; we say it in one line ourselves
     try:
@@ -44,6 +38,30 @@ def launch(job: Job) -> None:
         raise LaunchError(f"stopped by {error.sigval.name}") from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _config(num_workers: int) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    num_nodes = int(os.environ.get("PET_NNODES", "1"))
+    if num_nodes == 1:
+        # All workers are here, so their traffic need not find its way through the machine's outer interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend, endpoint, place = "c10d", "localhost:0", {}
+    else:
+        backend, place = "static", {"rank": int(os.environ["PET_NODE_RANK"])}
+        endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
+    return LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=num_workers,
+        run_id="laconic" if num_nodes > 1 else f"laconic-{os.getpid()}",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs=place,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
 
 
 def _how(exit_code: int) -> str:

@@ -38,18 +38,20 @@ class Result:
 def summarize(trainer: Trainer) -> Result:
     """Sum up a run; all ranks call it."""
     stats = trainer.session.stats()
-    seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in trainer.facts) for way in ("out", "in")]
-    mine = [stats.bytes_out, stats.bytes_in, stats.dense_bytes_out, *seen]
+    # The interface's count begins with this process, so it has no match where a resumed run's bytes go further back.
+    facts = trainer.facts if not trainer.bytes_before["dense"] else []
+    seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in facts) for way in ("out", "in")]
+    mine = [*trainer.bytes_so_far().values(), *seen]
     everyone: list[list[int]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     out, into, dense, seen_out, seen_in = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
     timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
-    step_ms = statistics.median(fact["ms"] for fact in timed) if timed else 0.0
-    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) if timed else 0.0 for phase in PHASES}
+    step_ms = statistics.median(fact["ms"] for fact in timed)
+    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) for phase in PHASES}
     return Result(
         scheme=str(stats.scheme),
-        accuracy=trainer.last_evaluation.get("accuracy", 0.0),
-        loss=trainer.last_evaluation.get("loss", 0.0),
+        accuracy=trainer.last_evaluation["accuracy"],
+        loss=trainer.last_evaluation["loss"],
         steps=trainer.steps_done,
         seconds=trainer.seconds,
         step_ms=step_ms,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
+from laconic.errors import TaskError
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
@@ -52,8 +53,11 @@ class Trainer:
         )
         self.session = attach(self.ddp, scheme)
         self._mine = shard(data.train_targets, self.rank, self.num_workers, job.labels_per_worker, job.seed)
+        if self.batch > len(self._mine):
+            raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
+        self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
         self.facts: list[dict[str, Any]] = []
         self.last_evaluation: dict[str, Any] = {}
 
@@ -108,6 +112,8 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data, which the workers share; every worker gets the same figures."""
         model = self.ddp.module.eval()
+        for buffer in model.buffers():  # each worker has its own since the last forward; DDP goes on with rank 0's
+            dist.broadcast(buffer, 0)
         sums = torch.zeros(3, dtype=torch.float64)
         for inputs, targets in self._test_batches():
             logits = model(inputs)
@@ -117,15 +123,23 @@ class Trainer:
         sums = sums.to(self.device)
         dist.all_reduce(sums)
         right_total, loss_total, count = sums.tolist()
-        stats = self.session.stats()
         self.last_evaluation = {
             "step": self.steps_done,
             "seconds": self.seconds,
             "accuracy": right_total / count,
             "loss": loss_total / count,
-            "bytes_out": stats.bytes_out,
+            "bytes_out": self.bytes_so_far()["out"],
         }
         return self.last_evaluation
+
+    def bytes_so_far(self) -> dict[str, int]:
+        """What this worker sent and heard since the first step, and what dense would have sent."""
+        stats, before = self.session.stats(), self.bytes_before
+        return {
+            "out": before["out"] + stats.bytes_out,
+            "in": before["in"] + stats.bytes_in,
+            "dense": before["dense"] + stats.dense_bytes_out,
+        }
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(self.rank * _EVAL_BATCH, len(self.data.test_targets), self.num_workers * _EVAL_BATCH):
@@ -136,7 +150,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint to --out, if there is one."""
         if self.job.out is not None and not self.job.no_checkpoint and self.steps_done > 0:
-            state: dict[str, Any] = {"session": self.session.state_dict()}
+            state: dict[str, Any] = {"session": self.session.state_dict(), "bytes": self.bytes_so_far()}
             if self.rank == 0:
                 state |= {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
                 state |= {"seconds": self.seconds}
@@ -146,10 +160,14 @@ class Trainer:
         """Load the newest checkpoint in --out; returns the first step still to do."""
         assert self.job.out is not None
         step, states = load_checkpoint(self.job.out)
+        if step >= self.num_steps:
+            raise TaskError(f"{step} steps are done already; give --steps more than that to go on")
         self.ddp.module.load_state_dict(states[0]["model"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.session.load_state_dict([state["session"] for state in states])
         self.seconds, self.steps_done = states[0]["seconds"], step
+        for way in self.bytes_before:  # the number of workers may have changed, so each takes the mean
+            self.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
         return step
 
 
