@@ -48,12 +48,20 @@ class Run:
         return float(loss.detach())
 
 
-def start(scheme: str | None, model: nn.Module | None = None, *, one_bucket: bool = False, **ddp_options: Any) -> Run:
+def num_buckets(session: laconic.Attached | None) -> int:
+    """The buckets of the last step."""
+    assert session is not None
+    return len(session.state_dict()["buckets"])
+
+
+def start(
+    scheme: str | None, model: nn.Module | None = None, *, bucket_mb: float = TINY_BUCKET_MB, **ddp_options: Any
+) -> Run:
     """DDP over at least three buckets (one for PowerSGD, which aborts otherwise) with a scheme attached."""
     torch.manual_seed(7)
     model = model if model is not None else Net()
-    one_bucket = one_bucket or "powersgd" in (scheme or "")
-    ddp = DistributedDataParallel(model, bucket_cap_mb=100 if one_bucket else TINY_BUCKET_MB, **ddp_options)
+    one_bucket = "powersgd" in (scheme or "")
+    ddp = DistributedDataParallel(model, bucket_cap_mb=100 if one_bucket else bucket_mb, **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     return Run(ddp, optimizer, laconic.attach(ddp, scheme) if scheme else None)
 

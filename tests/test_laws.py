@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import Scheme, SchemeError, Session, parse, recipes
+from laconic import Scheme, SchemeError, Session, TorchHook, parse, recipes
+from laconic.exchange import InProcess, in_process
 from laconic.layout import Layout
 from laconic.scheme import PARTS, write_part
 from parts import ALL_TEXTS, RECIPE_TEXTS, own_schemes, remembering_schemes, talking_schemes, torch_hooks
@@ -158,7 +159,6 @@ def test_a_nan_on_one_worker_reaches_all_and_is_not_kept(scheme: Scheme) -> None
 @pytest.mark.parametrize("scheme", remembering_schemes(), ids=str)
 def test_a_step_skipped_under_a_loss_scale_leaves_no_trace(scheme: Scheme) -> None:
     """The overflow comes in the last bucket, after the others were exchanged; the scale then changes."""
-    from laconic.exchange import InProcess, in_process
 
     def work(medium: InProcess) -> None:
         scale = 1024.0
@@ -212,6 +212,45 @@ def test_answers_that_do_not_fit_are_refused_with_a_cure() -> None:
     }.items():
         with pytest.raises(SchemeError, match=cure.replace("(", r"\(").replace(")", r"\)")):
             parse(text)
+
+
+def test_momentum_of_small_and_idle_parameters_is_left_alone() -> None:
+    """Ties at zero fill up the k, and an idle parameter is not used: neither may lose its velocity."""
+    scheme = parse("scheme:select=topk(rho=0.5),memory=momentum,exchange=all-gather")
+    assert isinstance(scheme, Scheme)
+    layout = (Layout.of(["small", "zero", "idle"], [10, 2000, 1000]),)
+
+    def work(medium: InProcess) -> None:
+        session = Session(scheme, medium, holds_idle=True)
+        given = {"small": torch.ones(10), "zero": torch.zeros(2000), "idle": torch.ones(1000)}
+        one_step(session, given, layout)
+        before = session.state_dict()["memory"]
+        one_step(session, {**given, "idle": torch.zeros(1000)}, layout)
+        after = session.state_dict()["memory"]
+        assert torch.equal(after["velocity"]["small"], torch.full((10,), 1.9))
+        assert all(torch.equal(after[kind]["idle"], before[kind]["idle"]) for kind in after)
+
+    in_process(1, work)
+
+
+def test_stats_are_a_snapshot() -> None:
+    def work(session: Session, rank: int) -> None:
+        one_step(session, gradients(rank, 0))
+        first = session.stats()
+        sent = first.by_kind["sparse"].bytes_out
+        one_step(session, gradients(rank, 1))
+        assert first.by_kind["sparse"].bytes_out == sent < session.stats().by_kind["sparse"].bytes_out
+
+    scheme = parse("topk:rho=0.05")
+    assert isinstance(scheme, Scheme)
+    run(scheme, 2, work)
+
+
+def test_torch_hooks_print_what_they_are() -> None:
+    assert str(TorchHook(hook="fp16")) == "torch-fp16"
+    assert parse(str(TorchHook(hook="powersgd", rank=4))) == TorchHook(hook="powersgd", rank=4)
+    with pytest.raises(SchemeError, match="give one of fp16, powersgd"):
+        TorchHook(hook="powersdg")
 
 
 def test_every_recipe_has_a_line_of_meaning() -> None:

@@ -108,6 +108,20 @@ def test_any_flipped_bit_is_an_error_that_names_the_peer(quantizer: str) -> None
                 shape.read(damaged, step=7, bucket=2, peer=5)
 
 
+def test_words_that_change_places_and_values_that_are_not_finite_are_errors() -> None:
+    shape, _, _, frame = _frame("none")
+    words = frame.view(torch.int32)
+    swapped = words.clone()
+    swapped[-1], swapped[-2] = words[-2], words[-1]
+    with pytest.raises(FrameError, match="check sum"):
+        shape.read(swapped.view(torch.uint8), step=7, bucket=2, peer=1)
+    values = torch.ones(23)
+    values[4] = torch.inf
+    bad = shape.write(_positions(500, 20, 1), values, values.new_ones(()), step=7, bucket=2)
+    with pytest.raises(FrameError, match="not finite"):
+        shape.read(bad, step=7, bucket=2, peer=1)
+
+
 def test_a_frame_of_another_step_bucket_or_shape_is_an_error() -> None:
     shape, _, _, frame = _frame("bf16")
     for expected, kwargs in {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from ddp_training import TINY_BUCKET_MB, Net, batch, start
+from ddp_training import TINY_BUCKET_MB, Net, batch, num_buckets, start
 from workers import WorkerPool, equal_everywhere, flat_parameters
 
 SPARSE = "topk:rho=0.05"
+MANY = 3  # buckets at least
 
 
 def _backward(loss: Tensor) -> None:
@@ -38,7 +42,7 @@ def _accumulate(text: str) -> dict[str, Any]:
         one.optimizer.zero_grad()
         _backward(cross_entropy(one.ddp(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])))
         one.optimizer.step()
-    assert many.session is not None
+    assert many.session is not None and num_buckets(many.session) >= MANY
     return {
         "steps": many.session.stats().steps,
         "difference": float((flat_parameters(many.ddp) - flat_parameters(one.ddp)).abs().max()),
@@ -87,7 +91,7 @@ def _unused(text: str) -> dict[str, Any]:
             given[name] += gradient.reshape(-1) if gradient is not None else 0
             applied[name] += p.grad.reshape(-1) if p.grad is not None else 0
         run.optimizer.step()
-    assert run.session is not None
+    assert run.session is not None and num_buckets(run.session) >= MANY
     residual = run.session.state_dict()["memory"]["residual"]
     worst = 0.0
     for name in names:
@@ -129,7 +133,7 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
         else:
             plain.step(number)
     kept = session.state_dict()["memory"]
-    assert plain.session is not None
+    assert plain.session is not None and num_buckets(session) >= MANY
     kept_plainly = plain.session.state_dict()["memory"]
     return {
         "scales": scales,
@@ -143,7 +147,7 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "text", [SPARSE, "topk:rho=0.05,per=parameter,quantize=fp16", "dgc:rho=0.05,ramp=100", "topk:warmup=20"]
+    "text", [SPARSE, "topk:rho=0.05,per=parameter,quantize=fp16", "dgc:rho=0.05,ramp=4", "topk:warmup=8"]
 )
 def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
     results = four_workers.run(_scaled, text, 5, 16)
@@ -216,12 +220,11 @@ def test_buckets_rebuilt_after_the_first_step(four_workers: WorkerPool) -> None:
 
 def _small(text: str) -> tuple[dict[str, int], bool]:
     """A model in which no tensor is worth sparsifying."""
-    run = start(
-        text, nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 10))
-    )
+    layers = (nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 10))
+    run = start(text, nn.Sequential(nn.Flatten(), *layers), bucket_mb=0.0001)
     for number in range(5):
         run.step(number)
-    assert run.session is not None
+    assert run.session is not None and num_buckets(run.session) >= MANY
     residual = run.session.state_dict()["memory"]["residual"]
     # Everything is sent: what stays is what bf16 rounded away, under 2^-8 of a value.
     rounding = max(float(t.abs().max()) for t in residual.values())
@@ -246,6 +249,86 @@ def _compiled(text: str) -> tuple[bool, bool]:
 
 def test_compiled_models_keep_their_names(four_workers: WorkerPool) -> None:
     assert four_workers.run(_compiled, SPARSE) == [(True, True)] * 4
+
+
+def _after_close() -> tuple[str, int, bool]:
+    """A step after close() is an error, close() ends the thread, and a session that nobody holds lets its model go."""
+    run = start(SPARSE)
+    run.step(0)
+    assert run.session is not None
+    threads = [t.name for t in threading.enumerate()].count("laconic")
+    run.session.close()
+    said = ""
+    try:
+        run.step(1)
+    except RuntimeError as error:
+        said = str(error)
+    left = threads - [t.name for t in threading.enumerate()].count("laconic")
+    dropped = start(SPARSE)
+    dropped.step(0)
+    model = weakref.ref(dropped.ddp.module)
+    del dropped
+    gc.collect()
+    return said, left, model() is None
+
+
+def test_a_closed_session_says_so_and_holds_nothing(four_workers: WorkerPool) -> None:
+    for said, left, gone in four_workers.run(_after_close):
+        assert "this session is closed; attach to a fresh DistributedDataParallel" in said
+        assert left == 1 and gone
+
+
+def _strange_state() -> str:
+    run = start(SPARSE)
+    run.step(0)
+    assert run.session is not None
+    state = run.session.state_dict()
+    state["memory"]["residual"]["renamed.weight"] = state["memory"]["residual"].pop("head.weight")
+    try:
+        run.session.load_state_dict(state)
+    except laconic.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_with_other_names_is_refused(four_workers: WorkerPool) -> None:
+    assert all("'renamed.weight'" in said for said in four_workers.run(_strange_state))
+
+
+def _on_two_of_four() -> tuple[int, bool]:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return 0, True
+    run = start(SPARSE, process_group=pair)
+    for number in range(5):
+        run.step(number)
+    assert run.session is not None
+    weights = flat_parameters(run.ddp)
+    others = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(others, weights, group=pair)
+    return run.session.stats().num_workers, torch.equal(*others)
+
+
+def test_ddp_over_some_of_the_ranks(four_workers: WorkerPool) -> None:
+    assert four_workers.run(_on_two_of_four) == [(2, True), (2, True), (0, True), (0, True)]
+
+
+def _in_float64() -> bool:
+    torch.manual_seed(7)
+    weights = []
+    for text in (None, "dense"):
+        run = start(text, Net().double())
+        for number in range(3):
+            x, y = batch(number)
+            run.optimizer.zero_grad()
+            _backward(cross_entropy(run.ddp(x.double()), y))
+            run.optimizer.step()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in run.ddp.parameters()]))
+    return torch.equal(*weights)
+
+
+def test_float64_stays_float64_where_all_is_sent(four_workers: WorkerPool) -> None:
+    assert all(four_workers.run(_in_float64))
 
 
 def _refusals() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -85,7 +85,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).to(torch.float32) for p in model.parameters()])
-
-
-def ranks(pool: WorkerPool) -> Sequence[int]:
-    return range(pool.num_workers)

@@ -116,7 +116,7 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         bytes_in=per_step["bytes_in"] or 0,
         link_bytes_out=per_step["link_bytes_out"],
         link_bytes_in=per_step["link_bytes_in"],
-        link_use=_link_use(per_step["link_bytes_out"], split["exchange"], link_bits_per_s),
+        link_use=_link_use([fact for run in runs for fact in run.steps], link_bits_per_s),
         ratio=first["ratio"],
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
@@ -131,10 +131,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
-def _link_use(bytes_out: int | None, exchange_ms: float, link_bits_per_s: int | None) -> float | None:
-    if not bytes_out or not exchange_ms or not link_bits_per_s:
-        return None
-    return 8 * bytes_out / (exchange_ms / 1e3) / link_bits_per_s
+def _link_use(steps: Sequence[dict[str, Any]], link_bits_per_s: int | None) -> float | None:
+    sent_bits = 8 * sum(fact.get("link_bytes_out", 0) for fact in steps)
+    exchange_s = sum(fact["exchange_ms"] for fact in steps) / 1e3
+    return sent_bits / exchange_s / link_bits_per_s if sent_bits and exchange_s and link_bits_per_s else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:

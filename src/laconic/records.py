@@ -37,12 +37,21 @@ class Recorder:
             self._file.close()
 
 
+def forget_after(folder: Path, step: int) -> None:
+    """Drop what a run that broke off wrote after its last checkpoint, and a result, which is no longer true."""
+    kept = [fact for fact in read(folder) if fact.get("step", 0) <= step and fact["kind"] != "result"]
+    (folder / RECORDS).write_text("".join(json.dumps(fact) + "\n" for fact in kept), encoding="utf-8")
+
+
 def read(folder: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """The facts in a folder, of one kind or all."""
     path = folder / RECORDS
     if not path.exists():
         raise TaskError(f"{folder} has no {RECORDS}; give a folder that `laconic train --out` wrote")
     for line in path.read_text(encoding="utf-8").splitlines():
-        fact = json.loads(line)
+        try:
+            fact = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
         if kind is None or fact["kind"] == kind:
             yield fact

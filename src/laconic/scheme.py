@@ -24,6 +24,7 @@ PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "exchange": PATTERNS,
     "trigger": TRIGGERS,
 }
+TORCH_HOOKS = ("fp16", "powersgd")
 COMPOSED = "scheme"  # the name under which a composition without a recipe is written
 
 
@@ -63,16 +64,13 @@ class Scheme:
         )
 
     def bytes_out(self, layout: Layout, num_workers: int) -> int:
-        """What leaves one worker for one bucket of this layout once the trigger has reached its target."""
+        """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
         if isinstance(self.exchange, Silent):
             return 0
         if self.exchange.adds_in_flight:
             return ring_bytes(layout.num_entries * self.quantize.code_dtype.itemsize, num_workers)
-        return (num_workers - 1) * self.frame_shape(layout, self.select.density).num_bytes
-
-    def frame_shape(self, layout: Layout, density: float) -> FrameShape:
-        plan = self.select.plan(layout, density)
-        return FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize)
+        plan = self.select.plan(layout, self.select.density)
+        return (num_workers - 1) * FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize).num_bytes
 
     def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:
         """All-gathered frames grow with M; say so when a 16-bit all-reduce would move less."""
@@ -97,13 +95,16 @@ class TorchHook:
     label: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.hook not in TORCH_HOOKS:
+            raise SchemeError(f"TorchHook.hook is {self.hook!r}; give one of {', '.join(TORCH_HOOKS)}")
         if self.rank < 1:
             raise SchemeError(f"rank is {self.rank}; give 1 or more")
         if self.start < 2:
             raise SchemeError(f"start is {self.start}; give 2 or more")
 
     def __str__(self) -> str:
-        return self.label
+        own = f":rank={self.rank},start={self.start}" if self.hook == "powersgd" else ""
+        return self.label or f"torch-{self.hook}{own}"
 
 
 AnyScheme = Scheme | TorchHook
@@ -122,7 +123,7 @@ def write_part(question: str, answer: Any) -> str:
     """The text that `part` reads back."""
     names = {made: name for name, made in PARTS[question].items()}
     given = {f.name: getattr(answer, f.name) for f in fields(answer) if getattr(answer, f.name) != f.default}
-    return write_call(names[type(answer)], given)
+    return write_call(names.get(type(answer), type(answer).__name__), given)
 
 
 def compose(**answers: str) -> Scheme:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.torch_hooks import TorchHookSession
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, StateError
 from laconic.exchange import Group, own_group
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
@@ -60,10 +60,24 @@ def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler
             "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
         )
     group: ProcessGroup = ddp.process_group
-    device = next(p for p in ddp.parameters() if p.requires_grad).device
+    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+    device = _only_device(trained)
     if isinstance(scheme, TorchHook):
         return TorchHookSession(ddp, scheme, own_group(group, device))
     return _DdpSession(ddp, scheme, Group(own_group(group, device), device), device, grad_scaler)
+
+
+def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
+    """Where the gradients are; an error where laconic cannot work on them."""
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise SchemeError(
+                f"the gradient of {name!r} is {parameter.dtype}; laconic exchanges real floating-point ones"
+            )
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
+    return devices.pop()
 
 
 class _DdpSession(Session):
@@ -89,6 +103,7 @@ class _DdpSession(Session):
         model = Layout.of(list(trained), [p.numel() for p in trained.values()])
         if medium.rank == 0:
             scheme.warn_if_dense_is_smaller(model, medium.num_workers)
+        self._medium_group = medium
         self.background = Background(self, device)
         ddp.register_comm_hook(self, _hook)
 
@@ -97,8 +112,19 @@ class _DdpSession(Session):
         layout = Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
         return Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last())
 
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        states = [saved] if isinstance(saved, Mapping) else saved
+        names = {name for state in states for kept in state.get("memory", {}).values() for name in kept}
+        strange = sorted(names - set(self._names.values()))
+        if strange:
+            raise StateError(
+                f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
+            )
+        super().load_state_dict(saved)
+
     def close(self) -> None:
         self.background.close()
+        self._medium_group.close()
 
 
 def _hook(session: _DdpSession, bucket: GradBucket) -> Future[Tensor]:

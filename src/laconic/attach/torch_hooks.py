@@ -67,7 +67,7 @@ class TorchHookSession:
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             dense_bytes_out=ring_bytes(4 * self._num_entries, num_workers),
-            by_kind=dict(traffic.by_kind),
+            by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._watch.seconds},
         )
 
@@ -108,7 +108,7 @@ class TorchHookSession:
             power.rng.set_state(("MT19937", rng["key"].numpy().astype(np.uint32), rng["pos"], *rng["gauss"]))
 
     def close(self) -> None:
-        """Nothing to end: the hook has no thread of its own."""
+        """The hook has no thread of its own, and keeps its group for as long as DDP calls it."""
 
 
 def _hook(session: TorchHookSession, bucket: GradBucket) -> Future[Tensor]:

@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (train, compare, report, lab, schemes, bench):
         module.add_parser(commands)
-    asked = parser.parse_args(arguments)
     said_above = is_worker() or SAID_ABOVE in os.environ
     try:
+        asked = parser.parse_args(arguments)
         code: int = asked.run(asked)
     except LaunchError as error:
         return 2 if said_above else _say(str(error), 2)

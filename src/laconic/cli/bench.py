@@ -6,6 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
+import torch
+
 from laconic.bench import bench_wire
 from laconic.errors import TaskError
 
@@ -28,6 +30,8 @@ def run_wire(asked: argparse.Namespace) -> int:
         raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
     if not 0 < asked.rho <= 1:
         raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
     found = bench_wire(asked.n, asked.rho, asked.device)
     if asked.json:
         print(json.dumps(asdict(found)))

@@ -70,7 +70,7 @@ def run(asked: argparse.Namespace) -> int:
         else:
             spec = lab_spec(asked)
             _run_all(job, schemes, asked.rounds, out, spec)
-            bits_per_s = spec.link.bits_per_s if spec else None
+            bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
             found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
             with Recorder(out) as records:
                 what = setting(job, spec, rounds=asked.rounds, steps=found.steps, target=found.target)

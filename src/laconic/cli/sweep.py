@@ -37,6 +37,8 @@ class Point:
 
 def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
     """Time every scheme on every link; the table, or one JSON object."""
+    if asked.link or asked.link_of or asked.target is not None:
+        raise TaskError("--suite links chooses the links and times steps; leave --link, --link-of and --target out")
     if job.epochs is not None:
         raise TaskError("--suite links times steps; give --steps instead of --epochs")
     job = replace(job, steps=job.steps or _STEPS, eval_every=10**9)

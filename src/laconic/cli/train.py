@@ -40,7 +40,8 @@ def run(asked: argparse.Namespace) -> int:
         result = work(job)
     except Exception as error:
         # One line from each worker that fails; the launcher says which was first.
-        cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        first_line = next(iter(str(error).splitlines()), "")
+        cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {first_line}"
         print(f"laconic: rank {os.environ['RANK']}: {cause}", file=sys.stderr, flush=True)
         if os.environ.get("LACONIC_TRACEBACK"):
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,6 +48,13 @@ class Group:
         dist.all_gather(list(everyone), mine, group=self._group)
         return everyone.to(frame.device)
 
+    def close(self) -> None:
+        """Give the group back: its threads and sockets."""
+        # A group of some ranks is named after them, and a later one would meet the old one's keys in the store.
+        if _spans_world(self._group):
+            with suppress(ValueError):  # destroy_process_group() without arguments took it along
+                dist.destroy_process_group(self._group)
+
     def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """A pinned host buffer for one role, grown when it is too small."""
         num_bytes = count * dtype.itemsize
@@ -56,12 +65,20 @@ class Group:
 
 
 def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A new group over the same ranks and backend; a call that all of those ranks make."""
+    """A new group like another: its ranks, backend and timeout; a call that all of those ranks make."""
+    options = getattr(like._get_backend(device), "options", None)
     group = dist.new_group(
-        ranks=dist.get_process_group_ranks(like), backend=backend_for(like, device), use_local_synchronization=True
+        ranks=dist.get_process_group_ranks(like),
+        timeout=getattr(options, "_timeout", None),  # the user's, not the backend's default of 30 minutes
+        backend=backend_for(like, device),
+        use_local_synchronization=not _spans_world(like),  # only the group's own ranks make this call
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _spans_world(group: dist.ProcessGroup) -> bool:
+    return dist.is_initialized() and group.size() == dist.get_world_size()
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -35,6 +35,10 @@ class Traffic:
     def count_all_gather(self, kind: str, payload_bytes: int, num_workers: int) -> None:
         moved = payload_bytes * (num_workers - 1)
         self.count(kind, payload_bytes, moved, moved)
+
+    def copy(self) -> dict[str, Count]:
+        """The counts as they are now."""
+        return {kind: replace(count) for kind, count in self.by_kind.items()}
 
     @property
     def bytes_out(self) -> int:

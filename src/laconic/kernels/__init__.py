@@ -9,9 +9,9 @@ import os
 from laconic.errors import KernelError
 from laconic.kernels.reference import (
     all_finite,
+    check_sum,
     pack_lanes,
     set_bits,
-    sum_words,
     top_k_positions,
     unpack_bits,
     unpack_lanes,
@@ -20,9 +20,9 @@ from laconic.kernels.reference import (
 __all__ = [
     "all_finite",
     "backend",
+    "check_sum",
     "pack_lanes",
     "set_bits",
-    "sum_words",
     "top_k_positions",
     "unpack_bits",
     "unpack_lanes",

@@ -88,9 +88,13 @@ def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
     return (pair >> (start & 31)) & ((1 << width) - 1)
 
 
-def sum_words(words: Tensor) -> Tensor:
-    """The sum of int32 words modulo 2^32, as a 0-d int32: any single flipped bit changes it."""
-    return _to_int32(words.sum(dtype=torch.int64))
+def check_sum(words: Tensor) -> Tensor:
+    """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
+
+    The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
+    """
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    return _to_int32((words * weights).sum())  # int64 wraps modulo 2^64, which keeps the low 32 bits right
 
 
 def _nonzero(x: Tensor) -> Tensor:

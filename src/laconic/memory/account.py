@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -10,25 +11,20 @@ from torch import Tensor
 class Account(Protocol):
     """deposits = withdrawals + balance, to float32 rounding; all tensors are flat over the bucket."""
 
+    kept: Sequence[Tensor]  # everything that outlives a step: the balance, and what else the memory keeps
     balance: Tensor  # float32: what is owed, and what a selector looks at
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
         """Add unscale * gradient."""
 
-    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
-        """Take the values at `positions` (each once) out; `chosen` ones were picked, the others go whole each time."""
-
-    def withdraw_everything_(self) -> Tensor:
-        """Take the whole balance out."""
+    def withdraw_(self, positions: Tensor | None) -> Tensor:
+        """Take the values at `positions` (each once) out, or the whole balance if those are None."""
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
         """Put back what rounding lost at `positions`, or everywhere if those are None."""
 
-    def snapshot(self) -> list[Tensor]:
-        """A copy of everything in the account."""
-
-    def restore_(self, snapshot: list[Tensor]) -> None:
-        """Go back to a snapshot, bit for bit."""
+    def sent_(self, chosen: Tensor, values: Tensor) -> None:
+        """Note that the chosen entries, which may have waited, have gone out with these values."""
 
 
 class Memory(Protocol):

@@ -35,6 +35,7 @@ class MomentumResidual:
 class _MomentumAccount(ResidualAccount):
     def __init__(self, residual: Tensor, velocity: Tensor, momentum: float) -> None:
         super().__init__(residual)
+        self.kept = (residual, velocity)
         self.velocity = velocity
         self.momentum = momentum
 
@@ -42,16 +43,7 @@ class _MomentumAccount(ResidualAccount):
         self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale)
         self.balance.add_(self.velocity)
 
-    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
-        # Factor masking is for entries that waited: an entry that goes at every step keeps its momentum,
-        # and is then ordinary momentum SGD.
-        if chosen:
-            self.velocity[positions] = 0
-        return super().withdraw_(positions, chosen=chosen)
-
-    def snapshot(self) -> list[Tensor]:
-        return [self.balance.clone(), self.velocity.clone()]
-
-    def restore_(self, snapshot: list[Tensor]) -> None:
-        self.balance.copy_(snapshot[0])
-        self.velocity.copy_(snapshot[1])
+    def sent_(self, chosen: Tensor, values: Tensor) -> None:
+        # Factor masking is for entries that waited: one that goes at every step is not chosen, keeps its momentum and
+        # is ordinary momentum SGD; and a zero that merely filled up the k carried nothing.
+        self.velocity[chosen[values != 0]] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,31 +23,27 @@ class Nothing:
 
 
 class _Purse:
-    """Holds one gradient for the length of one step."""
+    """Holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
+
+    kept: Sequence[Tensor] = ()
 
     def __init__(self) -> None:
         self.balance = torch.empty(0)
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
-        self.balance = gradient.to(
-            torch.float32
-        )  # the gradient itself where it is float32: the dense path copies nothing
+        self.balance = gradient.to(torch.float32)
         if unscale != 1:
             self.balance = self.balance * unscale
 
-    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
+    def withdraw_(self, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            return self.balance
         values = self.balance[positions]
-        self.balance[positions] = 0
+        self.balance[positions] = 0  # so that nothing is chosen that went already
         return values
-
-    def withdraw_everything_(self) -> Tensor:
-        return self.balance
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
         pass
 
-    def snapshot(self) -> list[Tensor]:
-        return []
-
-    def restore_(self, snapshot: list[Tensor]) -> None:
+    def sent_(self, chosen: Tensor, values: Tensor) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,19 +25,19 @@ class ResidualAccount:
     """The balance is the residual itself, float32 whatever the gradient's type."""
 
     def __init__(self, residual: Tensor) -> None:
+        self.kept: Sequence[Tensor] = (residual,)
         self.balance = residual
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
         self.balance.add_(gradient, alpha=unscale)
 
-    def withdraw_(self, positions: Tensor, *, chosen: bool) -> Tensor:
-        values = self.balance[positions]
-        self.balance[positions] = 0
-        return values
-
-    def withdraw_everything_(self) -> Tensor:
-        values = self.balance.clone()
-        self.balance.zero_()
+    def withdraw_(self, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            values = self.balance.clone()
+            self.balance.zero_()
+        else:
+            values = self.balance[positions]
+            self.balance[positions] = 0
         return values
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
@@ -45,8 +46,5 @@ class ResidualAccount:
         else:
             self.balance.index_add_(0, positions, lost)
 
-    def snapshot(self) -> list[Tensor]:
-        return [self.balance.clone()]
-
-    def restore_(self, snapshot: list[Tensor]) -> None:
-        self.balance.copy_(snapshot[0])
+    def sent_(self, chosen: Tensor, values: Tensor) -> None:
+        pass

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from laconic.errors import LaconicError
 from laconic.layout import Bucket
 from laconic.session.session import Session
 
@@ -25,6 +26,9 @@ class _Errand:
     ready: torch.cuda.Event | None  # when the gradient is there, on CUDA
 
 
+_Errands = queue.SimpleQueue["_Errand | None"]
+
+
 class Background:
     """Runs a session's exchanges in a thread, on CUDA with a stream of its own."""
 
@@ -33,9 +37,14 @@ class Background:
         self._session = session
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="laconic", daemon=True)
+        self._waiting: list[_Errand] = []
+        self._errands: _Errands = queue.SimpleQueue()
+        # The thread knows this object weakly, and ends with it: a session that nobody holds must not keep its model.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._errands, weakref.ref(self)), name="laconic", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._errands.put, None)
         # A daemon thread that wakes while the interpreter is torn down aborts the process, so it is ended before.
         atexit.register(_close, weakref.ref(self))
 
@@ -45,6 +54,9 @@ class Background:
         done: Future[Tensor | BaseException] = Future(devices=[self._device] if on_cuda else None)
         # A future that a callback fails rethrows in the backward pass; one given set_exception() does not.
         outcome: Future[Tensor] = done.then(_tensor_or_raise)
+        if not self._thread.is_alive():
+            done.set_result(LaconicError("this session is closed; attach to a fresh DistributedDataParallel"))
+            return outcome
         ready = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
         self._errands.put(_Errand(bucket, done, ready))
         return outcome
@@ -54,26 +66,19 @@ class Background:
         self._errands.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def serve(self, errand: _Errand) -> None:
+        """Exchange one bucket, or collect it until its step is whole where the session wants that."""
+        self._waiting.append(errand)
+        if self._session.wants_whole_step and not errand.bucket.is_last:
+            return
+        served, self._waiting = self._waiting, []
         if self._stream is None:
-            self._serve()
+            self._exchange(served)
         else:
-            torch.cuda.set_device(self._device)
-            with torch.cuda.stream(self._stream):
-                self._serve()
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._exchange(served)
 
-    def _serve(self) -> None:
-        waiting: list[_Errand] = []
-        while (errand := self._errands.get()) is not None:
-            waiting.append(errand)
-            if self._session.wants_whole_step and not errand.bucket.is_last:
-                continue
-            outcome = self._exchange(waiting)
-            for served in waiting:
-                served.done.set_result(outcome or served.bucket.flat)
-            waiting = []
-
-    def _exchange(self, errands: list[_Errand]) -> BaseException | None:
+    def _exchange(self, errands: list[_Errand]) -> None:
         """Do the errands; after a first failure none is tried again, since the workers no longer agree on the order."""
         if self.error is None:
             try:
@@ -86,7 +91,17 @@ class Background:
                     self._session.exchange_(errands[0].bucket)
             except BaseException as error:
                 self.error = error
-        return self.error
+        for errand in errands:
+            errand.done.set_result(self.error or errand.bucket.flat)
+
+
+def _serve(errands: _Errands, background: weakref.ref[Background]) -> None:
+    while (errand := errands.get()) is not None:
+        alive = background()
+        if alive is None:
+            return
+        alive.serve(errand)
+        del alive, errand  # while it waits, the thread holds nothing
 
 
 def _close(background: weakref.ref[Background]) -> None:

@@ -18,7 +18,7 @@ from laconic.select import Plan
 from laconic.session import state
 from laconic.session.regroup import regrouped
 from laconic.session.stats import PhaseClock, Stats
-from laconic.wire import FrameShape
+from laconic.wire import Contents, FrameShape
 
 
 class Session:
@@ -82,7 +82,7 @@ class Session:
         self._seen.append(bucket.layout)
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.medium.num_workers)
         target = self.scheme.select.density
-        density = self.scheme.trigger.density(self._step, target)
+        density = self.scheme.trigger.density(self._step - self._skipped_steps, target)
         if isinstance(self.scheme.exchange, Silent):
             pass
         elif self.scheme.exchange.adds_in_flight or density >= 1 > target:
@@ -93,33 +93,42 @@ class Session:
             self._end_step()
 
     def _reduce_(self, bucket: Bucket) -> None:
+        """Round everything and let the network add."""
+        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
+        if not self.scheme.memory.kinds:
+            with self._clock.time("encode", device):
+                # Multiplied first, as DDP does, so that the sum stays within the range of a 16-bit type.
+                codes = flat.mul_(1 / num_workers).to(self._sum_dtype(flat))
+            with self._clock.time("exchange", device):
+                self.medium.all_reduce_(codes, "dense")
+            with self._clock.time("decode", device):
+                flat.copy_(codes)  # Inf and NaN survive a sum, so all workers see them alike
+        else:
+            self._reduce_account_(bucket)
+
+    def _reduce_account_(self, bucket: Bucket) -> None:
         """Deposit, withdraw everything, round, and let the network add."""
         flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
-        account, keeps = self._ledger.open(bucket.layout, device), bool(self.scheme.memory.kinds)
+        account = self._ledger.open(bucket.layout, device)
         before = self._undo_later(account)
         with self._clock.time("select", device):
-            finite = not keeps or kernels.all_finite(flat)
+            finite = kernels.all_finite(flat)
+            values = torch.full_like(flat, torch.nan, dtype=torch.float32)
             if finite:
-                account.deposit_(flat, 1 / self._scale)
                 with self._held(account, bucket):
-                    values = account.withdraw_everything_()
-            else:
-                values = torch.full_like(flat, torch.nan, dtype=torch.float32)
+                    account.deposit_(flat, 1 / self._scale)
+                    values = account.withdraw_(None)
         with self._clock.time("encode", device):
-            values = values.div_(num_workers)  # first, so that the sum stays within the range of a 16-bit type
-            # A dense step of a sparse scheme keeps the gradient's type: what a 16-bit sum rounds away in flight is
-            # nobody's to keep.
-            adds_codes = self.scheme.exchange.adds_in_flight
-            codes = values.to(self.scheme.quantize.sum_dtype(flat.dtype) if adds_codes else flat.dtype)
-            if keeps and finite and codes.dtype != torch.float32:
+            values = values.div_(num_workers)
+            codes = values.to(self._sum_dtype(flat))
+            if finite and codes.dtype != torch.float32:
                 account.refund_(None, (values - codes.to(torch.float32)).mul_(num_workers))
         with self._clock.time("exchange", device):
             self.medium.all_reduce_(codes, "dense")
         with self._clock.time("decode", device):
-            # Inf and NaN survive a sum, so all workers see them alike; where nothing is kept they harm nothing.
-            if keeps and not kernels.all_finite(codes):
+            if not kernels.all_finite(codes):
                 self._overflowed = True
-                account.restore_(before)
+                _restore_(account, before)
             flat.copy_(codes if self._scale == 1 else codes * self._scale)
 
     def _gather_(self, bucket: Bucket, density: float) -> None:
@@ -133,11 +142,11 @@ class Session:
         with self._clock.time("select", device):
             finite = kernels.all_finite(flat)
             if finite:
-                account.deposit_(flat, 1 / self._scale)
                 with self._held(account, bucket):
-                    values = account.withdraw_(fixed, chosen=False)
+                    account.deposit_(flat, 1 / self._scale)
+                    values = account.withdraw_(fixed)
                     chosen = self.scheme.select.choose(account.balance, plan)
-                    values = torch.cat([values, account.withdraw_(chosen, chosen=True)])
+                    values = torch.cat([values, account.withdraw_(chosen)])
         with self._clock.time("encode", device):
             if finite:
                 codes, scale = quantize.encode(values)
@@ -155,19 +164,23 @@ class Session:
                 if finite:
                     account.refund_(sent_at, sent)  # nobody will apply it
                 flat.fill_(torch.nan)
-                return
-            total = torch.zeros(plan.num_entries, dtype=torch.float32, device=device)
-            for contents in heard:
-                total[fixed] += contents.values[: plan.num_fixed]
-                total.index_add_(0, contents.positions, contents.values[plan.num_fixed :])
-            flat.copy_(total.mul_(self._scale / self.medium.num_workers))
+            else:
+                account.sent_(chosen, sent[plan.num_fixed :])
+                flat.copy_(_total(plan, fixed, heard).mul_(self._scale / self.medium.num_workers))
+
+    def _sum_dtype(self, flat: Tensor) -> torch.dtype:
+        """The type the network adds in; a dense step of a sparse scheme keeps the gradient's own.
+
+        What a 16-bit sum rounds away in flight is nobody's to keep.
+        """
+        return self.scheme.quantize.sum_dtype(flat.dtype) if self.scheme.exchange.adds_in_flight else flat.dtype
 
     def _plan(self, layout: Layout, density: float, device: torch.device) -> tuple[Plan, FrameShape, Tensor]:
         """What both ends of every frame of this bucket know beforehand, made once."""
         key = (layout, density)
         if key not in self._plans:
             plan = self.scheme.select.plan(layout, density)
-            shape = self.scheme.frame_shape(layout, density)
+            shape = FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.scheme.quantize)
             self._plans[key] = plan, shape, positions_of(plan.fixed, device)
         return self._plans[key]
 
@@ -177,28 +190,28 @@ class Session:
         A GradScaler skips the whole step when any bucket overflows, also one still to come. This costs a copy of the
         balance, so only those who have a GradScaler pay for it, and dense steps, whose exchange dwarfs it.
         """
-        before = account.snapshot()
+        before = [tensor.clone() for tensor in account.kept]
         if self._loss_scale is not None:
             self._undo.append((account, before))
         return before
 
     @contextmanager
     def _held(self, account: Account, bucket: Bucket) -> Iterator[None]:
-        """Keep the balance of idle parameters out of what is withdrawn meanwhile."""
+        """Keep what is kept of idle parameters out of the account meanwhile, and put it back untouched."""
         spans = bucket.layout.spans if self._holds_idle else ()
         idle = [slice(span.start, span.stop) for span in spans if not bucket.flat[span.start : span.stop].any()]
-        held = [account.balance[span].clone() for span in idle]
-        for span in idle:
-            account.balance[span] = 0
+        held = [(tensor[span], tensor[span].clone()) for tensor in account.kept for span in idle]
+        for view, _ in held:
+            view.zero_()
         yield
-        for span, balance in zip(idle, held, strict=True):
-            account.balance[span] = balance
+        for view, before in held:
+            view.copy_(before)
 
     def _end_step(self) -> None:
         if self._overflowed:
             self._skipped_steps += 1
-            for account, snapshot in self._undo:
-                account.restore_(snapshot)
+            for account, before in self._undo:
+                _restore_(account, before)
         self._step += 1
         self._layouts, self._seen, self._undo = self._seen, [], []
 
@@ -214,15 +227,31 @@ class Session:
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             dense_bytes_out=self._dense_bytes_out,
-            by_kind=dict(traffic.by_kind),
+            by_kind=traffic.copy(),
             seconds=dict(self._clock.seconds),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank."""
-        return state.save(self.scheme, self.medium, self._step, self._layouts, self._ledger.state_dict())
+        return state.save(
+            self.scheme, self.medium, self._step, self._skipped_steps, self._layouts, self._ledger.state_dict()
+        )
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
-        self._step, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
+        self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
         self._ledger.load_state_dict(kept)
+
+
+def _total(plan: Plan, fixed: Tensor, heard: Sequence[Contents]) -> Tensor:
+    """The sum of what everyone sent, added in rank order, so that all workers get the same bits."""
+    total = torch.zeros(plan.num_entries, dtype=torch.float32, device=fixed.device)
+    for contents in heard:
+        total[fixed] += contents.values[: plan.num_fixed]
+        total.index_add_(0, contents.positions, contents.values[plan.num_fixed :])
+    return total
+
+
+def _restore_(account: Account, before: Sequence[Tensor]) -> None:
+    for tensor, saved in zip(account.kept, before, strict=True):
+        tensor.copy_(saved)

@@ -18,12 +18,15 @@ _FORMAT = 1
 Kept = dict[str, dict[str, Tensor]]
 
 
-def save(scheme: Scheme, medium: Medium, step: int, layouts: Sequence[Layout], kept: Kept) -> dict[str, Any]:
+def save(
+    scheme: Scheme, medium: Medium, step: int, skipped_steps: int, layouts: Sequence[Layout], kept: Kept
+) -> dict[str, Any]:
     """One worker's state."""
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
         "step": step,
+        "skipped_steps": skipped_steps,
         "rank": medium.rank,
         "num_workers": medium.num_workers,
         "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in layouts],
@@ -33,8 +36,8 @@ def save(scheme: Scheme, medium: Medium, step: int, layouts: Sequence[Layout], k
 
 def load(
     saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], scheme: Scheme, medium: Medium
-) -> tuple[int, list[Layout], Kept]:
-    """(step, layouts of the last step, kept tensors) for this worker."""
+) -> tuple[int, int, list[Layout], Kept]:
+    """(steps, skipped steps, layouts of the last step, kept tensors) for this worker."""
     states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
     _check(states, scheme)
     num_saved = int(states[0]["num_workers"])
@@ -43,7 +46,7 @@ def load(
         if not mine:
             raise StateError(f"no state of rank {medium.rank} is among those given; load what this rank saved")
     else:
-        if len(states) != num_saved:
+        if [s["rank"] for s in states] != list(range(num_saved)):
             raise StateError(
                 f"the state is of one of {num_saved} workers, now there are {medium.num_workers}; "
                 f"give load_state_dict a list of all {num_saved} states"
@@ -55,7 +58,7 @@ def load(
                 stacklevel=4,
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
-    return int(states[0]["step"]), layouts, _sum([s["memory"] for s in mine])
+    return int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts, _sum([s["memory"] for s in mine])
 
 
 def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import tempfile
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,14 @@ def _download() -> Path:
                 )
             with tarfile.open(archive) as tar:
                 tar.extractall(fresh, filter="data")
-            (Path(fresh) / _FOLDER).rename(cache / _FOLDER)
+            with suppress(OSError):  # another worker was faster
+                (Path(fresh) / _FOLDER).rename(cache / _FOLDER)
     return cache / _FOLDER
 
 
 def _read(path: Path) -> np.ndarray:
+    if not path.exists():
+        raise TaskError(f"{path.parent} has no {path.name}; give --data the folder with all six CIFAR-10 batches")
     raw = np.fromfile(path, dtype=np.uint8)
     if raw.size == 0 or raw.size % _RECORD_BYTES:
         raise TaskError(f"{path} is not a CIFAR-10 batch; fetch it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,15 @@ def read_idx(folder: Path, name: str) -> np.ndarray:
     if plain.exists():
         raw = plain.read_bytes()
     elif zipped.exists():
-        raw = gzip.decompress(zipped.read_bytes())
+        try:
+            raw = gzip.decompress(zipped.read_bytes())
+        except (OSError, EOFError, zlib.error) as error:
+            raise TaskError(f"{zipped} is not a whole gzip file ({error}); fetch it again") from None
     else:
         raise TaskError(
             f"{folder} has no {name} or {name}.gz; give --data the folder with Fashion-MNIST's four IDX files"
         )
-    num_dims = raw[3] if raw[:3] == b"\x00\x00\x08" else 0
+    num_dims = raw[3] if len(raw) > 3 and raw[:3] == b"\x00\x00\x08" else 0
     shape = tuple(np.frombuffer(raw, dtype=">u4", count=num_dims, offset=4).tolist()) if num_dims else ()
     body = np.frombuffer(bytearray(raw[4 + 4 * num_dims :]), dtype=np.uint8)
     if not num_dims or body.size != int(np.prod(shape)):

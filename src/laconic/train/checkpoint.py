@@ -18,7 +18,10 @@ def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -
     """Write this rank's part; all ranks call it, and only when all parts are there does the checkpoint count."""
     home = folder / _FOLDER
     target = home / f"step-{step}"
-    target.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        shutil.rmtree(target, ignore_errors=True)  # an earlier run may have had more ranks
+        target.mkdir(parents=True)
+    dist.barrier()
     torch.save(state, target / f"rank-{rank}.pt")
     dist.barrier()
     if rank == 0:
@@ -42,4 +45,10 @@ def load_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     """(steps done, every rank's state)."""
     home = find_checkpoint(folder)
     parts = sorted(home.glob("rank-*.pt"), key=lambda path: int(path.stem.removeprefix("rank-")))
-    return int(home.name.removeprefix("step-")), [torch.load(p, map_location="cpu", weights_only=True) for p in parts]
+    try:
+        states = [torch.load(part, map_location="cpu", weights_only=True) for part in parts]
+    except Exception as error:  # torch.load fails in many ways on a file that was cut short
+        raise TaskError(f"a checkpoint in {home} cannot be read ({type(error).__name__}); start afresh") from None
+    if not states:
+        raise TaskError(f"{home} holds no checkpoint files; start afresh, without --resume")
+    return int(home.name.removeprefix("step-")), states

@@ -43,14 +43,21 @@ def launch(job: Job) -> None:
 def _config(num_workers: int) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
-    num_nodes = int(os.environ.get("PET_NNODES", "1"))
+    try:
+        num_nodes = int(os.environ.get("PET_NNODES", "1"))
+        place = {"rank": int(os.environ["PET_NODE_RANK"])} if num_nodes > 1 else {}
+        master = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}" if num_nodes > 1 else ""
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"PET_NNODES asks for several nodes, but {error}; set PET_NNODES=N, PET_NODE_RANK, PET_MASTER_ADDR and "
+            "PET_MASTER_PORT, or start it with torchrun -m laconic train"
+        ) from None
     if num_nodes == 1:
         # All workers are here, so their traffic need not find its way through the machine's outer interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend, endpoint, place = "c10d", "localhost:0", {}
+        backend, endpoint = "c10d", "localhost:0"
     else:
-        backend, place = "static", {"rank": int(os.environ["PET_NODE_RANK"])}
-        endpoint = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}"
+        backend, endpoint = "static", master
     return LaunchConfig(
         min_nodes=num_nodes,
         max_nodes=num_nodes,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.errors import TaskError
-from laconic.records import Recorder
+from laconic.records import Recorder, forget_after
 from laconic.tasks import TASKS
 from laconic.train.job import Job
 from laconic.train.progress import Progress
@@ -32,8 +32,10 @@ def work(job: Job) -> Result | None:
         trainer = Trainer(job, data, device)
         lead = dist.get_rank() == 0
         folder = job.out if lead else None
+        first = trainer.resume() if job.resume else 0
+        if first and folder is not None:
+            forget_after(folder, first)
         with Recorder(folder, keeps_old=job.resume) as records, Progress(job, trainer, shown=lead) as progress:
-            first = trainer.resume() if job.resume else 0
             records.write("job", **job.facts(), workers_seen=dist.get_world_size(), first_step=first)
             if first == 0:
                 _evaluate(trainer, records, progress)

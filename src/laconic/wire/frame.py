@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.errors import FrameError
+from laconic.errors import FrameError, SchemeError
 from laconic.quantize import Quantizer
 from laconic.wire.choose import smallest_index_codec
 from laconic.wire.index_codec import IndexCodec
@@ -38,6 +38,10 @@ class FrameShape:
     k: int
     num_fixed: int
     quantize: Quantizer
+
+    def __post_init__(self) -> None:
+        if self.num_entries >= 2**31:
+            raise SchemeError(f"a bucket of {self.num_entries} entries is too large for a frame; lower bucket_cap_mb")
 
     @cached_property
     def index_codec(self) -> type[IndexCodec]:
@@ -82,14 +86,16 @@ class FrameShape:
         for name, there, expected in zip(_HEADER, found, self._header(step, bucket, overflow), strict=False):
             if there != expected:
                 raise FrameError(f"{name} is {there}, not {expected}; all workers must run the same scheme and model")
-        # The check word is part of the sum of all words, which is therefore twice the check word.
-        if (int(kernels.sum_words(words)) - 2 * found[_CHECK]) % (1 << 32):
+        # When the sum was taken its own word was zero; now that word adds 2*_CHECK + 1 times itself.
+        if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
             raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
             return Contents(words.new_empty(0, dtype=torch.int64), words.new_empty(0, dtype=torch.float32), True)
         positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
         raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
         values = self.quantize.decode(raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32))
+        if not kernels.all_finite(values):
+            raise FrameError("its values are not finite")
         return Contents(positions, values, False)
 
     @property
@@ -113,5 +119,5 @@ class FrameShape:
 def _signed_(frame: Tensor) -> Tensor:
     """Fill in the check word, which is still zero."""
     words = frame.view(torch.int32)
-    words[_CHECK] = kernels.sum_words(words)
+    words[_CHECK] = kernels.check_sum(words)
     return frame
