@@ -263,7 +263,7 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere has no records.jsonl.*laconic compare --out")
     refused(make(tmp_path / "neither", rows=False, sweep=False), "no row and no sweep")
     for name, old, new, why in (
-        ("cut", '"kind": "sweep"', '"kind": "swe', "JSONDecodeError"),
+        ("cut", '"kind": "sweep"', '"kind": "swe', "is not JSON"),
         ("lacking", '"step_ms": 686.04', '"a": 1', "a row lacks step_ms"),
         ("word", '"accuracy": 0.8912', '"accuracy": "good"', "cannot be made from the records"),
         ("link", '"link": "10mbit"', '"link": "fast"', "cannot be made from the records"),

@@ -48,10 +48,13 @@ def read(folder: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     path = folder / RECORDS
     if not path.exists():
         raise TaskError(f"{folder} has no {RECORDS}; give a folder that `laconic train --out` wrote")
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             fact = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            continue
+        except json.JSONDecodeError:
+            if number == len(lines):
+                return  # a run that was killed while it wrote
+            raise TaskError(f"line {number} of {path} is not JSON; run it again") from None
         if kind is None or fact["kind"] == kind:
             yield fact
