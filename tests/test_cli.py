@@ -171,6 +171,19 @@ def test_a_killed_worker_ends_the_run_with_one_line() -> None:
     assert lines == ["laconic: worker 1 of 3 ended by SIGKILL; all were stopped"], said
 
 
+def test_workers_end_when_their_launcher_is_killed() -> None:
+    process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
+    assert process.stderr is not None
+    assert "step 0" in process.stderr.readline()
+    workers = _children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
+
+
 def _children(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     workers = [int(child) for child in listed if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -113,6 +113,8 @@ def _pumps(mark: str, process: subprocess.Popen[str], signals: list[int]) -> lis
 def _pump(mark: str, source: IO[str], sink: TextIO, signals: list[int]) -> None:
     """Copy lines, a progress bar's carriage returns counting as line ends, until the last writer is gone."""
     for text in (line.rstrip("\n") for line in source):
+        if signals and not mark:
+            continue  # how each process dies of Ctrl-C; the caller, who speaks for all, says it in one line
         try:
             with _writing:
                 print(f"{mark}{text}", file=sink, flush=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +20,8 @@ from laconic.train.progress import Progress
 from laconic.train.result import Result, summarize
 from laconic.train.trainer import Trainer
 
+_PR_SET_PDEATHSIG = 1
+
 
 def is_worker() -> bool:
     """Whether this process was started by torchrun."""
@@ -25,6 +30,7 @@ def is_worker() -> bool:
 
 def work(job: Job) -> Result | None:
     """Train and measure; rank 0 returns the result."""
+    _end_with_the_launcher()
     torch.manual_seed(job.seed)
     device = _device(job)
     data = TASKS[job.task].load(job.data)
@@ -49,6 +55,12 @@ def work(job: Job) -> Result | None:
             records.write("result", **result.as_dict())
             trainer.session.close()
         return result if lead else None
+
+
+def _end_with_the_launcher() -> None:
+    """Let the kernel end this worker when its launcher is killed, which then cannot do so itself (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _evaluate(trainer: Trainer, records: Recorder, progress: Progress) -> None:
