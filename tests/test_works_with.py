@@ -313,6 +313,21 @@ def test_ddp_over_some_of_the_ranks(four_workers: WorkerPool) -> None:
     assert four_workers.run(_on_two_of_four) == [(2, True), (2, True), (0, True), (0, True)]
 
 
+def _disagree() -> str:
+    ddp = DistributedDataParallel(Net())
+    try:
+        laconic.attach(ddp, "dense" if dist.get_rank() == 2 else SPARSE)
+    except laconic.SchemeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_attach_different_schemes_are_told(four_workers: WorkerPool) -> None:
+    said = four_workers.run(_disagree)
+    assert said[2] == "this rank attaches dense, rank 0 another scheme; attach the same on all ranks"
+    assert said[0] == f"this rank attaches {SPARSE}, rank 2 another scheme; attach the same on all ranks"
+
+
 def _in_float64() -> bool:
     torch.manual_seed(7)
     weights = []

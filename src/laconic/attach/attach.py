@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Group, own_group
+from laconic.exchange import Group, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -62,9 +62,15 @@ def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler
     group: ProcessGroup = ddp.process_group
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     device = _only_device(trained)
+    own = own_group(group, device)
+    strangers = ranks_that_differ(own, device, str(scheme))
+    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
+        raise SchemeError(
+            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
+        )
     if isinstance(scheme, TorchHook):
-        return TorchHookSession(ddp, scheme, own_group(group, device))
-    return _DdpSession(ddp, scheme, Group(own_group(group, device), device), device, grad_scaler)
+        return TorchHookSession(ddp, scheme, own)
+    return _DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
 
 
 def _only_device(trained: Mapping[str, Tensor]) -> torch.device:

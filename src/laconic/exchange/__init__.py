@@ -1,7 +1,7 @@
 """Where it goes. Only this floor talks to other workers, and it counts what it says."""
 
 from laconic.exchange.counted_group import CountedGroup
-from laconic.exchange.group import Group, backend_for, own_group
+from laconic.exchange.group import Group, backend_for, own_group, ranks_that_differ
 from laconic.exchange.in_process import InProcess, in_process
 from laconic.exchange.medium import Medium
 from laconic.exchange.patterns import AllGather, AllReduce, Pattern, Silent
@@ -24,5 +24,6 @@ __all__ = [
     "backend_for",
     "in_process",
     "own_group",
+    "ranks_that_differ",
     "ring_bytes",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 
 import torch
@@ -75,6 +76,13 @@ def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
+    """The ranks that made this call with another text; a call that all ranks of the group make."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
+    everyone = Group(group, device).all_gather(digest, "agreement")
+    return [rank for rank, other in enumerate(everyone) if not torch.equal(other, digest)]
 
 
 def _spans_world(group: dist.ProcessGroup) -> bool:
