@@ -10,6 +10,7 @@ RECIPE_TEXTS = {
     "bf16": "bf16",
     "silent": "silent",
     "topk": "topk:rho=0.05",
+    "laplace": "laplace:rho=0.05,search=bisection",
     "dgc": "dgc:rho=0.05,ramp=2",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
@@ -19,6 +20,8 @@ RECIPE_TEXTS = {
 COMPOSED_TEXTS = (
     "topk:rho=0.05,per=parameter,quantize=fp16,warmup=3",
     "topk:rho=0.05,per=parameter,quantize=none",
+    "topk:rho=0.05,search=sampled",
+    "topk:rho=0.05,search=torch",
     "scheme:select=topk(rho=0.05,dense_below=0),memory=none,exchange=all-gather",
     "scheme:select=everything,quantize=fp16,exchange=all-gather",
     "scheme:select=everything,quantize=bf16,memory=residual,exchange=all-reduce",

@@ -1,7 +1,11 @@
-"""The reference kernels against definitions that are slow and plain."""
+"""The reference kernels against definitions that are slow and plain, and the native ones against the reference."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,37 +14,273 @@ from torch import Tensor
 
 from inputs import SIZES, vectors
 from laconic import KernelError, kernels
+from laconic.kernels import cpu, reference
+from laconic.kernels.cpu import bits, library, selection, signs, sums
+from laconic.select import SEARCHES
+
+needs_native = pytest.mark.skipif(not library.levels(), reason=library.HOW_TO_GET_THEM)
+
+
+@pytest.fixture(params=["v4", "v3", "v2", "portable"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each instruction set in turn, in place of the machine's best."""
+    name = str(request.param)
+    if name not in library.levels():
+        pytest.skip(f"the {name} kernels were not built, or do not run here")
+    chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
+    for module in (bits, selection, signs, sums):
+        monkeypatch.setattr(module, "library", chosen)
+    return name
+
+
+@pytest.fixture
+def one_then_two_threads() -> Iterator[tuple[int, int]]:
+    before = torch.get_num_threads()
+    yield 1, 2
+    torch.set_num_threads(before)
+
+
+def search(x: Tensor, k: int) -> Tensor:
+    return kernels.new_search(x.numel(), k)
+
+
+def ks(n: int) -> list[int]:
+    if n > 20_000:
+        return [n // 100]  # the reference takes seconds for the others
+    return sorted({1, max(1, n // 1000), max(1, n // 100), max(1, n // 2), n})
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal down to the sign of a zero; only the payload of a NaN is free, which differs by instruction set."""
+    return (
+        a.dtype == b.dtype
+        and torch.equal(a.nan_to_num(1.25), b.nan_to_num(1.25))
+        and torch.equal(torch.signbit(a), torch.signbit(b))
+    )
 
 
 def _slow_top_k(x: Tensor, k: int) -> list[int]:
-    bits = (x.view(torch.int32) & 0x7FFFFFFF).tolist()
-    return sorted(sorted(range(len(bits)), key=lambda i: (-bits[i], i))[:k])
+    bits = (x.view(torch.int32) & 0x7FFFFFFF).numpy()
+    return sorted(np.lexsort((np.arange(bits.size), -bits))[:k].tolist())
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_top_k_is_exact_and_takes_the_first_of_ties(n: int) -> None:
+def test_the_reference_withdraws_exactly_the_largest_and_the_first_of_ties(n: int) -> None:
     for name, x in vectors(n).items():
-        for k in sorted({1, max(1, n // 100), max(1, n // 2), n}):
-            assert kernels.top_k_positions(x, k).tolist() == _slow_top_k(x, k), (name, k)
+        for k in ks(n):
+            balance, expected = x.clone(), _slow_top_k(x, k)
+            positions, values = reference.withdraw_(balance, None, k, search(x, k))
+            assert positions.dtype == torch.int32 and positions.tolist() == expected, (name, k)
+            assert same_bits(values, x[expected]) and not balance[expected].any()
+            balance[expected] = x[expected]
+            assert same_bits(balance, x), (name, k)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_native_withdrawal_equals_the_reference(n: int, level: str, one_then_two_threads: tuple[int, int]) -> None:
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(n + 1))
+    for name, x in vectors(n).items():
+        for k in ks(n):
+            for addend, factor in ((None, 1.0), (gradient, 1.0), (gradient, 0.3)):
+                expected = x.clone()
+                at, values = reference.withdraw_(expected, addend, k, search(x, k), factor=factor)
+                for threads in one_then_two_threads:
+                    torch.set_num_threads(threads)
+                    balance = x.clone()
+                    found = cpu.withdraw_(balance, addend, k, search(x, k), factor=factor)
+                    assert torch.equal(found[0], at) and same_bits(found[1], values), (name, k, factor, threads)
+                    assert same_bits(balance, expected), (name, k, factor, threads)
+
+
+@needs_native
+def test_several_threads_give_the_bits_of_one(one_then_two_threads: tuple[int, int]) -> None:
+    n, k = 3_000_001, 30_000  # large enough for threads to be started
+    cases = vectors(n)
+    for name in ("normal", "ties", "constant", "zeros", "sorted", "large in one place"):
+        results = []
+        for threads in (1, 1, 2, 3):
+            torch.set_num_threads(threads)
+            balance, memory = cases[name].clone(), search(cases[name], k)
+            results.append((*cpu.withdraw_(balance, cases["cubed"], k, memory), balance, memory))
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), name
+        assert cpu.all_finite(cases[name]) and not cpu.all_finite(cases["nan and inf"])
+        torch.set_num_threads(one_then_two_threads[0])
+
+
+@needs_native
+@pytest.mark.parametrize("guess", [0.0, 0.5, 2.0, 1e30, float("inf")])
+def test_no_first_threshold_changes_the_result(guess: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_FROM_A_SAMPLE", guess)
+    for name, x in vectors(100_001).items():
+        for k in (1, 1000, 50_000):
+            expected, balance, memory = x.clone(), x.clone(), search(x, k)
+            at, values = reference.withdraw_(expected, None, k, search(x, k))
+            found = cpu.withdraw_(balance, None, k, memory)
+            assert torch.equal(found[0], at) and same_bits(found[1], values) and same_bits(balance, expected), name
+            assert memory[kernels.PASSES] <= 2  # what is caught with too low a threshold, the second pass sorts out
+
+
+@needs_native
+def test_a_good_first_threshold_costs_one_pass() -> None:
+    generator = torch.Generator().manual_seed(1)
+    n = 400_000
+    layers = torch.randn(n, generator=generator) * torch.logspace(-4, 0, 40).repeat_interleave(n // 40)
+    for data in (torch.randn(n, generator=generator), layers, torch.randn(n, generator=generator) ** 3):
+        for k in (400, 4000, 40_000):
+            balance, memory = torch.zeros(n), search(data, k)
+            for _ in range(10):
+                cpu.withdraw_(balance, data, k, memory)
+            assert memory[kernels.PASSES] == memory[kernels.CALLS] == 10
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_takes_the_same_entries_where_none_are_equal(name: str) -> None:
+    for n in (1000, 50_000):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        for k in (1, n // 100, n // 2, n):
+            balance, memory = x.clone(), search(x, k)
+            positions, values = SEARCHES[name](balance, x, k, memory)
+            assert positions.dtype == torch.int32 and positions.tolist() == _slow_top_k(x, k)
+            assert torch.equal(values, 2 * x[positions]) and torch.equal(balance.count_nonzero(), torch.tensor(n - k))
+            assert memory[kernels.PASSES] >= memory[kernels.CALLS] == 1
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_takes_k_of_anything_finite(name: str) -> None:
+    for n in (1, 33, 16_385):
+        for case, x in vectors(n).items():
+            if case == "nan and inf":
+                continue
+            for k in ks(n):
+                balance = x.clone()
+                positions, values = SEARCHES[name](balance, None, k, search(x, k))
+                assert positions.numel() == k and bool((positions[1:] > positions[:-1]).all()), (case, k)
+                kept = x.clone()
+                kept[positions] = 0
+                assert torch.equal(values, x[positions]) and torch.equal(balance, kept), (case, k)
+                assert values.abs().min() >= balance.abs().max(), (case, k)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_native_counts_and_means_and_compaction_equal_the_reference(n: int, level: str) -> None:
+    thresholds = torch.tensor([0.0, 1e-41, 0.5, 2.0, 1e30, torch.inf])
+    for name, x in vectors(n).items():
+        assert cpu.all_finite(x) == reference.all_finite(x) == bool(torch.isfinite(x).all()), name
+        assert torch.equal(cpu.count_at_least(x, thresholds), reference.count_at_least(x, thresholds)), name
+        # Within a block of 4,096 the native sum is in float32, over 16 lanes: 256 roundings.
+        torch.testing.assert_close(
+            cpu.mean_magnitude(x), reference.mean_magnitude(x), rtol=256 * 2**-24, atol=0, equal_nan=True
+        )
+        for threshold in (0.0, 0.5, 2.0):
+            found, expected = cpu.compact(x, threshold), reference.compact(x, threshold)
+            assert torch.equal(found[0], expected[0]) and same_bits(found[1], expected[1]), (name, threshold)
+
+
+def both(name: str) -> list[Callable[..., Tensor]]:
+    """The kernel's reference, and its native form where there is one."""
+    return [getattr(reference, name), *([getattr(cpu, name)] if library.levels() else [])]
 
 
 @given(width=st.integers(1, 31), count=st.integers(0, 200), seed=st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
 def test_lanes_round_trip(width: int, count: int, seed: int) -> None:
-    values = torch.randint(2**width, (count,), generator=torch.Generator().manual_seed(seed))
-    words = kernels.pack_lanes(values, width)
-    assert words.dtype == torch.int32 and words.numel() == -(-count * width // 32)
-    assert torch.equal(kernels.unpack_lanes(words, count, width), values)
+    values = torch.randint(2**width, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    for pack in both("pack_lanes"):
+        words = pack(values, width)
+        assert words.dtype == torch.int32 and torch.equal(words, reference.pack_lanes(values, width))
+        assert words.numel() == -(-count * width // 32)
+        for unpack in both("unpack_lanes"):
+            assert torch.equal(unpack(words, count, width), values)
 
 
 @given(bits=st.lists(st.booleans(), min_size=1, max_size=200))
 @settings(deadline=None)
 def test_bits_are_little_endian(bits: list[bool]) -> None:
-    positions = torch.tensor([i for i, bit in enumerate(bits) if bit], dtype=torch.int64)
-    words = kernels.set_bits(positions, len(bits))
-    number = sum((int(w) & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(words))
-    assert number == sum(1 << i for i, bit in enumerate(bits) if bit)
-    assert torch.equal(kernels.unpack_bits(words), positions)
+    positions = torch.tensor([i for i, bit in enumerate(bits) if bit], dtype=torch.int32)
+    for set_bits in both("set_bits"):
+        words = set_bits(positions, len(bits))
+        number = sum((int(w) & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(words))
+        assert number == sum(1 << i for i, bit in enumerate(bits) if bit)
+        for unpack_bits in both("unpack_bits"):
+            assert torch.equal(unpack_bits(words), positions)
+
+
+@given(n=st.integers(1, 3000), share=st.floats(0, 1), width=st.integers(0, 20), seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_elias_fano_is_the_same_code_everywhere(n: int, share: float, width: int, seed: int) -> None:
+    k = round(share * n)
+    positions = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(torch.int32)
+    num_high_bits = k + ((n - 1) >> width)
+    expected = reference.encode_elias_fano(positions, width, num_high_bits)
+    for encode in both("encode_elias_fano"):
+        assert torch.equal(encode(positions, width, num_high_bits), expected)
+    damaged = expected.clone()
+    if damaged.numel():
+        damaged[seed % damaged.numel()] ^= 1 << (seed % 31)
+    readings = []
+    for decode in both("decode_elias_fano"):
+        assert torch.equal(decode(expected, n, k, width), positions)
+        readings.append(decode(damaged, n, k, width))
+    # What is no code of k positions has another length in both, though not the same one.
+    assert all((reading.numel() == k) == (readings[0].numel() == k) for reading in readings)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
+    cases = vectors(n)
+    ballots = []
+    for name, x in cases.items():
+        words = reference.pack_signs(x)
+        assert torch.equal(cpu.pack_signs(x), words), name
+        assert torch.equal(cpu.check_sum(words), reference.check_sum(words)), name
+        for scale in (1.0, 0.25):
+            signs_again = reference.unpack_signs(words, n, scale)
+            assert torch.equal(cpu.unpack_signs(words, n, scale), signs_again)
+            assert torch.equal(torch.signbit(signs_again), torch.signbit(x))
+        ballots.append(words)
+        for found, expected in zip(cpu.vote(ballots), reference.vote(ballots), strict=True):
+            assert torch.equal(found, expected), (name, len(ballots))
+    ones = torch.stack([reference.unpack_lanes(ballot, n, 1) for ballot in ballots]).sum(0)
+    negative, tie = (reference.unpack_lanes(words, n, 1) for words in reference.vote(ballots))
+    assert torch.equal(negative == 1, 2 * ones > len(ballots)) and torch.equal(tie == 1, 2 * ones == len(ballots))
+
+
+@needs_native
+def test_frames_add_up_in_their_order(one_then_two_threads: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for n, k in ((1, 1), (100, 7), (3_000_000, 100_000)):
+        at = [torch.randperm(n, generator=generator)[:k].sort().values.to(torch.int32) for _ in range(5)]
+        values = [torch.randn(k, generator=generator) * 10.0**f for f in range(5)]
+        expected = torch.randn(n, generator=generator)
+        totals = [expected.clone(), expected.clone()]
+        reference.add_at_(expected, at, values)
+        for total, threads in zip(totals, one_then_two_threads, strict=True):
+            torch.set_num_threads(threads)
+            cpu.add_at_(total, at, values)
+            assert torch.equal(total, expected)
+
+
+@needs_native
+def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
+    x, wide = torch.randn(10), torch.randn(10, dtype=torch.float64)
+    for call in (
+        lambda: cpu.withdraw_(wide, None, 1, search(x, 1)),
+        lambda: cpu.withdraw_(torch.randn(20)[::2], None, 1, search(x, 1)),
+        lambda: cpu.withdraw_(torch.randn(2, 5), None, 1, search(x, 1)),
+        lambda: cpu.withdraw_(x, x, 1, search(x, 1)),
+        lambda: cpu.withdraw_(x, torch.randn(9), 1, search(x, 1)),
+        lambda: cpu.withdraw_(x, None, 11, search(x, 1)),
+        lambda: cpu.withdraw_(x, None, 0, search(x, 1)),
+        lambda: cpu.add_at_(x, [torch.tensor([10], dtype=torch.int32)], [torch.ones(1)]),
+        lambda: cpu.add_at_(x, [torch.tensor([1], dtype=torch.int32)], [torch.ones(2)]),
+        lambda: cpu.set_bits(torch.tensor([32], dtype=torch.int32), 32),
+        lambda: cpu.encode_elias_fano(torch.tensor([32], dtype=torch.int32), 2, 8),
+        lambda: cpu.vote([]),
+    ):
+        with pytest.raises(KernelError, match="give") as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_finite() -> None:
@@ -50,11 +290,19 @@ def test_finite() -> None:
         for place in (0, 5, 9):
             x = big.clone()
             x[place] = bad
-            assert not kernels.all_finite(x)
+            assert not kernels.all_finite(x) and not reference.all_finite(x)
 
 
 def test_a_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.backend() == "reference"
-    monkeypatch.setenv("LACONIC_KERNELS", "gpu")
-    with pytest.raises(KernelError, match="this build has reference"):
-        kernels.backend()
+    monkeypatch.delenv("LACONIC_KERNELS", raising=False)
+    assert kernels.backend() == ("cpu" if library.levels() else "reference")
+    for asked, cure in (("fast", "write one of reference, cpu, gpu"), ("gpu", "triton|leave it unset")):
+        monkeypatch.setenv("LACONIC_KERNELS", asked)
+        with pytest.raises(KernelError, match=cure):
+            kernels.backend()
+    monkeypatch.setenv("LACONIC_KERNELS", "reference")
+    assert kernels.backend("cpu") == kernels.backend("cuda") == "reference"
+
+
+def test_every_backend_has_every_kernel_and_no_other() -> None:
+    assert set(cpu.__all__) == set(reference.__all__) <= set(kernels.__all__)

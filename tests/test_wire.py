@@ -24,7 +24,7 @@ from laconic.wire import (
 
 
 def _positions(n: int, k: int, seed: int) -> Tensor:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(torch.int32)
 
 
 @given(n=st.integers(1, 3000), share=st.floats(0, 1), seed=st.integers(0, 2**31))
@@ -47,14 +47,14 @@ def test_index_codes_round_trip_at_the_foretold_length(n: int, share: float, see
     [[0], [9], [0, 9], list(range(10)), [3, 4, 5], [0, 1, 8, 9]],
 )
 def test_index_codes_at_the_edges(positions: list[int]) -> None:
-    given_positions = torch.tensor(positions)
+    given_positions = torch.tensor(positions, dtype=torch.int32)
     for codec in (EliasFano, Bitmap):
         assert torch.equal(codec.decode(codec.encode(given_positions, 10), 10, len(positions)), given_positions)
 
 
 def test_positions_near_the_end_of_int32() -> None:
     n = 2**31 - 1
-    positions = torch.tensor([0, 1, 2**24 + 1, 2**30, 2**31 - 3, 2**31 - 2])
+    positions = torch.tensor([0, 1, 2**24 + 1, 2**30, 2**31 - 3, 2**31 - 2], dtype=torch.int32)
     words = EliasFano.encode(positions, n)
     assert torch.equal(EliasFano.decode(words, n, 6), positions)
 

@@ -73,15 +73,25 @@ def silent() -> Scheme:
 
 
 @recipe
-def topk(*, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0) -> Scheme:
+def topk(
+    *, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0, search: str = "threshold"
+) -> Scheme:
     """Exact top-k with error feedback, all-gathered; the first `warmup` steps go dense."""
     return Scheme(
-        select=TopK(rho=rho, per=per),
+        select=TopK(rho=rho, per=per, search=search),
         quantize=part("quantize", quantize),
         memory=Residual(),
         exchange=AllGather(),
         trigger=_warmed(warmup),
     )
+
+
+@recipe
+def laplace(
+    *, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0, search: str = "threshold"
+) -> Scheme:
+    """Top-k by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's, in several passes."""
+    return topk(rho=rho, quantize=quantize, per=per, warmup=warmup, search=search)
 
 
 @recipe

@@ -34,7 +34,7 @@ def bench_wire(n: int, rho: float, device: str = "cpu", seed: int = 0) -> WireBe
     k = min(n, max(1, round(rho * n)))
     codec = smallest_index_codec(n, k)
     generator = torch.Generator().manual_seed(seed)
-    positions = torch.randperm(n, generator=generator)[:k].sort().values.to(device)
+    positions = torch.randperm(n, generator=generator)[:k].sort().values.to(device, torch.int32)
     words = codec.encode(positions, n)
     encode_s = _median_seconds(lambda: codec.encode(positions, n), positions)
     decode_s = _median_seconds(lambda: codec.decode(words, n, k), positions)

@@ -1,39 +1,106 @@
 """Numerical kernels: one name and signature each, whatever the machine.
 
-`reference` is plain torch, runs on CPU and CUDA tensors, and is the definition. LACONIC_KERNELS names the backend;
-one that is asked for by name is used or is an error, never swapped in silence.
+`reference` is plain torch, runs on CPU and CUDA tensors, and is the definition; `cpu` is native code, `gpu` is Triton,
+and both give the reference's results, bit for bit. LACONIC_KERNELS names the backend; one that is asked for by name is
+used or is an error. Where none is named, a tensor's device decides, and `backend` says what came of it.
 """
 
+import functools
+import importlib.util
 import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
 
 from laconic.errors import KernelError
-from laconic.kernels.reference import (
-    all_finite,
-    check_sum,
-    pack_lanes,
-    set_bits,
-    top_k_positions,
-    unpack_bits,
-    unpack_lanes,
-)
+from laconic.kernels import reference
+from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
+from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
 
 __all__ = [
+    "BACKENDS",
+    "CALLS",
+    "HOW_TO_GET_THEM",
+    "KTH",
+    "MEAN",
+    "PASSES",
+    "add_at_",
     "all_finite",
     "backend",
     "check_sum",
+    "compact",
+    "count_at_least",
+    "decode_elias_fano",
+    "encode_elias_fano",
+    "mean_magnitude",
+    "new_search",
     "pack_lanes",
+    "pack_signs",
     "set_bits",
-    "top_k_positions",
     "unpack_bits",
     "unpack_lanes",
+    "unpack_signs",
+    "vote",
+    "withdraw_",
 ]
 
-_BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu", "gpu")
+
+K = TypeVar("K", bound=Callable[..., Any])
 
 
-def backend() -> str:
-    """The name of the backend in use, as LACONIC_KERNELS asked for it."""
-    asked = os.environ.get("LACONIC_KERNELS", "reference")
-    if asked not in _BACKENDS:
-        raise KernelError(f"LACONIC_KERNELS is {asked!r}; this build has {', '.join(_BACKENDS)}")
-    return asked
+def backend(device: torch.device | str = "cpu") -> str:
+    """The name of the backend that runs on tensors of this device."""
+    return _backend(os.environ.get("LACONIC_KERNELS", ""), torch.device(device).type)
+
+
+@functools.cache
+def _backend(asked: str, device: str) -> str:
+    there = {"cpu": level() is not None, "gpu": importlib.util.find_spec("triton") is not None}
+    if asked and asked not in BACKENDS:
+        raise KernelError(f"LACONIC_KERNELS is {asked!r}; write one of {', '.join(BACKENDS)}")
+    if asked == "cpu" and not there["cpu"]:
+        raise KernelError(f"LACONIC_KERNELS is 'cpu', but {HOW_TO_GET_THEM}")
+    if asked == "gpu" and not there["gpu"]:
+        raise KernelError("LACONIC_KERNELS is 'gpu', but triton is not installed; pip install triton")
+    own = {"cpu": "cpu", "cuda": "gpu"}.get(device)
+    if asked in there and asked != own:
+        raise KernelError(f"LACONIC_KERNELS is {asked!r}, but the tensors are on {device}; leave it unset")
+    return asked or (own if own is not None and there[own] else "reference")
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"laconic.kernels.{name}")
+
+
+def _dispatched(definition: K) -> K:
+    """The kernel of this name in the backend that fits its first tensor."""
+    name = definition.__name__
+
+    @functools.wraps(definition)
+    def call(first: Any, *rest: Any, **named: Any) -> Any:
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
+        return getattr(_module(backend(device)), name)(first, *rest, **named)
+
+    return call  # type: ignore[return-value]
+
+
+add_at_ = _dispatched(reference.add_at_)
+all_finite = _dispatched(reference.all_finite)
+check_sum = _dispatched(reference.check_sum)
+compact = _dispatched(reference.compact)
+count_at_least = _dispatched(reference.count_at_least)
+decode_elias_fano = _dispatched(reference.decode_elias_fano)
+encode_elias_fano = _dispatched(reference.encode_elias_fano)
+mean_magnitude = _dispatched(reference.mean_magnitude)
+pack_lanes = _dispatched(reference.pack_lanes)
+pack_signs = _dispatched(reference.pack_signs)
+set_bits = _dispatched(reference.set_bits)
+unpack_bits = _dispatched(reference.unpack_bits)
+unpack_lanes = _dispatched(reference.unpack_lanes)
+unpack_signs = _dispatched(reference.unpack_signs)
+vote = _dispatched(reference.vote)
+withdraw_ = _dispatched(reference.withdraw_)

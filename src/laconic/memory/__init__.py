@@ -1,6 +1,6 @@
 """What is kept for later: the account of each parameter."""
 
-from laconic.memory.account import Account, Memory
+from laconic.memory.account import Account, Due, Memory
 from laconic.memory.ledger import Ledger
 from laconic.memory.momentum import MomentumResidual
 from laconic.memory.nothing import Nothing
@@ -8,4 +8,4 @@ from laconic.memory.residual import Residual
 
 MEMORIES: dict[str, type[Memory]] = {"none": Nothing, "residual": Residual, "momentum": MomentumResidual}
 
-__all__ = ["MEMORIES", "Account", "Ledger", "Memory", "MomentumResidual", "Nothing", "Residual"]
+__all__ = ["MEMORIES", "Account", "Due", "Ledger", "Memory", "MomentumResidual", "Nothing", "Residual"]

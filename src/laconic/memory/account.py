@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class Due(NamedTuple):
+    """What a step owes to a balance: factor * addend, or nothing where the addend is None."""
+
+    addend: Tensor | None
+    factor: float
 
 
 class Account(Protocol):
@@ -14,8 +21,11 @@ class Account(Protocol):
     kept: Sequence[Tensor]  # everything that outlives a step: the balance, and what else the memory keeps
     balance: Tensor  # float32: what is owed, and what a selector looks at
 
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        """What unscale * gradient comes to; the caller adds it, together with the withdrawal or by `deposit_`."""
+
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
-        """Add unscale * gradient."""
+        """Add what is due."""
 
     def withdraw_(self, positions: Tensor | None) -> Tensor:
         """Take the values at `positions` (each once) out, or the whole balance if those are None."""

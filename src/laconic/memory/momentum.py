@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.memory.account import Account
+from laconic.memory.account import Account, Due
 from laconic.memory.residual import ResidualAccount
 
 
@@ -39,9 +39,8 @@ class _MomentumAccount(ResidualAccount):
         self.velocity = velocity
         self.momentum = momentum
 
-    def deposit_(self, gradient: Tensor, unscale: float) -> None:
-        self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale)
-        self.balance.add_(self.velocity)
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        return Due(self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale), 1.0)
 
     def sent_(self, chosen: Tensor, values: Tensor) -> None:
         # Factor masking is for entries that waited: one that goes at every step is not chosen, keeps its momentum and

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.memory.account import Account
+from laconic.memory.account import Account, Due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class _Purse:
 
     def __init__(self) -> None:
         self.balance = torch.empty(0)
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        self.deposit_(gradient, unscale)
+        return Due(None, 1.0)
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
         self.balance = gradient.to(torch.float32)

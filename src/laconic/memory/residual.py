@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from laconic.memory.account import Account
+from laconic.memory.account import Account, Due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,13 @@ class ResidualAccount:
         self.kept: Sequence[Tensor] = (residual,)
         self.balance = residual
 
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        return Due(gradient.to(torch.float32), unscale)
+
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
-        self.balance.add_(gradient, alpha=unscale)
+        addend, factor = self.due_(gradient, unscale)
+        if addend is not None:
+            self.balance.add_(addend, alpha=factor)
 
     def withdraw_(self, positions: Tensor | None) -> Tensor:
         if positions is None:

@@ -2,8 +2,9 @@
 
 from laconic.select.everything import Everything
 from laconic.select.plan import Plan, Selector, Window
+from laconic.select.searches import SEARCHES
 from laconic.select.topk import TopK
 
 SELECTORS: dict[str, type[Selector]] = {"everything": Everything, "topk": TopK}
 
-__all__ = ["SELECTORS", "Everything", "Plan", "Selector", "TopK", "Window"]
+__all__ = ["SEARCHES", "SELECTORS", "Everything", "Plan", "Selector", "TopK", "Window"]

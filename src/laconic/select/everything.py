@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,5 +23,7 @@ class Everything:
     def plan(self, layout: Layout, density: float) -> Plan:
         return Plan(layout.num_entries, fixed=layout.spans, windows=())
 
-    def choose(self, balance: Tensor, plan: Plan) -> Tensor:
-        return torch.empty(0, dtype=torch.int64, device=balance.device)
+    def withdraw_(
+        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, dtype=torch.int32, device=balance.device), balance[:0]

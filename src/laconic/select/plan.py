@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -47,5 +48,11 @@ class Selector(Protocol):
     def plan(self, layout: Layout, density: float) -> Plan:
         """What to take from a bucket of this layout when `density` of its entries may go."""
 
-    def choose(self, balance: Tensor, plan: Plan) -> Tensor:
-        """The plan.k chosen positions of `balance`, ascending, int64; nothing is mutated."""
+    def withdraw_(
+        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """balance += factor*addend within the windows; the plan.k chosen positions (ascending, int32) and values.
+
+        The chosen entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from step
+        to step where to look first.
+        """

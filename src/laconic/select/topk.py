@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
+from laconic.select.searches import SEARCHES
 
 _SCOPES = ("bucket", "parameter")
 
@@ -20,18 +21,22 @@ class TopK:
     """The k = max(1, round(rho*N)) largest |r|, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
-    does not depend on how DDP cuts its buckets.
+    does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
+    but for the order of ties; see select/searches.py.
     """
 
     rho: float  # share of entries sent; smaller sends less
     per: str = "bucket"
     dense_below: int = 1000  # parameters with fewer entries go whole: choosing would cost more than it saves
+    search: str = "threshold"
 
     def __post_init__(self) -> None:
         if not 0 < self.rho <= 1:
             raise SchemeError(f"TopK.rho is {self.rho}; give a share in (0, 1]")
         if self.per not in _SCOPES:
             raise SchemeError(f"TopK.per is {self.per!r}; give one of {', '.join(_SCOPES)}")
+        if self.search not in SEARCHES:
+            raise SchemeError(f"TopK.search is {self.search!r}; give one of {', '.join(SEARCHES)}")
         if self.dense_below < 0:
             raise SchemeError(f"TopK.dense_below is {self.dense_below}; give a number of entries, 0 or more")
 
@@ -49,12 +54,18 @@ class TopK:
             windows = [Window(0, layout.num_entries, _share(num_large, density))] if large else []
         return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
 
-    def choose(self, balance: Tensor, plan: Plan) -> Tensor:
-        parts = [
-            kernels.top_k_positions(balance[window.start : window.stop], window.k) + window.start
-            for window in plan.windows
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=balance.device)
+    def withdraw_(
+        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        withdraw_ = SEARCHES[self.search]
+        chosen, values = [torch.empty(0, dtype=torch.int32, device=balance.device)], [balance[:0]]
+        for window, search in zip(plan.windows, searches, strict=True):
+            inside = slice(window.start, window.stop)
+            due = None if addend is None else addend[inside]
+            at, what = withdraw_(balance[inside], due, window.k, search, factor=factor)
+            chosen.append(at + window.start)
+            values.append(what)
+        return torch.cat(chosen), torch.cat(values)
 
 
 def _share(num_entries: int, density: float) -> int:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.exchange import Medium, Silent, ring_bytes
-from laconic.layout import Bucket, Layout, positions_of
+from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger
 from laconic.scheme import Scheme
-from laconic.select import Plan
 from laconic.session import state
+from laconic.session.bucket_plan import BucketPlan
 from laconic.session.regroup import regrouped
 from laconic.session.stats import PhaseClock, Stats
-from laconic.wire import Contents, FrameShape
 
 
 class Session:
@@ -39,7 +38,7 @@ class Session:
     ) -> None:
         self.scheme = scheme
         self.medium = medium
-        self._kernels = kernels.backend()
+        self._kernels = ""  # those of the gradients' device, once there are any
         self._loss_scale = loss_scale
         self._holds_idle = holds_idle
         self._ledger = Ledger(scheme.memory)
@@ -48,7 +47,7 @@ class Session:
         self._skipped_steps = 0
         self._dense_bytes_out = 0
         self._layouts: list[Layout] = []  # of the last whole step
-        self._plans: dict[tuple[Layout, float], tuple[Plan, FrameShape, Tensor]] = {}
+        self._plans: dict[tuple[Layout, float], BucketPlan] = {}
         self._resumed_layouts: list[Layout] = []
         self._begin_step()
 
@@ -78,6 +77,7 @@ class Session:
     def exchange_(self, bucket: Bucket) -> None:
         """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
         if not self._seen:
+            self._kernels = kernels.backend(bucket.flat.device)
             self._begin_step()
         self._seen.append(bucket.layout)
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.medium.num_workers)
@@ -134,7 +134,7 @@ class Session:
     def _gather_(self, bucket: Bucket, density: float) -> None:
         """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
         flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.quantize
-        plan, shape, fixed = self._plan(bucket.layout, density, device)
+        plan = self._plan(bucket.layout, density, device)
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
         if self._loss_scale is not None:
@@ -143,30 +143,28 @@ class Session:
             finite = kernels.all_finite(flat)
             if finite:
                 with self._held(account, bucket):
-                    account.deposit_(flat, 1 / self._scale)
-                    values = account.withdraw_(fixed)
-                    chosen = self.scheme.select.choose(account.balance, plan)
-                    values = torch.cat([values, account.withdraw_(chosen)])
+                    due = account.due_(flat, 1 / self._scale)
+                    chosen, values = plan.withdraw_(account.balance, due)
         with self._clock.time("encode", device):
             if finite:
                 codes, scale = quantize.encode(values)
-                sent_at, sent = torch.cat([fixed, chosen]), quantize.decode(codes, scale)
+                sent_at, sent = torch.cat([plan.fixed, chosen]), quantize.decode(codes, scale)
                 account.refund_(sent_at, values - sent)
-                frame = shape.write(chosen, codes, scale, **frame_id)
+                frame = plan.shape.write(chosen, codes, scale, **frame_id)
             else:
-                frame = shape.write_overflow(device, **frame_id)
+                frame = plan.shape.write_overflow(device, **frame_id)
         with self._clock.time("exchange", device):
             frames = self.medium.all_gather(frame, "sparse")
         with self._clock.time("decode", device):
-            heard = [shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
+            heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
             if any(contents.overflow for contents in heard):
                 self._overflowed = True
                 if finite:
                     account.refund_(sent_at, sent)  # nobody will apply it
                 flat.fill_(torch.nan)
             else:
-                account.sent_(chosen, sent[plan.num_fixed :])
-                flat.copy_(_total(plan, fixed, heard).mul_(self._scale / self.medium.num_workers))
+                account.sent_(chosen, sent[plan.fixed.numel() :])
+                plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
 
     def _sum_dtype(self, flat: Tensor) -> torch.dtype:
         """The type the network adds in; a dense step of a sparse scheme keeps the gradient's own.
@@ -175,13 +173,10 @@ class Session:
         """
         return self.scheme.quantize.sum_dtype(flat.dtype) if self.scheme.exchange.adds_in_flight else flat.dtype
 
-    def _plan(self, layout: Layout, density: float, device: torch.device) -> tuple[Plan, FrameShape, Tensor]:
-        """What both ends of every frame of this bucket know beforehand, made once."""
+    def _plan(self, layout: Layout, density: float, device: torch.device) -> BucketPlan:
         key = (layout, density)
         if key not in self._plans:
-            plan = self.scheme.select.plan(layout, density)
-            shape = FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.scheme.quantize)
-            self._plans[key] = plan, shape, positions_of(plan.fixed, device)
+            self._plans[key] = BucketPlan(self.scheme, layout, density, device)
         return self._plans[key]
 
     def _undo_later(self, account: Account) -> list[Tensor]:
@@ -229,7 +224,14 @@ class Session:
             dense_bytes_out=self._dense_bytes_out,
             by_kind=traffic.copy(),
             seconds=dict(self._clock.seconds),
+            passes=self._passes(),
         )
+
+    def _passes(self) -> float | None:
+        """How often a selection went over its entries, on average; 1 is the least."""
+        searches = [search.tolist() for plan in self._plans.values() for search in plan.searches]
+        calls = sum(search[kernels.CALLS] for search in searches)
+        return sum(search[kernels.PASSES] for search in searches) / calls if calls else None
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank."""
@@ -241,15 +243,6 @@ class Session:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
         self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
         self._ledger.load_state_dict(kept)
-
-
-def _total(plan: Plan, fixed: Tensor, heard: Sequence[Contents]) -> Tensor:
-    """The sum of what everyone sent, added in rank order, so that all workers get the same bits."""
-    total = torch.zeros(plan.num_entries, dtype=torch.float32, device=fixed.device)
-    for contents in heard:
-        total[fixed] += contents.values[: plan.num_fixed]
-        total.index_add_(0, contents.positions, contents.values[plan.num_fixed :])
-    return total
 
 
 def _restore_(account: Account, before: Sequence[Tensor]) -> None:

@@ -29,6 +29,7 @@ class Stats:
     dense_bytes_out: int  # what a float32 all-reduce of the same gradients would have sent
     by_kind: dict[str, Count]
     seconds: dict[str, float]  # by phase, in the session's thread; they overlap the backward pass
+    passes: float | None = None  # over the entries per selection, on average; None where nothing is selected
 
     @property
     def ratio(self) -> float | None:
@@ -41,11 +42,12 @@ class Stats:
     def __str__(self) -> str:
         steps = max(1, self.steps)
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
+        passes = f", {self.passes:.2f} passes a selection" if self.passes else ""
         phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
         return (
             f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
             f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
-            f"ms per step: {phases}"
+            f"ms per step: {phases}; {self.kernels} kernels{passes}"
         )
 
 

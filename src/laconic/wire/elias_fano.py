@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.wire.index_codec import checked_positions
 
 
 class EliasFano:
@@ -31,25 +29,14 @@ class EliasFano:
     def encode(positions: Tensor, n: int) -> Tensor:
         k = positions.numel()
         width = _low_width(n, k)
-        order = torch.arange(k, device=positions.device)
-        high = kernels.set_bits((positions >> width) + order, _num_high_bits(n, k, width))
-        if width == 0:
-            return high
-        low = kernels.pack_lanes(positions & ((1 << width) - 1), width)
-        return torch.cat([low, high])
+        return kernels.encode_elias_fano(positions, width, _num_high_bits(n, k, width))
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        width = _low_width(n, k)
-        num_low_words = _words(k * width)
-        ones = kernels.unpack_bits(words[num_low_words:])
-        if ones.numel() != k:
-            raise FrameError(f"its index block holds {ones.numel()} positions, not {k}")
-        high = ones - torch.arange(k, device=words.device)
-        if width == 0:
-            return checked_positions(high, n, k)
-        low = kernels.unpack_lanes(words[:num_low_words], k, width)
-        return checked_positions((high << width) | low, n, k)
+        positions = kernels.decode_elias_fano(words, n, k, _low_width(n, k))
+        if positions.numel() != k:
+            raise FrameError(f"its index block is no code of {k} ascending positions under {n}")
+        return positions
 
 
 def _words(num_bits: int) -> int:

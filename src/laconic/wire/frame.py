@@ -25,7 +25,7 @@ _OVERFLOW = 1 << 30  # flag in the word of the codecs
 class Contents:
     """What a frame says: values at the fixed entries first, then at `positions`."""
 
-    positions: Tensor  # int64, ascending
+    positions: Tensor  # int32, ascending
     values: Tensor  # float32, num_fixed + k of them
     overflow: bool  # its writer saw Inf or NaN; positions and values mean nothing
 
@@ -90,7 +90,7 @@ class FrameShape:
         if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
             raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
-            return Contents(words.new_empty(0, dtype=torch.int64), words.new_empty(0, dtype=torch.float32), True)
+            return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
         positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
         raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
         values = self.quantize.decode(raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32))

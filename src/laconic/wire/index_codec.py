@@ -21,11 +21,11 @@ class IndexCodec(Protocol):
 
     @staticmethod
     def encode(positions: Tensor, n: int) -> Tensor:
-        """int32 words for strictly ascending int64 `positions` under n."""
+        """int32 words for strictly ascending int32 `positions` under n."""
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        """The positions again, int64; FrameError if the words are no code of k positions under n."""
+        """The positions again, int32; FrameError if the words are no code of k positions under n."""
 
 
 class Implied:
@@ -43,7 +43,7 @@ class Implied:
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        return torch.arange(k, device=words.device)
+        return torch.arange(k, dtype=torch.int32, device=words.device)
 
 
 def checked_positions(positions: Tensor, n: int, k: int) -> Tensor:

@@ -1,0 +1,33 @@
+"""Native kernels for CPU tensors: C++ behind ctypes, with the names and results of the reference."""
+
+from laconic.kernels.cpu.bits import (
+    check_sum,
+    decode_elias_fano,
+    encode_elias_fano,
+    pack_lanes,
+    set_bits,
+    unpack_bits,
+    unpack_lanes,
+)
+from laconic.kernels.cpu.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
+from laconic.kernels.cpu.signs import pack_signs, unpack_signs, vote
+from laconic.kernels.cpu.sums import add_at_
+
+__all__ = [
+    "add_at_",
+    "all_finite",
+    "check_sum",
+    "compact",
+    "count_at_least",
+    "decode_elias_fano",
+    "encode_elias_fano",
+    "mean_magnitude",
+    "pack_lanes",
+    "pack_signs",
+    "set_bits",
+    "unpack_bits",
+    "unpack_lanes",
+    "unpack_signs",
+    "vote",
+    "withdraw_",
+]

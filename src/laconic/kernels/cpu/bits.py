@@ -1,0 +1,71 @@
+"""Bits in int32 words: bit vectors, lanes end to end, Elias-Fano, check sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.errors import KernelError
+from laconic.kernels.cpu.library import library
+from laconic.kernels.cpu.pointer import pointer
+from laconic.kernels.reference.bits import words_of
+
+
+def set_bits(positions: Tensor, num_bits: int) -> Tensor:
+    words = _words(num_bits)
+    at = pointer("positions", positions, torch.int32)
+    _check_reach(positions, num_bits)
+    library().laconic_set_bits(at, positions.numel(), words.data_ptr(), words.numel())
+    return words
+
+
+def unpack_bits(words: Tensor) -> Tensor:
+    at = pointer("words", words, torch.int32)
+    count = library().laconic_unpack_bits(at, words.numel(), None, 0)
+    positions = torch.empty(count, dtype=torch.int32)
+    library().laconic_unpack_bits(at, words.numel(), positions.data_ptr(), count)
+    return positions
+
+
+def pack_lanes(values: Tensor, width: int) -> Tensor:
+    words = _words(values.numel() * width)
+    at = pointer("values", values, torch.int32)
+    library().laconic_pack_lanes(at, values.numel(), width, words.data_ptr())
+    return words
+
+
+def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
+    values = torch.empty(count, dtype=torch.int32)
+    at = pointer("words", words, torch.int32, words_of(count * width))
+    library().laconic_unpack_lanes(at, count, width, values.data_ptr())
+    return values
+
+
+def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tensor:
+    k = positions.numel()
+    words = torch.empty(words_of(k * width) + words_of(num_high_bits), dtype=torch.int32)
+    at = pointer("positions", positions, torch.int32)
+    _check_reach(positions, (num_high_bits - k + 1) << width)
+    library().laconic_encode_elias_fano(at, k, width, num_high_bits, words.data_ptr())
+    return words
+
+
+def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
+    positions = torch.empty(k + 1, dtype=torch.int32)  # one more shows that there were too many
+    at = pointer("words", words, torch.int32)
+    count = library().laconic_decode_elias_fano(at, words.numel(), n, k, width, positions.data_ptr())
+    return positions[:count]
+
+
+def check_sum(words: Tensor) -> Tensor:
+    total = library().laconic_check_sum(pointer("words", words, torch.int32), words.numel())
+    return torch.tensor(total - (total >> 31 << 32), dtype=torch.int32)
+
+
+def _check_reach(positions: Tensor, n: int) -> None:
+    if positions.numel() and not 0 <= int(positions[0]) <= int(positions[-1]) < n:
+        raise KernelError(f"positions reach from {int(positions[0])} to {int(positions[-1])}; give ascending under {n}")
+
+
+def _words(num_bits: int) -> Tensor:
+    return torch.empty(words_of(num_bits), dtype=torch.int32)

@@ -1,0 +1,99 @@
+"""The native library: one shared object per instruction set, the widest that this machine has."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+from pathlib import Path
+
+from laconic.errors import KernelError
+
+# x86-64 levels, widest first, with the flags of /proc/cpuinfo that they ask for. One shared object for several levels
+# would share the standard library's weak symbols, and an older machine might be given a newer one's code.
+_LEVELS = (
+    ("v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    ("v3", {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
+    ("v2", {"sse4_2", "ssse3", "popcnt"}),
+)
+
+
+class Facts(ctypes.Structure):
+    """What a withdrawal found out."""
+
+    _fields_ = (
+        ("mean", ctypes.c_double),
+        ("kth", ctypes.c_double),
+        ("caught", ctypes.c_int64),
+        ("passes", ctypes.c_int64),
+    )
+
+
+_P, _N, _INT, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+_SIGNATURES = {
+    "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
+    "all_finite": (_INT, (_P, _N, _INT)),
+    "sum_magnitudes": (ctypes.c_double, (_P, _N, _INT)),
+    "count_at_least": (None, (_P, _N, _P, _N, _INT, _P)),
+    "compact": (_N, (_P, _N, _F, _P, _P)),
+    "set_bits": (None, (_P, _N, _P, _N)),
+    "unpack_bits": (_N, (_P, _N, _P, _N)),
+    "pack_lanes": (None, (_P, _N, _INT, _P)),
+    "unpack_lanes": (None, (_P, _N, _INT, _P)),
+    "encode_elias_fano": (None, (_P, _N, _INT, _N, _P)),
+    "decode_elias_fano": (_N, (_P, _N, _N, _N, _INT, _P)),
+    "check_sum": (ctypes.c_uint32, (_P, _N)),
+    "pack_signs": (None, (_P, _N, _INT, _P)),
+    "unpack_signs": (None, (_P, _N, _F, _INT, _P)),
+    "vote": (None, (_P, _N, _N, _INT, _P, _P)),
+    "add_at": (None, (_P, _N, _P, _P, _P, _N, _INT)),
+}
+
+
+@cache
+def level() -> str | None:
+    """The name of the shared object that fits this machine and was built, or None."""
+    return next(iter(levels()), None)
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """All that were built and run here, widest first."""
+    return tuple(name for name in _levels_here() if _path(name).exists())
+
+
+def library() -> ctypes.CDLL:
+    """The library of this machine's level."""
+    found = level()
+    if found is None:
+        raise KernelError(HOW_TO_GET_THEM)
+    return load(found)
+
+
+@cache
+def load(name: str) -> ctypes.CDLL:
+    """The library of one level, with the types of its functions; calling one releases the GIL."""
+    loaded = ctypes.CDLL(str(_path(name)))
+    for kernel, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, f"laconic_{kernel}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+HOW_TO_GET_THEM = "the native CPU kernels were not built; install a C++17 compiler, then reinstall laconic"
+
+
+def _path(name: str) -> Path:
+    return Path(__file__).parent / f"kernels_{name}.so"
+
+
+def _levels_here() -> list[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ["portable"]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ["v2"]
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return [name for name, needed in _LEVELS if needed <= flags]

@@ -1,0 +1,32 @@
+"""The sum of several sparse frames."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.errors import KernelError
+from laconic.kernels.cpu.library import library
+from laconic.kernels.cpu.pointer import num_threads, pointer
+
+
+def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    counts = [at.numel() for at in positions]
+    at = [pointer("positions", one, torch.int32) for one in positions]
+    what = [pointer("values", one, torch.float32, count) for one, count in zip(values, counts, strict=True)]
+    for one in positions:
+        if one.numel() and not 0 <= int(one[0]) <= int(one[-1]) < total.numel():
+            raise KernelError(f"positions reach from {int(one[0])} to {int(one[-1])}; give 0 to {total.numel() - 1}")
+    frames = len(counts)
+    library().laconic_add_at(
+        pointer("total", total, torch.float32),
+        total.numel(),
+        (ctypes.c_void_p * frames)(*at),
+        (ctypes.c_void_p * frames)(*what),
+        (ctypes.c_int64 * frames)(*counts),
+        frames,
+        num_threads(),
+    )

@@ -1,0 +1,132 @@
+// Bits in 32-bit words: bit vectors, lanes end to end, Elias-Fano, check sums. All are little-endian from bit 0 up.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline int64_t words_of(int64_t bits) { return (bits + 31) / 32; }
+
+// Writes lanes of `width` bits, 1 <= width <= 31, one after the other.
+class LaneWriter {
+ public:
+  LaneWriter(uint32_t* words, int width) : words_(words), width_(width) {}
+
+  void put(uint32_t lane) {
+    pending_ |= static_cast<uint64_t>(lane) << filled_;
+    filled_ += width_;
+    if (filled_ >= 32) {
+      *words_++ = static_cast<uint32_t>(pending_);
+      pending_ >>= 32;
+      filled_ -= 32;
+    }
+  }
+
+  void finish() {
+    if (filled_ > 0) *words_ = static_cast<uint32_t>(pending_);
+  }
+
+ private:
+  uint32_t* words_;
+  int width_;
+  uint64_t pending_ = 0;
+  int filled_ = 0;
+};
+
+// Reads them again; never looks at a word that holds none of them.
+class LaneReader {
+ public:
+  LaneReader(const uint32_t* words, int width) : words_(words), width_(width), mask_((1u << width) - 1) {}
+
+  uint32_t get() {
+    if (left_ < width_) {
+      pending_ |= static_cast<uint64_t>(*words_++) << left_;
+      left_ += 32;
+    }
+    const auto lane = static_cast<uint32_t>(pending_) & mask_;
+    pending_ >>= width_;
+    left_ -= width_;
+    return lane;
+  }
+
+ private:
+  const uint32_t* words_;
+  int width_;
+  uint32_t mask_;
+  uint64_t pending_ = 0;
+  int left_ = 0;
+};
+
+}  // namespace
+
+extern "C" void laconic_set_bits(const int32_t* positions, int64_t count, uint32_t* words, int64_t num_words) {
+  std::memset(words, 0, 4 * num_words);
+  for (int64_t i = 0; i < count; ++i) words[positions[i] >> 5] |= 1u << (positions[i] & 31);
+}
+
+// Positions of the ones, ascending; at most `room` are written, all are counted.
+extern "C" int64_t laconic_unpack_bits(const uint32_t* words, int64_t num_words, int32_t* positions, int64_t room) {
+  int64_t count = 0;
+  for (int64_t w = 0; w < num_words; ++w) {
+    for (uint32_t left = words[w]; left != 0; left &= left - 1, ++count) {
+      if (count < room) positions[count] = static_cast<int32_t>(32 * w + __builtin_ctz(left));
+    }
+  }
+  return count;
+}
+
+extern "C" void laconic_pack_lanes(const int32_t* values, int64_t count, int width, uint32_t* words) {
+  LaneWriter lanes(words, width);
+  for (int64_t i = 0; i < count; ++i) lanes.put(static_cast<uint32_t>(values[i]));
+  lanes.finish();
+}
+
+extern "C" void laconic_unpack_lanes(const uint32_t* words, int64_t count, int width, int32_t* values) {
+  LaneReader lanes(words, width);
+  for (int64_t i = 0; i < count; ++i) values[i] = static_cast<int32_t>(lanes.get());
+}
+
+// Low `width` bits of each position as lanes, then ones at (position >> width) + i in a vector of num_high_bits.
+extern "C" void laconic_encode_elias_fano(const int32_t* positions, int64_t k, int width, int64_t num_high_bits,
+                                          uint32_t* words) {
+  uint32_t* high = words + words_of(k * width);
+  std::memset(high, 0, 4 * words_of(num_high_bits));
+  LaneWriter low(words, width);
+  const uint32_t mask = (1u << width) - 1;
+  for (int64_t i = 0; i < k; ++i) {
+    const auto position = static_cast<uint32_t>(positions[i]);
+    const int64_t one = (position >> width) + i;
+    high[one >> 5] |= 1u << (one & 31);
+    if (width > 0) low.put(position & mask);
+  }
+  low.finish();
+}
+
+// The k positions again, or how far it came: k only if there are exactly k, strictly ascending and under n.
+extern "C" int64_t laconic_decode_elias_fano(const uint32_t* words, int64_t num_words, int64_t n, int64_t k, int width,
+                                             int32_t* positions) {
+  const uint32_t* high = words + words_of(k * width);
+  const int64_t num_high_words = num_words - words_of(k * width);
+  LaneReader low(words, width);
+  int64_t count = 0;
+  int64_t last = -1;
+  for (int64_t w = 0; w < num_high_words; ++w) {
+    for (uint32_t left = high[w]; left != 0; left &= left - 1, ++count) {
+      if (count == k) return k + 1;
+      const int64_t rest = 32 * w + __builtin_ctz(left) - count;
+      const int64_t position = rest << width | (width > 0 ? low.get() : 0);
+      if (position <= last || position >= n) return count;
+      positions[count] = static_cast<int32_t>(position);
+      last = position;
+    }
+  }
+  return count;
+}
+
+// The sum of (2i + 1) * word_i modulo 2^32.
+extern "C" uint32_t laconic_check_sum(const uint32_t* words, int64_t num_words) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < num_words; ++i) sum += (2 * static_cast<uint32_t>(i) + 1) * words[i];
+  return sum;
+}

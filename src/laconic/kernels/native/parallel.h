@@ -1,0 +1,39 @@
+// Threads for one call: started when there is enough work, joined before it returns.
+//
+// No pool and no OpenMP: torch has a runtime of its own, a second one would fight it for the cores, and threads that
+// do not outlive a call cannot hang after a fork. A start costs about 20 us, so small calls stay on the caller's thread.
+
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace laconic {
+
+constexpr int64_t kBlock = 4096;                 // entries that fit the first-level cache twice
+constexpr int64_t kEntriesPerThread = 1 << 18;   // a millisecond's half: below that a second thread does not pay
+
+inline int useful_threads(int64_t entries, int threads) {
+  const int64_t most = entries / kEntriesPerThread;
+  return static_cast<int>(most < 1 ? 1 : (most < threads ? most : threads));
+}
+
+// Calls work(thread, begin, end) over [0, entries), cut at multiples of kBlock; the cut follows from its arguments alone.
+template <class Work>
+void parallel_over(int64_t entries, int threads, const Work& work) {
+  const int64_t blocks = (entries + kBlock - 1) / kBlock;
+  const auto cut = [&](int64_t thread) {
+    const int64_t at = blocks * thread / threads * kBlock;
+    return at < entries ? at : entries;
+  };
+  std::vector<std::thread> others;
+  others.reserve(threads - 1);
+  for (int thread = 1; thread < threads; ++thread) {
+    others.emplace_back([&, thread] { work(thread, cut(thread), cut(thread + 1)); });
+  }
+  work(0, cut(0), cut(1));
+  for (auto& other : others) other.join();
+}
+
+}  // namespace laconic

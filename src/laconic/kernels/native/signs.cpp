@@ -1,0 +1,92 @@
+// Signs in one bit each (one is negative), and the majority of several voters' signs.
+
+#include <algorithm>
+#include <cstring>
+
+#include "lanes.h"
+#include "parallel.h"
+
+using namespace laconic;
+
+namespace {
+
+constexpr int64_t kStrip = 64;  // words that are voted on together: 256 bytes of each plane
+constexpr int kPlanes = 16;     // binary digits of a count: up to 65,535 voters
+
+}  // namespace
+
+extern "C" void laconic_pack_signs(const float* x, int64_t n, int threads, uint32_t* words) {
+  parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {  // cut at multiples of 32
+    for (int64_t first = begin; first < end; first += 32) {
+      uint32_t word = 0;
+      const int64_t stop = std::min<int64_t>(32, end - first);
+      int64_t i = 0;
+#if defined(__AVX512F__)
+      for (; i + 16 <= stop; i += 16) {
+        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(x + first + i));
+        word |= static_cast<uint32_t>(_mm512_cmplt_epi32_mask(bits, _mm512_setzero_si512())) << i;
+      }
+#elif defined(__AVX2__)
+      for (; i + 8 <= stop; i += 8) {
+        word |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + first + i))) << i;
+      }
+#endif
+      for (; i < stop; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + first + i, 4);
+        word |= bits >> 31 << i;
+      }
+      words[first / 32] = word;
+    }
+  });
+}
+
+// x = +-scale, by the sign bits.
+extern "C" void laconic_unpack_signs(const uint32_t* words, int64_t n, float scale, int threads, float* x) {
+  uint32_t positive;
+  std::memcpy(&positive, &scale, 4);
+  parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += 32) {
+      const uint32_t word = words[first / 32];
+      const int64_t stop = std::min<int64_t>(32, end - first);
+      uint32_t bits[32];
+      for (int i = 0; i < 32; ++i) bits[i] = positive ^ (word >> i & 1) << 31;
+      std::memcpy(x + first, bits, 4 * stop);
+    }
+  });
+}
+
+// Per bit: negative where more than half of the voters have a one, tie where exactly half have.
+extern "C" void laconic_vote(const uint32_t* const* ballots, int64_t num_voters, int64_t num_words, int threads,
+                             uint32_t* negative, uint32_t* tie) {
+  int planes = 1;
+  while (num_voters >> planes != 0) ++planes;
+  parallel_over(num_words, useful_threads(num_words * num_voters, threads), [&](int, int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += kStrip) {
+      const int64_t strip = std::min(kStrip, end - first);
+      uint32_t count[kPlanes][kStrip] = {};  // binary digits of how many ones, bit by bit
+      for (int64_t voter = 0; voter < num_voters; ++voter) {
+        const uint32_t* ballot = ballots[voter] + first;
+        for (int64_t i = 0; i < strip; ++i) {
+          uint32_t carry = ballot[i];
+          for (int plane = 0; plane < planes; ++plane) {
+            const uint32_t next = count[plane][i] & carry;
+            count[plane][i] ^= carry;
+            carry = next;
+          }
+        }
+      }
+      const int64_t half = num_voters / 2;
+      for (int64_t i = 0; i < strip; ++i) {
+        uint32_t above = 0, equal = ~0u;  // the count against half, from the highest digit down
+        for (int plane = planes - 1; plane >= 0; --plane) {
+          const uint32_t digit = half >> plane & 1 ? ~0u : 0u;
+          above |= equal & count[plane][i] & ~digit;
+          equal &= ~(count[plane][i] ^ digit);
+        }
+        negative[first + i] = above;
+        tie[first + i] = num_voters % 2 == 0 ? equal : 0;
+      }
+    }
+  });
+}

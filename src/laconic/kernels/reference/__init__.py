@@ -1,0 +1,33 @@
+"""The definition of every kernel, in plain torch and numpy; CPU and CUDA tensors alike, no Python loop over entries."""
+
+from laconic.kernels.reference.bits import (
+    check_sum,
+    decode_elias_fano,
+    encode_elias_fano,
+    pack_lanes,
+    set_bits,
+    unpack_bits,
+    unpack_lanes,
+)
+from laconic.kernels.reference.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
+from laconic.kernels.reference.signs import pack_signs, unpack_signs, vote
+from laconic.kernels.reference.sums import add_at_
+
+__all__ = [
+    "add_at_",
+    "all_finite",
+    "check_sum",
+    "compact",
+    "count_at_least",
+    "decode_elias_fano",
+    "encode_elias_fano",
+    "mean_magnitude",
+    "pack_lanes",
+    "pack_signs",
+    "set_bits",
+    "unpack_bits",
+    "unpack_lanes",
+    "unpack_signs",
+    "vote",
+    "withdraw_",
+]

@@ -1,0 +1,89 @@
+"""Bits in int32 words: bit vectors, lanes end to end, Elias-Fano, check sums. Little-endian, from bit 0 up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.kernels.reference.nonzero import nonzero
+
+_WORD_BITS = 32
+_WORD_MASK = (1 << _WORD_BITS) - 1
+
+
+def set_bits(positions: Tensor, num_bits: int) -> Tensor:
+    """A bit vector as words, with a one at each of the int32 `positions` (each given once)."""
+    words = torch.zeros(words_of(num_bits), dtype=torch.int64, device=positions.device)
+    one = torch.ones((), dtype=torch.int64, device=positions.device)
+    words.index_add_(0, positions >> 5, one << (positions & 31).to(torch.int64))
+    return _to_int32(words)
+
+
+def unpack_bits(words: Tensor) -> Tensor:
+    """Positions of the ones, ascending, int32."""
+    hit = nonzero(words)  # most words of a sparse bitmap are empty
+    bit = torch.arange(_WORD_BITS, device=words.device, dtype=torch.int32)
+    ones = nonzero(((words[hit].unsqueeze(1) >> bit) & 1).view(-1))
+    return ((hit[ones >> 5] << 5) + (ones & 31)).to(torch.int32)
+
+
+def pack_lanes(values: Tensor, width: int) -> Tensor:
+    """Non-negative int32 `values`, each under 2^width and 1 <= width <= 31, end to end."""
+    count = values.numel()
+    words = torch.zeros(words_of(count * width) + 1, dtype=torch.int64, device=values.device)
+    start = torch.arange(count, device=values.device) * width
+    shifted = values.to(torch.int64) << (start & 31)  # at most 31 + 31 bits, so a lane touches two words
+    words.index_add_(0, start >> 5, shifted & _WORD_MASK)
+    words.index_add_(0, (start >> 5) + 1, shifted >> _WORD_BITS)
+    return _to_int32(words[:-1])
+
+
+def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
+    """The inverse of pack_lanes."""
+    wide = torch.cat([words.to(torch.int64) & _WORD_MASK, words.new_zeros(1, dtype=torch.int64)])
+    start = torch.arange(count, device=words.device) * width
+    # The upper word is cut to 31 bits so that the pair fits a signed 64-bit integer; a lane never needs bit 63.
+    pair = wide[start >> 5] | ((wide[(start >> 5) + 1] & (_WORD_MASK >> 1)) << _WORD_BITS)
+    return ((pair >> (start & 31)) & ((1 << width) - 1)).to(torch.int32)
+
+
+def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tensor:
+    """Low `width` bits of each ascending int32 position as lanes, then ones at (position >> width) + i."""
+    order = torch.arange(positions.numel(), device=positions.device, dtype=torch.int32)
+    high = set_bits((positions >> width) + order, num_high_bits)
+    if width == 0:
+        return high
+    return torch.cat([pack_lanes(positions & ((1 << width) - 1), width), high])
+
+
+def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
+    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n."""
+    num_low_words = words_of(k * width)
+    ones = unpack_bits(words[num_low_words:])
+    if ones.numel() != k or k == 0:
+        return ones
+    high = ones - torch.arange(k, device=words.device, dtype=torch.int32)
+    low = unpack_lanes(words[:num_low_words], k, width) if width else 0
+    positions = (high.to(torch.int64) << width) | low
+    rising = bool((positions[1:] > positions[:-1]).all()) and int(positions[-1]) < n
+    return positions.to(torch.int32) if rising else positions[:0].to(torch.int32)
+
+
+def check_sum(words: Tensor) -> Tensor:
+    """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
+
+    The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
+    """
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    return _to_int32((words * weights).sum())  # int64 wraps modulo 2^64, which keeps the low 32 bits right
+
+
+def words_of(num_bits: int) -> int:
+    """How many words hold that many bits."""
+    return -(-num_bits // _WORD_BITS)
+
+
+def _to_int32(words: Tensor) -> Tensor:
+    """The low 32 bits of each int64, as int32, without relying on how a cast treats overflow."""
+    low = words & _WORD_MASK
+    return torch.where(low > _WORD_MASK >> 1, low - (1 << _WORD_BITS), low).to(torch.int32)

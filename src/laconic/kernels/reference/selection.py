@@ -1,0 +1,91 @@
+"""Which entries are largest, and taking them out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.search import advance_
+
+_SAMPLE_ENTRIES = 16_384
+_CHUNK = 1 << 20
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """|x| as int32 bit patterns, which order like |x| with NaN above Inf; `x` is float32."""
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether `x` holds neither Inf nor NaN. The largest |x| tells; a sum could overflow and accuse finite data."""
+    if x.numel() == 0:
+        return True
+    low, high = torch.aminmax(x)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def mean_magnitude(x: Tensor) -> Tensor:
+    """The mean of |x|, a 0-d float64; a float32 sum over 25 M entries would be off by 5 %."""
+    sums = [chunk.abs().to(torch.float64).sum() for chunk in torch.split(x, _CHUNK)]
+    return torch.stack(sums).sum() / x.numel()
+
+
+def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
+    """How many |x| reach each of the float32 `thresholds`, int64."""
+    bits, least = magnitude_bits(x), magnitude_bits(thresholds)
+    return torch.stack([(bits >= one).sum() for one in least])
+
+
+def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Ascending int32 positions and values of the |x| that reach `threshold`."""
+    least = magnitude_bits(torch.tensor(threshold, dtype=torch.float32, device=x.device))
+    positions = nonzero(magnitude_bits(x) >= least)
+    return positions.to(torch.int32), x[positions]
+
+
+def withdraw_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """balance += factor*addend, each product and sum rounded; then take the exactly k largest |balance| out of it.
+
+    Returns their positions (ascending, int32) and values, and leaves zeros in their places; of equal ones the first
+    are taken, NaN is larger than Inf. `search` (of kernels.new_search) only says where to look first.
+    """
+    if addend is not None:
+        balance.add_(addend if factor == 1 else addend * factor)
+    mean = float(mean_magnitude(balance))
+    positions, passes = _top_k(balance, k)
+    values = balance[positions]
+    balance[positions] = 0
+    kth = float(values.abs().nan_to_num(torch.inf, torch.inf).min())
+    advance_(search, kth=kth, mean=mean, caught_enough=passes == 1, passes=passes)
+    return positions.to(torch.int32), values
+
+
+def _top_k(x: Tensor, k: int) -> tuple[Tensor, int]:
+    """Positions of the k largest |x|, and the passes it took; of equal ones the first are taken.
+
+    torch.topk leaves the order of ties open, so it only gives the k-th value; and it ranks only the candidates above a
+    threshold that a sample suggests: 3 ms instead of 21 for the 1.2 M entries of a small net, on one thread.
+    """
+    bits = magnitude_bits(x)
+    if k >= bits.numel():
+        return torch.arange(bits.numel(), device=x.device), 1
+    candidates, passes = nonzero(bits >= _likely_threshold(bits, k)), 1
+    if candidates.numel() < k:
+        candidates, passes = torch.arange(bits.numel(), device=x.device), 2
+    ranked = bits[candidates]
+    kth = torch.topk(ranked, k, sorted=False).values.min()
+    chosen = ranked > kth
+    ties = nonzero(ranked == kth)
+    chosen[ties[: k - int(chosen.sum())]] = True
+    return candidates[chosen], passes
+
+
+def _likely_threshold(bits: Tensor, k: int) -> Tensor:
+    """A value that about 1.3*k entries reach, most likely; only the speed of the caller depends on it."""
+    sample = bits[:: max(1, bits.numel() // _SAMPLE_ENTRIES)]
+    expected = k * sample.numel() / bits.numel()
+    rank = min(sample.numel(), round(expected + 4 * expected**0.5 + 4))  # four sigma of a binomial, and a few
+    return torch.topk(sample, rank, sorted=False).values.min()

@@ -1,0 +1,99 @@
+"""Ways to the k largest: r += g, find them, take them out.
+
+All take what kernels.withdraw_ takes, which is the default: one pass, and exact whatever the data. The others are here
+to be compared with: the bisection of the Laplace paper, the sampled selection of Deep Gradient Compression, torch.topk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+
+_ENOUGH = 1.25  # candidates, in units of k, at which a search for a threshold ends
+_MOST_ROUNDS = 40
+_SAMPLE_SHARE = 0.01
+_LOWER = 0.8  # a sampled threshold that caught too few goes down by this
+
+
+def bisection_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """t = mean|r| * ln(n/k), as if r were Laplace(0, b), then bisected; a surplus stays in r (Chen et al., 2021).
+
+    P(|r| > t) = exp(-t/b), and the estimate of b is mean|r|. A pass for the mean, and one for each count.
+    """
+    _add_(balance, addend, factor)
+    low, high = 0.0, float(balance.abs().max())
+    threshold = float(kernels.mean_magnitude(balance)) * math.log(balance.numel() / k)
+    passes = 2
+    for _ in range(_MOST_ROUNDS):
+        if not low < threshold < high:
+            threshold = (low + high) / 2  # the estimate was beyond the largest entry, or is not a number
+        count = int(kernels.count_at_least(balance, balance.new_tensor([threshold])))
+        passes += 1
+        low, high = (threshold, high) if count >= k else (low, threshold)
+        if k <= count <= _ENOUGH * k:
+            break
+        threshold = (low + high) / 2
+    candidates, values = kernels.compact(balance, low)
+    among, chosen = kernels.withdraw_(values, None, k, kernels.new_search(values.numel(), k, values.device))
+    positions = candidates[among]
+    balance[positions] = 0
+    _note_(search, passes)
+    return positions, chosen
+
+
+def sampled_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """A threshold from the top of a 1 % sample, lowered till k are caught; torch.topk among those (Lin et al. 2018)."""
+    _add_(balance, addend, factor)
+    sizes = balance.abs()
+    sample = sizes[:: round(1 / _SAMPLE_SHARE)]
+    rank = min(sample.numel(), max(1, round(k * sample.numel() / sizes.numel())))
+    threshold = torch.topk(sample, rank, sorted=False).values.min()
+    passes = 1
+    while (candidates := (sizes >= threshold).nonzero().squeeze(1)).numel() < k:
+        threshold = threshold * _LOWER if passes < _MOST_ROUNDS else torch.zeros_like(threshold)
+        passes += 1
+    among = torch.topk(sizes[candidates], k, sorted=False).indices
+    _note_(search, passes)
+    return _take_(balance, candidates[among].sort().values)
+
+
+def torch_topk_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """torch.topk of |r|, sorted by position."""
+    _add_(balance, addend, factor)
+    _note_(search, 1)
+    return _take_(balance, torch.topk(balance.abs(), k, sorted=False).indices.sort().values)
+
+
+def _add_(balance: Tensor, addend: Tensor | None, factor: float) -> None:
+    if addend is not None:
+        balance.add_(addend, alpha=factor)
+
+
+def _take_(balance: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    values = balance[positions]
+    balance[positions] = 0
+    return positions.to(torch.int32), values
+
+
+def _note_(search: Tensor, passes: int) -> None:
+    search[kernels.PASSES] += passes
+    search[kernels.CALLS] += 1
+
+
+SEARCHES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "threshold": kernels.withdraw_,
+    "bisection": bisection_,
+    "sampled": sampled_,
+    "torch": torch_topk_,
+}

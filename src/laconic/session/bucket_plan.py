@@ -1,0 +1,49 @@
+"""What is known about the frames of one bucket beforehand, and what remembers from step to step where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.layout import Layout, positions_of
+from laconic.memory import Due
+from laconic.scheme import Scheme
+from laconic.wire import Contents, FrameShape
+
+
+class BucketPlan:
+    """A scheme's plan for one bucket at one density, made once."""
+
+    def __init__(self, scheme: Scheme, layout: Layout, density: float, device: torch.device) -> None:
+        self._select = scheme.select
+        self.plan = scheme.select.plan(layout, density)
+        self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, scheme.quantize)
+        self.fixed = positions_of(self.plan.fixed, device)
+        self.searches = [
+            kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
+        ]
+
+    def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
+        """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""
+        addend, factor = due
+        owed: Tensor | float = 0.0 if addend is None else addend[self.fixed] * factor
+        whole = balance[self.fixed] + owed
+        balance[self.fixed] = -owed  # so that the addition leaves zeros there, and nothing is chosen that goes anyway
+        chosen, values = self._select.withdraw_(balance, addend, factor, self.plan, self.searches)
+        balance[self.fixed] = 0
+        return chosen, torch.cat([whole, values])
+
+    def add_up_(self, flat: Tensor, heard: Sequence[Contents], factor: float) -> None:
+        """flat = factor * the sum of what everyone sent, in rank order, so that all workers get the same bits."""
+        total = flat.zero_() if flat.dtype == torch.float32 else torch.zeros_like(flat, dtype=torch.float32)
+        values = [contents.values * factor for contents in heard]
+        for one in values:
+            total[self.fixed] += one[: self.plan.num_fixed]
+        kernels.add_at_(
+            total, [contents.positions for contents in heard], [one[self.plan.num_fixed :] for one in values]
+        )
+        if total is not flat:
+            flat.copy_(total)
