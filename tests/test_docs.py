@@ -31,7 +31,7 @@ def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
     )
     ran = subprocess.run(
         [sys.executable, *launcher, str(script)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -99,28 +99,31 @@ def test_every_error_is_public_and_in_the_tree() -> None:
     assert all(name in (errors.__doc__ or "") for name in classes)
 
 
-def test_import_is_lean_and_starts_nothing() -> None:
-    """Seconds beyond torch are measured in one process, so that a busy machine slows both alike."""
-    program = """
+IMPORT = """
 import sys, threading, time
 import torch, torch.distributed, torch.nn.parallel, numpy
-start = time.perf_counter()
+before, start = set(sys.modules), time.perf_counter()
 import laconic
 seconds = time.perf_counter() - start
-foreign = {m.split(".")[0] for m in sys.modules} & {"rich", "tensorboard", "plotly", "typer", "triton", "PIL"}
-print(seconds, threading.active_count(), torch.distributed.is_initialized(), sorted(foreign))
+added = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(seconds, threading.active_count(), torch.distributed.is_initialized(), *sorted(added))
 """
-    fastest = min(
-        (
-            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split(
-                maxsplit=1
-            )
-            for _ in range(3)
-        ),
-        key=lambda words: float(words[0]),
-    )
-    assert fastest[1].strip() == "1 False []"
-    assert float(fastest[0]) < 0.3  # asked for by users who import it in every worker; about 0.1 here
+
+
+def _import() -> tuple[float, str]:
+    """(seconds beyond torch, what else was found)."""
+    ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    seconds, found = ran.stdout.split(maxsplit=1)
+    return float(seconds), found.strip()
+
+
+def test_import_is_lean_and_starts_nothing() -> None:
+    assert _import()[1] == "1 False laconic torch"  # torch: its modules with the DDP hooks
+
+
+@pytest.mark.slow
+def test_import_is_quick() -> None:
+    assert min(_import()[0] for _ in range(5)) < 0.3  # asked for by users who import it in every worker; about 0.1 here
 
 
 def test_the_version_is_said_once() -> None:

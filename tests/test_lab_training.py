@@ -29,8 +29,8 @@ def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_count
     assert alone["link_bytes_out"] is None
     for key in ("loss", "accuracy", "bytes_out", "bytes_in", "ratio"):
         assert apart[key] == alone[key]
-    # Headers and acknowledgements, and for frames this small (38 kB) a little more of them than of a dense bucket.
-    assert 1 <= apart["link_bytes_out"] / apart["bytes_out"] < 1.15
+    # Headers and acknowledgements (10 %), and what TCP sends again on a busy machine; counted twice it would be 2.
+    assert 1 <= apart["link_bytes_out"] / apart["bytes_out"] < 1.5
 
 
 def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
     rows = json.loads(ran.stdout)["rows"]
     for row, payload in zip(rows, (4, 2), strict=True):
         assert row["bytes_out"] == payload * 1_199_882
-        assert 1 <= row["link_bytes_out"] / row["bytes_out"] < 1.10
+        assert 1 <= row["link_bytes_out"] / row["bytes_out"] < 1.5  # 1.07, and what TCP sends again
         assert 0 < row["link_use"] < 1
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"{rows[0]['step_ms']:.1f}" in page

@@ -327,7 +327,7 @@ def _browse(path: Path, profile: Path) -> tuple[str, list[str]]:
     assert CHROMIUM is not None
     ran = subprocess.run(
         [CHROMIUM, *QUIET, f"--user-data-dir={profile}", path.as_uri()],
-        capture_output=True, text=True, timeout=60, check=True, encoding="utf-8",
+        capture_output=True, text=True, timeout=300, check=True, encoding="utf-8",
     )  # fmt: skip
     return ran.stdout, [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
 

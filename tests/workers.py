@@ -30,7 +30,7 @@ class WorkerPool:
             self._pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
         """Results in rank order; a failure in any worker is an AssertionError with its traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))

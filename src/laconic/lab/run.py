@@ -18,6 +18,7 @@ from laconic.lab.lab import Lab
 
 _RUNGS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _POLL_S = 0.02
+_PIPE_TIMEOUT_S = 10  # a busy machine may take a second to copy the last lines
 _writing = threading.Lock()
 
 
@@ -70,7 +71,7 @@ def run(
         for process in processes:
             process.wait()
         for pump in pumps:
-            pump.join(timeout=1)  # a daemon that hides its environment may hold the pipe open
+            pump.join(timeout=_PIPE_TIMEOUT_S)  # a daemon that hides its environment may hold the pipe open
     return 128 + signals[0] if signals else worst
 
 
