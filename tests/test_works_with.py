@@ -351,6 +351,7 @@ def _refusals() -> list[str]:
     net = Net()
     for wrong in (
         lambda: laconic.attach(net, SPARSE),  # type: ignore[arg-type]
+        lambda: laconic.attach(DistributedDataParallel(net), None),  # type: ignore[arg-type]
         lambda: laconic.attach(start(SPARSE).ddp, SPARSE),
         lambda: laconic.attach(DistributedDataParallel(net, bucket_cap_mb=TINY_BUCKET_MB), "torch-powersgd"),
         lambda: laconic.attach(DistributedDataParallel(net), "topk:rho=3"),
@@ -364,7 +365,13 @@ def _refusals() -> list[str]:
 
 def test_wrong_use_is_one_line_with_the_cure(four_workers: WorkerPool) -> None:
     lines = four_workers.run(_refusals)[0]
-    cures = ["DistributedDataParallel(model)", "attach once", "bucket_cap_mb=1", "(0, 1]"]
+    cures = [
+        "DistributedDataParallel(model)",
+        "give a text like 'topk:rho=0.01'",
+        "attach once",
+        "bucket_cap_mb=1",
+        "(0, 1]",
+    ]
     assert len(lines) == len(cures)
     for line, cure in zip(lines, cures, strict=True):
         assert cure in line and "\n" not in line

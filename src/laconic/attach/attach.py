@@ -50,6 +50,11 @@ def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)
+    if not isinstance(scheme, Scheme | TorchHook):
+        raise SchemeError(
+            f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
+            "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
+        )
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
