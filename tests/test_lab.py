@@ -289,7 +289,9 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_lab
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(two_hosts: Lab) -> None:
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
+    two_hosts: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
     foreign = [f"foreign-{secrets.token_hex(3)}", f"laconic-{secrets.token_hex(3)}-0"]  # the second is in no register
     for name in foreign:
         iproute.ip("netns", "add", name)
@@ -303,6 +305,14 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(two_
             parent.kill()
         assert len(traces(lab_id)) == 5
         assert is_running(int(sleeper))
+        assert laconic_lab("status") == laconic_lab("status", "--json") == 0
+        shown = capfd.readouterr()
+        assert "laconic lab down" in shown.err and "left over" in shown.out
+        told = json.loads(shown.out.splitlines()[-1])["labs"]
+        assert {lab["id"]: lab["left_over"] for lab in told if lab["id"] in (lab_id, two_hosts.id)} == {
+            lab_id: True,
+            two_hosts.id: False,
+        }
         with Lab.create(LabSpec(1)):
             assert traces(lab_id) == []
             assert wait_until(lambda: not is_running(int(sleeper)))
@@ -418,8 +428,13 @@ def test_a_standing_lab_stays_until_it_is_taken_down(capfd: pytest.CaptureFixtur
         assert laconic_lab("heal", "1") == 0
         assert laconic_lab("status") == 0
         assert "cut" not in capfd.readouterr().out
+        (here,) = [lab for lab in labs() if lab.is_standing]
+        assert here.pids() == []
+        sleeper = here.hosts[0].popen(["sleep", "1000"])
+        with pytest.raises(LabError, match=f"{sleeper.pid}.*--force"):
+            laconic_lab("down")
     finally:
-        assert laconic_lab("down") == 0
+        assert laconic_lab("down", "--force") == 0
     assert traces(standing["id"]) == []
     with pytest.raises(LabError, match="laconic lab up"):
         laconic_lab("run", "--", "true")

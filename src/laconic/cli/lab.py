@@ -29,7 +29,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_spec(up, "to make")
     up.set_defaults(run=run_up)
 
-    deeds.add_parser("down", help="remove the standing lab, and what killed runs left").set_defaults(run=run_down)
+    down = deeds.add_parser("down", help="remove the standing lab, and what killed runs left")
+    down.add_argument("--force", action="store_true", help="also while a command runs in it, which is then ended")
+    down.set_defaults(run=run_down)
 
     status = deeds.add_parser("status", help="list labs, hosts, links and bytes so far")
     status.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -73,11 +75,14 @@ def run_up(asked: argparse.Namespace) -> int:
 
 
 def run_down(asked: argparse.Namespace) -> int:
-    """Remove the standing lab and abandoned ones; those of live processes stay."""
+    """Remove the standing lab, unless a command runs in it, and abandoned ones; those of live processes stay."""
     with noted_signals():
         gone = remove_abandoned()
         for lab in labs():
             if lab.is_standing:
+                if not asked.force and (running := lab.pids()):
+                    pids = ", ".join(map(str, running[:4])) + ", ..." * (len(running) > 4)
+                    raise LabError(f"something runs in lab {lab.id} (pid {pids}); end it first, or give --force")
                 lab.close()
                 gone.append(lab.id)
     print(f"removed {', '.join(gone)}" if gone else "no lab is standing", file=sys.stderr)
@@ -86,11 +91,13 @@ def run_down(asked: argparse.Namespace) -> int:
 
 def run_status(asked: argparse.Namespace) -> int:
     """List every lab of this machine."""
-    found = [lab for lab in labs() if not lab.is_abandoned]
+    found = labs()
     if asked.json:
         print(json.dumps({"labs": [_facts(lab) for lab in found]}))
     elif found:
         print(_describe(found))
+        if any(lab.is_abandoned for lab in found):
+            print("what is left over is of runs that were killed; `laconic lab down` removes it", file=sys.stderr)
     else:
         print(f"no lab is there; {_MAKE_ONE}", file=sys.stderr)
     return 0
@@ -150,14 +157,14 @@ def _facts(lab: Lab) -> dict[str, Any]:
     return {
         "id": lab.id,
         "owner_pid": lab.owner.pid if lab.owner else None,
+        "left_over": lab.is_abandoned,
         "hosts": [
             {
                 "host": host.index,
                 "namespace": host.namespace,
                 "address": host.address,
                 "link": str(host.link),
-                "cut": host.is_cut,
-                **asdict(host.counters()),
+                **({} if lab.is_abandoned else {"cut": host.is_cut, **asdict(host.counters())}),
             }
             for host in lab.hosts
         ],
@@ -171,6 +178,9 @@ def _describe(found: list[Lab]) -> str:
         owner = f"pid {lab['owner_pid']}" if lab["owner_pid"] else "standing"
         for host in lab["hosts"]:
             where = [str(host[key]) for key in ("host", "namespace", "address", "link")]
-            state = ["cut" if host["cut"] else "up", f"{host['bytes_out']:,}", f"{host['bytes_in']:,}"]
+            if lab["left_over"]:  # perhaps half made or half removed, so nobody asks its links
+                state = ["left over", "-", "-"]
+            else:
+                state = ["cut" if host["cut"] else "up", f"{host['bytes_out']:,}", f"{host['bytes_in']:,}"]
             rows.append([lab["id"], owner, *where, *state])
     return table(head, rows)

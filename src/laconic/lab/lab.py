@@ -61,6 +61,10 @@ class Lab:
             raise LabError(f"there is no host {index}; the hosts are 0 to {len(self.hosts) - 1}")
         return self.hosts[index]
 
+    def pids(self) -> list[int]:
+        """The processes on its hosts."""
+        return [pid for host in self.hosts for pid in iproute.pids(host.namespace)]
+
     def cut(self, index: int) -> None:
         """Pull the host's cable: its packets are lost both ways until `heal`."""
         iproute.ip("-n", self.switch, "link", "set", self.host(index).name, "down")
