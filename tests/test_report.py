@@ -235,6 +235,15 @@ def test_outside_a_lab_the_interface_is_not_spoken_of(tmp_path: Path) -> None:
     assert len(read.tables) == 4
 
 
+def test_what_diverged_is_marked_and_does_not_compete(tmp_path: Path) -> None:
+    made = make(tmp_path, hosts=1, workers=1)
+    _break(made, '"accuracy": 0.8912', '"diverged_at": 7, "accuracy": 0.8912')
+    read = _Reader(_page(made))
+    assert read.tables[0][2][0] == "dense diverged at step 7"
+    assert "89.12 %" not in read.bold and "88.99 %" in read.bold
+    assert "1 worker on 1 host of the lab" in read.text
+
+
 def test_a_sweep_alone_is_a_report_too(tmp_path: Path) -> None:
     read = _Reader(_page(make(tmp_path, rows=False)))
     assert len(read.tables) == len(read.drawings) == 1
@@ -261,6 +270,8 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path: Path) -> None:
         assert not (folder / "report.html").exists()
 
     refused(tmp_path / "nowhere", "nowhere has no records.jsonl.*laconic compare --out")
+    _write(tmp_path / "train", [{"kind": "job"}])
+    refused(tmp_path / "train", "train holds one run of `laconic train`; give a folder that `laconic compare --out`")
     refused(make(tmp_path / "neither", rows=False, sweep=False), "no row and no sweep")
     for name, old, new, why in (
         ("cut", '"kind": "sweep"', '"kind": "swe', "is not JSON"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -62,6 +62,7 @@ class Row:
     speedup: float | None
     speedup_bf16: float | None
     rounds: tuple[tuple[Point, ...], ...]
+    diverged_at: int | None = None  # the step from which on some round's loss was no number
 
     @cached_property
     def middle(self) -> tuple[Point, ...]:
@@ -109,7 +110,11 @@ class Facts:
 
 def read_facts(folder: Path) -> Facts:
     """Read the comparison in a folder and the runs below it."""
-    setting = _pick(Setting, next(records.read(folder, "comparison"), {}))
+    comparison = next(records.read(folder, "comparison"), None)
+    if comparison is None:
+        held = "one run of `laconic train`" if next(records.read(folder, "job"), None) else "no comparison"
+        raise TaskError(f"{folder} holds {held}; give a folder that `laconic compare --out` wrote")
+    setting = _pick(Setting, comparison)
     rows = tuple(_row(folder, fact, setting.rounds) for fact in records.read(folder, "row"))
     sweep = tuple(_pick(Sweep, fact) for fact in records.read(folder, "sweep"))
     if not rows and not sweep:
@@ -130,8 +135,8 @@ def _row(folder: Path, fact: dict[str, Any], rounds: int) -> Row:
 
 def _pick(kind: type[_T], fact: dict[str, Any]) -> _T:
     """The fields of a fact that the class names; others are ignored."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every caller's kind is a dataclass
-    lacking = [name for name in names if name not in fact]
+    wanted = fields(kind)  # type: ignore[arg-type]  # every caller's kind is a dataclass
+    lacking = [field.name for field in wanted if field.name not in fact and field.default is MISSING]
     if lacking:
         raise ValueError(f"a {kind.__name__.lower()} lacks {lacking[0]}")
-    return kind(**{name: fact[name] for name in names})
+    return kind(**{field.name: fact[field.name] for field in wanted if field.name in fact})

@@ -96,9 +96,10 @@ def _sentence(setting: Setting) -> str:
     if setting.hosts is not None:
         links = [f"{'unshaped' if setting.link == 'none' else setting.link} links"] if setting.link else []
         links += [f"host {host} on {link}" for host, link in setting.link_of.items()]
-        where = f"{setting.hosts} hosts of the lab" + f" ({', '.join(links)})" * bool(links)
-    how = [f"{setting.steps} steps"] if setting.steps else []
+        where = f"{setting.hosts} host{'s' * (setting.hosts != 1)} of the lab" + f" ({', '.join(links)})" * bool(links)
+    how = [f"{setting.steps} step{'s' * (setting.steps != 1)}"] if setting.steps else []
     how += [f"{setting.batch} examples per worker and step"] if setting.batch else []
     how += [f"{setting.rounds} round{'s' * (setting.rounds != 1)}", f"seed {setting.seed}"]
     how += [f"target accuracy {brief_percent(setting.target)}"] if setting.target is not None else []
-    return f"{setting.task}{model}, trained by {setting.workers} workers on {where}: {', '.join(how)}."
+    workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
+    return f"{setting.task}{model}, trained by {workers} on {where}: {', '.join(how)}."

@@ -69,20 +69,25 @@ def table(facts: Facts) -> str:
     best = [_best(column, facts.rows) for column in columns]
     for row in facts.rows:
         cells = "".join(_cell(column, row, mark) for column, mark in zip(columns, best, strict=True))
-        lines.append(f'<tr><th scope="row">{text(row.scheme)}</th>{cells}</tr>')
+        diverged = "" if row.diverged_at is None else f"<small>diverged at step {text(row.diverged_at)}</small>"
+        lines.append(f'<tr><th scope="row">{text(row.scheme)}{diverged}</th>{cells}</tr>')
     return scroll_box("Every scheme", f"<table>{_head(columns)}<tbody>\n" + "\n".join(lines) + "\n</tbody></table>")
 
 
 def _best(column: _Column, rows: Sequence[Row]) -> float | None:
-    """The best value; what sends nothing is a bound, not a contestant."""
-    values = [value for row in rows if row.bytes_out > 0 and (value := column.value(row)) is not None]
+    """The best value; what sends nothing is a bound, not a contestant, and what diverged is neither."""
+    values = [value for row in rows if _competes(row) and (value := column.value(row)) is not None]
     return column.best(values) if column.best and len(set(values)) > 1 else None
+
+
+def _competes(row: Row) -> bool:
+    return row.bytes_out > 0 and row.diverged_at is None
 
 
 def _cell(column: _Column, row: Row, best: float | None) -> str:
     value = column.value(row)
     shown = text(column.form(value))
-    if value is not None and value == best and row.bytes_out > 0:
+    if value is not None and value == best and _competes(row):
         shown = f"<strong>{shown}</strong>"
     below = f"<small>{text(column.below(row))}</small>" if column.below and value is not None else ""
     return f"<td>{shown}{below}</td>"
