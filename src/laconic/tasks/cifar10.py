@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-import shutil
 import tarfile
 import tempfile
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -45,25 +46,33 @@ def _find(folder: Path) -> Path:
 
 def _download() -> Path:
     """Fetch the data set into the user's cache, once, and check it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "laconic"
-    if not (cache / _FOLDER / "test_batch.bin").exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as fresh:
-            archive = Path(fresh) / "cifar10.tar.gz"
-            try:
-                with urllib.request.urlopen(_ADDRESS, timeout=_TIMEOUT_S) as source, archive.open("wb") as into:
-                    shutil.copyfileobj(source, into)
-            except OSError as error:
-                raise TaskError(f"cannot fetch CIFAR-10 ({error}); give --data a folder that holds {_FOLDER}") from None
-            if hashlib.md5(archive.read_bytes()).hexdigest() != _MD5:
-                raise TaskError(
-                    "what was fetched is not CIFAR-10: its checksum is wrong; try again, or give --data DIR"
-                )
-            with tarfile.open(archive) as tar:
-                tar.extractall(fresh, filter="data")
-            with suppress(OSError):  # another worker was faster
-                (Path(fresh) / _FOLDER).rename(cache / _FOLDER)
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic"
+        if not (cache / _FOLDER / "test_batch.bin").exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as fresh:
+                _fetch(Path(fresh))
+                with suppress(OSError):  # another worker was faster
+                    (Path(fresh) / _FOLDER).rename(cache / _FOLDER)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise TaskError(
+            f"CIFAR-10 cannot be kept in the cache ({error}); set XDG_CACHE_HOME to a folder that can be written, "
+            f"or give --data a folder that holds {_FOLDER}"
+        ) from None
     return cache / _FOLDER
+
+
+def _fetch(folder: Path) -> None:
+    """Fetch the archive (170 MB), check it and unpack it in the folder."""
+    try:
+        with urllib.request.urlopen(_ADDRESS, timeout=_TIMEOUT_S) as source:
+            fetched = source.read()
+    except (OSError, HTTPException) as error:
+        raise TaskError(f"cannot fetch CIFAR-10 ({error}); give --data a folder that holds {_FOLDER}") from None
+    if hashlib.md5(fetched).hexdigest() != _MD5:
+        raise TaskError("what was fetched is not CIFAR-10: its checksum is wrong; try again, or give --data DIR")
+    with tarfile.open(fileobj=io.BytesIO(fetched)) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def _read(path: Path) -> np.ndarray:
