@@ -6,11 +6,14 @@ argparse, because `torchrun -m laconic train` must run on a node that has torch 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from laconic import __version__
 from laconic.cli import bench, compare, lab, report, schemes, train
 from laconic.cli.launching import SAID_ABOVE
 from laconic.errors import LaconicError, LaunchError
@@ -26,14 +29,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _open_closed_streams()
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
+    parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (train, compare, report, lab, schemes, bench):
         module.add_parser(commands)
     said_above = is_worker() or SAID_ABOVE in os.environ
     try:
-        asked = parser.parse_args(arguments)
-        code: int = asked.run(asked)
+        try:
+            asked = parser.parse_args(arguments)
+            code: int = asked.run(asked)
+        finally:
+            sys.stdout.flush()  # here, where what goes wrong can be said
     except LaunchError as error:
         return 2 if said_above else _say(str(error), 2)
     except LaconicError as error:
@@ -41,9 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED if said_above else _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
+        _drop_stdout()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_stdout()
+        return _say(f"cannot write the result ({error.strerror}); free some space, or send it elsewhere", 2)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Where a stream was closed (2>&-), let it lead nowhere: print() would send talk to stdout instead."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)  # another file may have its number by now
+            except OSError:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # at that number, the lowest that is free
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
 
 
 def _say(message: str, code: int) -> int:
