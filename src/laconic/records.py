@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +22,12 @@ class Recorder:
     def __init__(self, folder: Path | None, *, keeps_old: bool = False) -> None:
         self._file = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_writable(folder)
             self._file = (folder / RECORDS).open("a" if keeps_old else "w", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **fact: Any) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **fact}) + "\n")
+            self._file.write(to_json({"kind": kind, **fact}) + "\n")
 
     def __enter__(self) -> Recorder:
         return self
@@ -37,10 +39,35 @@ class Recorder:
             self._file.close()
 
 
+def make_writable(folder: Path) -> None:
+    """Make the folder if it is not there, and try to write in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TaskError(
+            f"nothing can be written to {folder} ({error.strerror}); give --out a folder that can be written"
+        ) from None
+
+
+def to_json(value: Any) -> str:
+    """JSON, which has no NaN and no infinity: those become null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def forget_after(folder: Path, step: int) -> None:
     """Drop what a run that broke off wrote after its last checkpoint, and a result, which is no longer true."""
     kept = [fact for fact in read(folder) if fact.get("step", 0) <= step and fact["kind"] != "result"]
-    (folder / RECORDS).write_text("".join(json.dumps(fact) + "\n" for fact in kept), encoding="utf-8")
+    (folder / RECORDS).write_text("".join(to_json(fact) + "\n" for fact in kept), encoding="utf-8")
 
 
 def read(folder: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:

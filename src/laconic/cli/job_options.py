@@ -11,7 +11,7 @@ from laconic.train import Job
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
-    """One option for each field of Job."""
+    """One option for each field of Job; one that is not given is not in the namespace, and Job knows its default."""
     hints = get_type_hints(Job)
     for option in fields(Job):
         if option.name in without:
@@ -22,7 +22,7 @@ def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...]
         else:
             kind = next(t for t in (*get_args(hints[option.name]), hints[option.name]) if t is not type(None))
             shown = f"{meaning} (default {option.default})" if option.default is not None else meaning
-            parser.add_argument(name, type=kind, default=option.default, metavar=_metavar(kind), help=shown)
+            parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
 
 
 def job_of(asked: argparse.Namespace, **instead: Any) -> Job:

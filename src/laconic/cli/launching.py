@@ -13,9 +13,9 @@ from laconic.cli.lab import add_spec, spec_of
 from laconic.errors import LabError, LaunchError
 from laconic.lab import Lab, LabSpec, noted_signals
 from laconic.lab import run as run_in_lab
-from laconic.train import Job, launch
+from laconic.train import DIVERGED, Job, launch
 
-Launcher = Callable[[Job], None]
+Launcher = Callable[[Job], int]  # 0, or DIVERGED
 # Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
 SAID_ABOVE = "LACONIC_SAID_ABOVE"
 
@@ -31,6 +31,8 @@ def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
         if asked.link or asked.link_of:
             raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
         return None
+    if hasattr(asked, "workers"):
+        raise LabError("--hosts puts one worker on each host; leave --workers out")
     return spec_of(asked)
 
 
@@ -44,7 +46,7 @@ def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
         yield lambda job: _launch_on_hosts(lab, job, signals)
 
 
-def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> None:
+def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
     """One launcher and one worker per host, as on machines of their own; only rank 0 prints results."""
     command = [sys.executable, "-m", "laconic", "train", *replace(job, workers=1).arguments()]
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
@@ -52,5 +54,6 @@ def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> None:
     code = run_in_lab(lab, command, signals, env=env, marked=False)
     if signals:
         raise KeyboardInterrupt
-    if code:
+    if code and code != DIVERGED:
         raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
+    return code

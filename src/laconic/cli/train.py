@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
 from laconic.cli.job_options import add_job_options, job_of
 from laconic.cli.launching import add_lab_options, lab_spec, launcher
 from laconic.errors import LaconicError
+from laconic.records import make_writable, to_json
 from laconic.tasks import TASKS
-from laconic.train import Job, is_worker, work
-from laconic.train.checkpoint import find_checkpoint
-from laconic.train.result import Result
+from laconic.train import DIVERGED, Job, is_worker, work
+from laconic.train.checkpoint import load_checkpoint
+from laconic.train.result import Result, beside_dense
+from laconic.train.resume import check_resume
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,10 +33,10 @@ def run(asked: argparse.Namespace) -> int:
     """Start the workers, or be one."""
     job = job_of(asked)
     if not is_worker():
-        check_before_launch(job)
-        with launcher(lab_spec(asked)) as start:
-            start(job)
-        return 0
+        spec = lab_spec(asked)
+        check_before_launch(job, spec.hosts if spec else job.workers)
+        with launcher(spec) as start:
+            return start(job)
     try:
         result = work(job)
     except Exception as error:
@@ -46,21 +47,36 @@ def run(asked: argparse.Namespace) -> int:
         if os.environ.get("LACONIC_TRACEBACK"):
             raise
         return 1
-    if result is not None and not job.quiet:
-        print(json.dumps(result.as_dict()) if job.json else _text(result), flush=True)
-    return 0
+    if os.environ["RANK"] == "0":
+        _tell(result, job)
+    return 0 if result.diverged_at is None else DIVERGED
 
 
-def check_before_launch(job: Job) -> None:
+def check_before_launch(job: Job, num_workers: int) -> None:
     """Find what is missing before any worker starts, so that it is said once."""
-    TASKS[job.task].load(job.data)
-    if job.resume and job.out is not None:
-        find_checkpoint(job.out)
+    data = TASKS[job.task].load(job.data)
+    if job.out is None:
+        return
+    if job.resume:
+        check_resume(job, job.num_steps(len(data.train_targets), num_workers), *load_checkpoint(job.out, mapped=True))
+    make_writable(job.out)
+
+
+def _tell(result: Result, job: Job) -> None:
+    if not job.quiet:
+        print(to_json(result.as_dict()) if job.json else _text(result), flush=True)
+    if result.diverged_at is not None:
+        print(
+            f"laconic: {result.scheme} diverged: from step {result.diverged_at} on its loss is no number; "
+            "try a smaller --lr or --momentum",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _text(result: Result) -> str:
     split = ", ".join(f"{name} {ms:.1f}" for name, ms in result.split_ms.items())
-    ratio = f", {result.ratio:.1f}x fewer than dense fp32" if result.ratio else ""
+    ratio = f", {beside} than dense fp32" if (beside := beside_dense(result.ratio)) else ""
     return (
         f"{result.scheme}: accuracy {100 * result.accuracy:.2f} %, loss {result.loss:.4f} after {result.steps} steps "
         f"in {result.seconds:.1f} s; {result.step_ms:.1f} ms a step ({split}); "

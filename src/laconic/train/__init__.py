@@ -2,6 +2,7 @@
 
 from laconic.train.job import Job
 from laconic.train.launch import launch
+from laconic.train.result import DIVERGED
 from laconic.train.worker import is_worker, work
 
-__all__ = ["Job", "is_worker", "launch", "work"]
+__all__ = ["DIVERGED", "Job", "is_worker", "launch", "work"]

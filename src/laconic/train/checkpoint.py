@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,24 @@ def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -
 def find_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint in a folder."""
     latest = folder / _FOLDER / _LATEST
-    if not latest.exists():
+    if not latest.is_file():
         raise TaskError(f"{folder} holds no checkpoint; leave --resume out to start afresh")
-    return latest.parent / latest.read_text()
+    name = latest.read_text(errors="replace").strip()
+    if not re.fullmatch(r"step-[0-9]+", name):
+        raise TaskError(f"{latest} names no checkpoint; leave --resume out to start afresh")
+    return latest.parent / name
 
 
-def load_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(steps done, every rank's state)."""
+def load_checkpoint(folder: Path, *, mapped: bool = False) -> tuple[int, list[dict[str, Any]]]:
+    """(steps done, every rank's state); `mapped` leaves the tensors on disk until they are read."""
     home = find_checkpoint(folder)
     parts = sorted(home.glob("rank-*.pt"), key=lambda path: int(path.stem.removeprefix("rank-")))
     try:
-        states = [torch.load(part, map_location="cpu", weights_only=True) for part in parts]
+        states = [torch.load(part, map_location="cpu", weights_only=True, mmap=mapped) for part in parts]
     except Exception as error:  # torch.load fails in many ways on a file that was cut short
-        raise TaskError(f"a checkpoint in {home} cannot be read ({type(error).__name__}); start afresh") from None
+        raise TaskError(
+            f"a checkpoint in {home} cannot be read ({type(error).__name__}); leave --resume out to start afresh"
+        ) from None
     if not states:
-        raise TaskError(f"{home} holds no checkpoint files; start afresh, without --resume")
+        raise TaskError(f"{home} holds no checkpoint files; leave --resume out to start afresh")
     return int(home.name.removeprefix("step-")), states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,13 @@ class Job:
     json: bool = _option(False, "print the result as one JSON object, as the last line on stdout")
 
     def __post_init__(self) -> None:
-        parse(self.scheme)
+        object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
         for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise TaskError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
+        if not 0 <= self.seed < 2**63:
+            raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
         if self.task not in TASKS:
@@ -65,6 +68,13 @@ class Job:
             raise TaskError("--backend nccl needs --device cuda")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def num_steps(self, num_examples: int, num_workers: int) -> int:
+        """The steps to train in all."""
+        if self.epochs is None:
+            return self.steps or DEFAULT_STEPS
+        batch = self.batch or TASKS[self.task].batch
+        return max(1, round(self.epochs * num_examples / (batch * num_workers)))
 
     def facts(self) -> dict[str, Any]:
         """The job as plain values, for the records."""

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING
 
 from laconic.errors import LaunchError
 from laconic.train.job import Job
+from laconic.train.result import DIVERGED
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 
-def launch(job: Job) -> None:
-    """Run `python -m laconic train ...` in job.workers processes and wait for them all.
+# Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
+_WORKER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from laconic.cli import main
+sys.exit(main())
+"""
+
+
+def launch(job: Job) -> int:
+    """Run `laconic train ...` in job.workers processes and wait for them all; 0, or DIVERGED.
 
     Like torchrun, it is one node of several where PET_NNODES and the like say so.
     """
@@ -28,9 +38,11 @@ def launch(job: Job) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     logging.disable(logging.ERROR)  # torchrun's warnings about workers that end; we say it in one line ourselves
     try:
-        elastic_launch(config, sys.executable)("-m", "laconic", "train", *job.arguments())
+        elastic_launch(config, sys.executable)("-c", _WORKER, "train", *job.arguments())
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == DIVERGED:
+            return DIVERGED
         raise LaunchError(f"worker {rank} of {job.workers} ended {_how(failure.exitcode)}; all were stopped") from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -38,6 +50,7 @@ def launch(job: Job) -> None:
         raise LaunchError(f"stopped by {error.sigval.name}") from None
     finally:
         logging.disable(logging.NOTSET)
+    return 0
 
 
 def _config(num_workers: int) -> LaunchConfig:

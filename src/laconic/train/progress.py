@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.errors import TaskError
 from laconic.train.job import Job
+from laconic.train.result import beside_dense
 from laconic.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Progress:
             )
 
     def _text(self, fact: dict[str, Any]) -> str:
-        ratio = self._trainer.session.stats().ratio
-        said = f"{fact['bytes_out']:,} bytes out" + (f" ({ratio:.1f}x fewer)" if ratio else "")
+        beside = beside_dense(self._trainer.session.stats().ratio)
+        said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
         return f"loss {fact['loss']:.3f}, {fact['ms']:.0f} ms, {said}"
 
 

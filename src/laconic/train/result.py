@@ -12,6 +12,8 @@ from laconic.records import WARM_UP_STEPS
 from laconic.session import PHASES
 from laconic.train.trainer import Trainer
 
+DIVERGED = 3  # exit code of a run whose loss was no number in the end
+
 
 @dataclass(frozen=True)
 class Result:
@@ -30,9 +32,17 @@ class Result:
     link_bytes_in: int | None
     ratio: float | None
     skipped_steps: int
+    diverged_at: int | None  # the step from which on the loss was no number; the run ended at the next evaluation
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def beside_dense(ratio: float | None) -> str:
+    """A ratio in words; nothing where there is none, or where dense would have sent as much."""
+    if not ratio or f"{ratio:.1f}" == "1.0":
+        return ""
+    return f"{ratio:.1f}x fewer" if ratio > 1 else f"{1 / ratio:.1f}x more"
 
 
 def summarize(trainer: Trainer) -> Result:
@@ -62,4 +72,5 @@ def summarize(trainer: Trainer) -> Result:
         link_bytes_in=seen_in or None,
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
+        diverged_at=trainer.diverged_at,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,8 @@ from laconic.tasks import TASKS, Data
 from laconic.tasks.task import shard
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
 from laconic.train.interface import interface_bytes
-from laconic.train.job import DEFAULT_STEPS, Job
+from laconic.train.job import Job
+from laconic.train.resume import check_resume, remark, settings
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
@@ -42,7 +44,7 @@ class Trainer:
         self.batch = job.batch or task.batch
         momentum = task.momentum if job.momentum is None else job.momentum
         self.lr, momentum = _carried(scheme, job.lr or task.lr, momentum)
-        self.num_steps = self._num_steps()
+        self.num_steps = job.num_steps(len(data.train_targets), self.num_workers)
         one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model = task.model(job.model, data).to(device)
@@ -60,11 +62,8 @@ class Trainer:
         self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
         self.facts: list[dict[str, Any]] = []
         self.last_evaluation: dict[str, Any] = {}
-
-    def _num_steps(self) -> int:
-        if self.job.epochs is not None:
-            return max(1, round(self.job.epochs * len(self.data.train_targets) / (self.batch * self.num_workers)))
-        return self.job.steps or DEFAULT_STEPS
+        self.diverged_at: int | None = None  # the step from which on the loss was no number
+        self._not_finite_since: int | None = None
 
     def step(self, number: int) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
@@ -82,6 +81,7 @@ class Trainer:
         after, seen_after = self.session.stats(), interface_bytes()
         self.seconds += seconds
         self.steps_done = number + 1
+        self._not_finite_since = None if math.isfinite(loss_value) else self._not_finite_since or self.steps_done
         fact: dict[str, Any] = {
             "step": self.steps_done,
             "loss": loss_value,
@@ -123,6 +123,8 @@ class Trainer:
         sums = sums.to(self.device)
         dist.all_reduce(sums)
         right_total, loss_total, count = sums.tolist()
+        if not math.isfinite(loss_total) and self.steps_done:  # the sum of all workers, who thus agree to stop
+            self.diverged_at = self._not_finite_since or self.steps_done
         self.last_evaluation = {
             "step": self.steps_done,
             "seconds": self.seconds,
@@ -148,20 +150,21 @@ class Trainer:
             yield inputs.to(self.device), self.data.test_targets[part].to(self.device)
 
     def save(self) -> None:
-        """Write a checkpoint to --out, if there is one."""
-        if self.job.out is not None and not self.job.no_checkpoint and self.steps_done > 0:
+        """Write a checkpoint to --out, if there is one; that of a run which then diverged is kept."""
+        if self.job.out is not None and not self.job.no_checkpoint and self.steps_done and self.diverged_at is None:
             state: dict[str, Any] = {"session": self.session.state_dict(), "bytes": self.bytes_so_far()}
             if self.rank == 0:
                 state |= {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-                state |= {"seconds": self.seconds}
+                state |= {"seconds": self.seconds, "settings": settings(self.job)}
             save_checkpoint(self.job.out, self.steps_done, self.rank, state)
 
     def resume(self) -> int:
         """Load the newest checkpoint in --out; returns the first step still to do."""
         assert self.job.out is not None
         step, states = load_checkpoint(self.job.out)
-        if step >= self.num_steps:
-            raise TaskError(f"{step} steps are done already; give --steps more than that to go on")
+        check_resume(self.job, self.num_steps, step, states)
+        if self.rank == 0 and (changed := remark(self.job, states)):
+            print(f"laconic: {changed}", file=sys.stderr, flush=True)
         self.ddp.module.load_state_dict(states[0]["model"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.session.load_state_dict([state["session"] for state in states])

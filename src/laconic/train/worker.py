@@ -28,8 +28,8 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def work(job: Job) -> Result | None:
-    """Train and measure; rank 0 returns the result."""
+def work(job: Job) -> Result:
+    """Train and measure; every rank returns the result, in which the times are its own."""
     _end_with_the_launcher()
     torch.manual_seed(job.seed)
     device = _device(job)
@@ -51,10 +51,12 @@ def work(job: Job) -> Result | None:
                 progress.step(fact)
                 if (step + 1) % job.eval_every == 0 or step + 1 == trainer.num_steps:
                     _evaluate(trainer, records, progress)
+                if trainer.diverged_at is not None:
+                    break
             result = summarize(trainer)
             records.write("result", **result.as_dict())
             trainer.session.close()
-        return result if lead else None
+        return result
 
 
 def _end_with_the_launcher() -> None:
