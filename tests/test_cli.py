@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from laconic import cli, recipes
-from laconic.train import Job
+from laconic import __version__, cli, recipes
+from laconic.compare import compare, round_of
+from laconic.records import Recorder
+from laconic.train import Job, resume
+from laconic.train.result import beside_dense
 
 KILLED_AFTER_ITS_FIRST_CHECKPOINT = """
 import os, signal, sys
@@ -138,6 +141,13 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--resume"], "need --out"),
         (["train", "--resume", "--out", "/tmp/laconic-no-such-run"], "holds no checkpoint"),
         (["train", "--backend", "nccl"], "needs --device cuda"),
+        (["train", "--seed", "-1"], "--seed is -1; give a whole number from 0"),
+        (["train", "--epochs", "inf"], "--epochs is inf; give a finite number"),
+        (["train", "--epochs", "nan"], "--epochs is nan; give a finite number"),
+        (["train", "--out", "/dev/null"], "give --out a folder that can be written"),
+        (["train", "--hosts", "2", "--workers", "2"], "leave --workers out"),
+        (["compare", "--suite", "links", "--workers", "2"], "leave --link, --link-of, --target and --workers out"),
+        (["compare", "--out", "/dev"], "/dev is not empty; give --out a new folder"),
         (["compare", "--scheme", "dense", "--scheme", "dense"], "given twice"),
         (["compare", "--target", "88"], "between 0 and 1"),
         (["bench", "wire", "--n", "0"], "--n is 0"),
@@ -153,6 +163,122 @@ def test_a_wrong_argument_is_one_line(words: list[str], said: str, capsys: pytes
     printed = capsys.readouterr()
     assert code == 2 and printed.out == ""
     assert said in printed.err and len(printed.err.splitlines()) == 1
+
+
+def _main(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a command that is refused before anything starts."""
+    assert cli.main(words) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert printed.out == ""
+    return line
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--steps", "9", "--out", str(tmp_path), "--resume", "--scheme", "topk"]
+    home = tmp_path / "checkpoint"
+    (home / "step-5").mkdir(parents=True)
+    (home / "latest").touch()
+    assert "latest names no checkpoint" in _main(capsys, *words)
+    (home / "latest").write_text("step-5")
+    assert "holds no checkpoint files" in _main(capsys, *words)
+    part = home / "step-5" / "rank-0.pt"
+    begun = resume.settings(Job(task="chars", scheme="dense"))
+    torch.save({"settings": begun, "session": {"scheme": "dense"}}, part)
+    assert "was made with --task chars; give that" in _main(capsys, *words)
+    torch.save({"settings": resume.settings(Job(scheme="dense")), "session": {"scheme": "dense"}}, part)
+    assert "was made with --scheme dense, which keeps other things than topk" in _main(capsys, *words)
+    assert "5 steps are done already" in _main(capsys, *words, "--steps", "5")
+    part.write_bytes(part.read_bytes()[:-100])
+    assert "cannot be read" in _main(capsys, *words)
+
+
+def test_a_run_that_goes_on_otherwise_is_remarked_on() -> None:
+    begun = [{"settings": resume.settings(Job(scheme="topk:", lr=0.2))}]
+    assert resume.remark(Job(scheme="topk"), begun) == ""  # 0.2 is the task's own
+    said = resume.remark(Job(scheme="topk", lr=0.1, seed=3), begun)
+    assert said == "this run began with --lr 0.2, --seed 0 and goes on with --lr 0.1, --seed 3"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert "set XDG_CACHE_HOME" in _main(capsys, "train", "--task", "cifar10")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"laconic {__version__}\n"
+
+
+def test_a_closed_stderr_leads_nowhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["train", "--steps", "0"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "laconic", "schemes"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("laconic: cannot write the result (No space") and len(ran.stderr.splitlines()) == 1
+
+
+def test_a_run_that_diverges_says_so_and_keeps_to_json(tmp_path: Path) -> None:
+    ran = laconic("train", *SMALL, "--scheme", "dense", "--lr", "1e30", "--json", "--out", str(tmp_path))
+    assert ran.returncode == 3
+    facts = _records(tmp_path)
+    (result,) = [fact for fact in facts if fact["kind"] == "result"]
+    assert {"kind": "result", **json.loads(ran.stdout, parse_constant=_refuse)} == result
+    first = next(fact["step"] for fact in facts if fact["kind"] == "step" and fact["loss"] is None)
+    assert result["diverged_at"] == first and result["steps"] == 3 and result["loss"] is None
+    *_, last = ran.stderr.splitlines()
+    said = f"laconic: dense diverged: from step {first} on its loss is no number; try a smaller --lr or --momentum"
+    assert last == said, ran.stderr
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_a_diverged_run_does_not_spoil_a_comparison(tmp_path: Path) -> None:
+    for scheme, accuracy, diverged_at in (("dense", 0.1, 2), ("bf16", 0.8, None), ("topk", 0.7, None)):
+        with Recorder(round_of(tmp_path, scheme, 1)) as records:
+            for step in (0, 4):
+                records.write("eval", step=step, seconds=step * 0.5, accuracy=accuracy)
+            records.write("step", step=1, ms=1.0, exchange_ms=1.0)
+            sent = {"bytes_out": 8, "bytes_in": 8, "link_bytes_out": None, "link_bytes_in": None, "ratio": 1.0}
+            result: dict[str, Any] = {"split_ms": {}, "steps": 2 if diverged_at else 4, "accuracy": accuracy, **sent}
+            records.write("result", diverged_at=diverged_at, **result)
+    found = compare(tmp_path, ["dense", "bf16", "topk"], 1)
+    assert found.steps == 4 and found.target == pytest.approx(0.79)
+    assert [row.diverged_at for row in found.rows] == [2, None, None]
+    # The accuracy before any training, which meets the target here, is not timed.
+    assert [row.seconds_to_target for row in found.rows] == [None, 2.0, None]
+
+
+@pytest.mark.parametrize("ratio,said", [(None, ""), (1.0, ""), (63.51, "63.5x fewer"), (0.5, "2.0x more")])
+def test_a_ratio_in_words(ratio: float | None, said: str) -> None:
+    assert beside_dense(ratio) == said
+
+
+def test_ctrl_c_while_workers_import_torch_is_one_line() -> None:
+    process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
+    while not _started(process.pid):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert [line for line in said.splitlines() if "accuracy" not in line] == ["laconic: interrupted"], said
+
+
+def _started(pid: int) -> bool:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes() for child in children)
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_process() -> None:

@@ -21,7 +21,7 @@ class Row:
     scheme: str
     folder: str
     accuracy: float
-    seconds_to_target: float | None  # training time until an evaluation reached the target; None if none did
+    seconds_to_target: float | None  # training time until an evaluation reached the target; None if a round's did not
     step_ms: float
     step_ms_quartiles: tuple[float, float]
     split_ms: dict[str, float]
@@ -33,6 +33,7 @@ class Row:
     ratio: float | None
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
+    diverged_at: int | None  # the step from which on some round's loss was no number
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,12 +66,14 @@ def compare(
 ) -> Comparison:
     """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
     runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
-    accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in runs.items()}
     if target is None:
+        sound = {scheme: of for scheme, of in runs.items() if _diverged_at(of) is None} or runs
+        accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in sound.items()}
         target = accuracies.get("dense", max(accuracies.values())) - _MARGIN
     times = {scheme: _median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
     rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
-    return Comparison(target, runs[schemes[0]][0].result["steps"], tuple(rows))
+    steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
+    return Comparison(target, steps, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,11 @@ class Run:
         return cls(by_kind["result"][-1], steps, by_kind["eval"])
 
     def seconds_to(self, target: float) -> float | None:
-        """Training time until an evaluation reached the target."""
-        return next((float(fact["seconds"]) for fact in self.evaluations if fact["accuracy"] >= target), None)
+        """Training time until an evaluation reached the target; the one before any training does not count."""
+        if self.result["diverged_at"] is not None:
+            return None
+        trained = (fact for fact in self.evaluations if fact["step"] > 0)
+        return next((float(fact["seconds"]) for fact in trained if fact["accuracy"] >= target), None)
 
 
 def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_bits_per_s: int | None) -> Row:
@@ -120,7 +126,12 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         ratio=first["ratio"],
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
+        diverged_at=_diverged_at(runs),
     )
+
+
+def _diverged_at(runs: Sequence[Run]) -> int | None:
+    return min((run.result["diverged_at"] for run in runs if run.result["diverged_at"] is not None), default=None)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,14 +13,14 @@ from pathlib import Path
 from laconic.cli.job_options import add_job_options, job_of
 from laconic.cli.launching import add_lab_options, lab_spec, launcher
 from laconic.cli.setting import setting
-from laconic.cli.sweep import sweep
+from laconic.cli.sweep import sweep, sweep_spec
 from laconic.cli.table import number, table
 from laconic.cli.train import check_before_launch
 from laconic.compare import Comparison, compare, round_of
 from laconic.errors import TaskError
 from laconic.lab import LabSpec
 from laconic.recipes import parse
-from laconic.records import Recorder
+from laconic.records import Recorder, to_json
 from laconic.report import write_report
 from laconic.train import Job
 
@@ -63,12 +62,14 @@ def run(asked: argparse.Namespace) -> int:
     if asked.rounds < 1:
         raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
     job = job_of(asked, scheme=schemes[0], json=False, quiet=True, no_checkpoint=True)
-    check_before_launch(job)
-    with _folder(asked.out) as out:
+    spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
+    if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
+        raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
+    check_before_launch(job, spec.hosts if spec else job.workers)
+    with _folder(job.out) as out:
         if asked.suite is not None:
             printed = sweep(job, schemes, out, asked)
         else:
-            spec = lab_spec(asked)
             _run_all(job, schemes, asked.rounds, out, spec)
             bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
             found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
@@ -77,8 +78,8 @@ def run(asked: argparse.Namespace) -> int:
                 records.write("comparison", **what)
                 for row in found.rows:
                     records.write("row", **row.as_dict())
-            printed = json.dumps(found.as_dict()) if asked.json else _text(found)
-        if asked.out is not None:
+            printed = to_json(found.as_dict()) if asked.json else _text(found)
+        if job.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
     print(printed, flush=True)
     return 0
@@ -121,7 +122,8 @@ def _text(found: Comparison) -> str:
     rows = []
     for row in found.rows:
         first, third = row.step_ms_quartiles
-        cells = [row.scheme, f"{100 * row.accuracy:.2f} %", number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
+        accuracy = f"{100 * row.accuracy:.2f} %" if row.diverged_at is None else f"diverged at step {row.diverged_at}"
+        cells = [row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
         cells += [f"{first:.0f}-{third:.0f}", f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
         if in_lab:
             use = None if row.link_use is None else 100 * row.link_use

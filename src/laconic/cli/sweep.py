@@ -35,14 +35,22 @@ class Point:
     speedup_bf16: float | None
 
 
-def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
-    """Time every scheme on every link; the table, or one JSON object."""
-    if asked.link or asked.link_of or asked.target is not None:
-        raise TaskError("--suite links chooses the links and times steps; leave --link, --link-of and --target out")
+def sweep_spec(job: Job, asked: argparse.Namespace) -> LabSpec:
+    """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
+    if asked.link or asked.link_of or asked.target is not None or hasattr(asked, "workers"):
+        raise TaskError(
+            "--suite links chooses the links, times steps and puts a worker on each of --hosts; "
+            "leave --link, --link-of, --target and --workers out"
+        )
     if job.epochs is not None:
         raise TaskError("--suite links times steps; give --steps instead of --epochs")
+    return LabSpec(_HOSTS if asked.hosts is None else asked.hosts)
+
+
+def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
+    """Time every scheme on every link; the table, or one JSON object."""
+    hosts = sweep_spec(job, asked).hosts
     job = replace(job, steps=job.steps or _STEPS, eval_every=10**9)
-    hosts = asked.hosts or _HOSTS
     points = []
     with Recorder(out) as records:
         what = setting(job, LabSpec(hosts), rounds=asked.rounds, steps=job.steps or _STEPS, target=None)
