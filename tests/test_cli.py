@@ -37,7 +37,7 @@ sys.exit(main(sys.argv[1:]))
 SMALL = ["--workers", "2", "--steps", "6", "--batch", "4", "--eval-every", "3"]
 
 
-def laconic(*words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def laconic(*words: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "laconic", *words], capture_output=True, text=True, timeout=timeout_s, check=False
     )
