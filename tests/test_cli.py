@@ -268,7 +268,7 @@ def test_a_ratio_in_words(ratio: float | None, said: str) -> None:
 
 def test_ctrl_c_while_workers_import_torch_is_one_line() -> None:
     process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
-    while not _started(process.pid):
+    while not _load_torch(process.pid, num_workers=2):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=240)
@@ -276,9 +276,11 @@ def test_ctrl_c_while_workers_import_torch_is_one_line() -> None:
     assert [line for line in said.splitlines() if "accuracy" not in line] == ["laconic: interrupted"], said
 
 
-def _started(pid: int) -> bool:
+def _load_torch(pid: int, num_workers: int) -> bool:
+    """Whether all workers have begun to import torch; before that Python itself starts, and prints what it likes."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return any(b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes() for child in children)
+    workers = [child for child in children if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes()]
+    return sum("libtorch" in Path(f"/proc/{worker}/maps").read_text() for worker in workers) == num_workers
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_process() -> None:
