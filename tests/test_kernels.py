@@ -226,7 +226,7 @@ def test_elias_fano_is_the_same_code_everywhere(n: int, share: float, width: int
     assert all((reading.numel() == k) == (readings[0].numel() == k) for reading in readings)
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", SIZES[:-1])
 def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
     cases = vectors(n)
     ballots = []
@@ -239,8 +239,9 @@ def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
             assert torch.equal(cpu.unpack_signs(words, n, scale), signs_again)
             assert torch.equal(torch.signbit(signs_again), torch.signbit(x))
         ballots.append(words)
-        for found, expected in zip(cpu.vote(ballots), reference.vote(ballots), strict=True):
-            assert torch.equal(found, expected), (name, len(ballots))
+    for voters in (1, 2, 3, 4, 8, 9, len(ballots)):
+        outcomes = zip(cpu.vote(ballots[:voters]), reference.vote(ballots[:voters]), strict=True)
+        assert all(torch.equal(found, expected) for found, expected in outcomes), voters
     ones = torch.stack([reference.unpack_lanes(ballot, n, 1) for ballot in ballots]).sum(0)
     negative, tie = (reference.unpack_lanes(words, n, 1) for words in reference.vote(ballots))
     assert torch.equal(negative == 1, 2 * ones > len(ballots)) and torch.equal(tie == 1, 2 * ones == len(ballots))

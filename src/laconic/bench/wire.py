@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from laconic.bench.clock import median_seconds
 from laconic.wire import floor_bits, smallest_index_codec
-
-_REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -36,26 +31,15 @@ def bench_wire(n: int, rho: float, device: str = "cpu", seed: int = 0) -> WireBe
     generator = torch.Generator().manual_seed(seed)
     positions = torch.randperm(n, generator=generator)[:k].sort().values.to(device, torch.int32)
     words = codec.encode(positions, n)
-    encode_s = _median_seconds(lambda: codec.encode(positions, n), positions)
-    decode_s = _median_seconds(lambda: codec.decode(words, n, k), positions)
+    works = {"encode": lambda: codec.encode(positions, n), "decode": lambda: codec.decode(words, n, k)}
+    seconds = median_seconds(works, device)
     return WireBench(
         n=n,
         k=k,
         codec=codec.__name__,
         bits_per_index=32 * words.numel() / k,
         floor_bits=floor_bits(n, k) / k,
-        encode_gb_per_s=4 * k / encode_s / 1e9,
-        decode_gb_per_s=4 * k / decode_s / 1e9,
+        encode_gb_per_s=4 * k / seconds["encode"] / 1e9,
+        decode_gb_per_s=4 * k / seconds["decode"] / 1e9,
         exact=torch.equal(codec.decode(words, n, k), positions),
     )
-
-
-def _median_seconds(work: Callable[[], Tensor], on: Tensor) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        work()
-        if on.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

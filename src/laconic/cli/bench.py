@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from laconic.bench import bench_wire
+from laconic.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_wire
+from laconic.cli.table import table
 from laconic.errors import TaskError
 
 
@@ -16,22 +17,54 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `laconic bench`."""
     parser = commands.add_parser("bench", help="measure single parts")
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+
     wire = parts.add_parser("wire", help="bits per index against the floor, and throughput of the code")
-    wire.add_argument("--n", type=int, default=10_000_000, metavar="N", help="entries (default 10,000,000)")
-    wire.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
-    wire.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
-    wire.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_size(wire, 10_000_000)
     wire.set_defaults(run=run_wire)
 
+    select = parts.add_parser("select", help="selection against torch.topk, sampled selection and a copy")
+    _add_size(select, 25_000_000)
+    select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
+    _add_effort(select)
+    select.set_defaults(run=run_select)
 
-def run_wire(asked: argparse.Namespace) -> int:
-    """Measure the index code."""
+    each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
+    _add_size(each, 10_000_000)
+    _add_effort(each)
+    each.set_defaults(run=run_kernels)
+
+
+def _add_size(parser: argparse.ArgumentParser, n: int) -> None:
+    parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
+    parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+
+
+def _add_effort(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="in which all take turns (default 5)")
+
+
+def _check(asked: argparse.Namespace) -> None:
     if asked.n < 1 or asked.n >= 2**31:
         raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
     if not 0 < asked.rho <= 1:
         raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+    if getattr(asked, "rounds", 1) < 1:
+        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    threads = getattr(asked, "threads", None)
+    if threads is not None:
+        if threads < 1:
+            raise TaskError(f"--threads is {threads}; give 1 or more")
+        torch.set_num_threads(threads)
+
+
+def run_wire(asked: argparse.Namespace) -> int:
+    """Measure the index code."""
+    _check(asked)
     found = bench_wire(asked.n, asked.rho, asked.device)
     if asked.json:
         print(json.dumps(asdict(found)))
@@ -44,3 +77,40 @@ def run_wire(asked: argparse.Namespace) -> int:
             f"round trip {'exact' if found.exact else 'WRONG'}"
         )
     return 0 if found.exact else 1
+
+
+def run_select(asked: argparse.Namespace) -> int:
+    """Measure selection."""
+    _check(asked)
+    dists = list(DISTRIBUTIONS) if asked.dist == "all" else [asked.dist]
+    found = [bench_select(asked.n, asked.rho, dist, asked.device, asked.rounds) for dist in dists]
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        one = found[0]
+        where = f"{one.threads} threads" if asked.device == "cpu" else torch.cuda.get_device_name()
+        print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
+        head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
+        rows = [
+            (
+                one.dist, f"{one.ms['withdraw']:.3f}", f"{one.speedup_topk:.1f}", f"{one.speedup_sampled:.1f}",
+                f"{one.over_copy:.2f}", f"{one.over_floor:.2f}", f"{one.passes:.2f}",
+                "exact" if one.exact else "WRONG",
+            )
+            for one in found
+        ]  # fmt: skip
+        print(table(head, rows))
+    return 0 if all(one.exact for one in found) else 1
+
+
+def run_kernels(asked: argparse.Namespace) -> int:
+    """Measure every kernel."""
+    _check(asked)
+    found = bench_kernels(asked.n, asked.rho, asked.device, asked.rounds)
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        print(f"{asked.n:,} entries, share {asked.rho:g}, {found[0].backend} kernels")
+        rows = [(one.kernel, f"{one.ms:.3f}", f"{one.speedup:.1f}", f"{one.over_copy:.2f}") for one in found]
+        print(table(("kernel", "ms", "x reference", "of a copy"), rows))
+    return 0

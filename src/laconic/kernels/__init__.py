@@ -35,9 +35,11 @@ __all__ = [
     "decode_elias_fano",
     "encode_elias_fano",
     "mean_magnitude",
+    "module",
     "new_search",
     "pack_lanes",
     "pack_signs",
+    "reference",
     "set_bits",
     "unpack_bits",
     "unpack_lanes",
@@ -72,7 +74,8 @@ def _backend(asked: str, device: str) -> str:
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
+def module(name: str) -> ModuleType:
+    """A backend, by name."""
     return importlib.import_module(f"laconic.kernels.{name}")
 
 
@@ -83,7 +86,7 @@ def _dispatched(definition: K) -> K:
     @functools.wraps(definition)
     def call(first: Any, *rest: Any, **named: Any) -> Any:
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
-        return getattr(_module(backend(device)), name)(first, *rest, **named)
+        return getattr(module(backend(device)), name)(first, *rest, **named)
 
     return call  # type: ignore[return-value]
 

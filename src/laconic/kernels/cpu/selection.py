@@ -72,5 +72,5 @@ def withdraw_(
         values.data_ptr(),
         ctypes.byref(facts),
     )
-    advance_(search, kth=facts.kth, mean=facts.mean, caught_enough=facts.caught >= k, passes=facts.passes)
+    advance_(search, k=k, kth=facts.kth, mean=facts.mean, caught=facts.caught, passes=facts.passes)
     return positions, values

@@ -11,7 +11,16 @@ using namespace laconic;
 namespace {
 
 constexpr int64_t kStrip = 64;  // words that are voted on together: 256 bytes of each plane
-constexpr int kPlanes = 16;     // binary digits of a count: up to 65,535 voters
+constexpr int kPlanes = 17;     // binary digits of a count: up to 65,535 voters
+
+// Adds a binary digit to each bit's digit; the carries are left in `carry`.
+inline void add_digit(uint32_t* digit, uint32_t* carry) {
+  for (int64_t i = 0; i < kStrip; ++i) {
+    const uint32_t both = digit[i] & carry[i];
+    digit[i] ^= carry[i];
+    carry[i] = both;
+  }
+}
 
 }  // namespace
 
@@ -49,6 +58,14 @@ extern "C" void laconic_unpack_signs(const uint32_t* words, int64_t n, float sca
     for (int64_t first = begin; first < end; first += 32) {
       const uint32_t word = words[first / 32];
       const int64_t stop = std::min<int64_t>(32, end - first);
+#if defined(__AVX512F__)
+      if (stop == 32) {
+        const __m512i plus = _mm512_set1_epi32(positive), minus = _mm512_set1_epi32(positive ^ 1u << 31);
+        _mm512_storeu_si512(x + first, _mm512_mask_blend_epi32(static_cast<__mmask16>(word), plus, minus));
+        _mm512_storeu_si512(x + first + 16, _mm512_mask_blend_epi32(static_cast<__mmask16>(word >> 16), plus, minus));
+        continue;
+      }
+#endif
       uint32_t bits[32];
       for (int i = 0; i < 32; ++i) bits[i] = positive ^ (word >> i & 1) << 31;
       std::memcpy(x + first, bits, 4 * stop);
@@ -66,27 +83,23 @@ extern "C" void laconic_vote(const uint32_t* const* ballots, int64_t num_voters,
       const int64_t strip = std::min(kStrip, end - first);
       uint32_t count[kPlanes][kStrip] = {};  // binary digits of how many ones, bit by bit
       for (int64_t voter = 0; voter < num_voters; ++voter) {
-        const uint32_t* ballot = ballots[voter] + first;
-        for (int64_t i = 0; i < strip; ++i) {
-          uint32_t carry = ballot[i];
-          for (int plane = 0; plane < planes; ++plane) {
-            const uint32_t next = count[plane][i] & carry;
-            count[plane][i] ^= carry;
-            carry = next;
-          }
-        }
+        uint32_t carry[kStrip] = {};
+        std::memcpy(carry, ballots[voter] + first, 4 * strip);
+        for (int plane = 0; plane == 0 || voter >> (plane - 1) != 0; ++plane) add_digit(count[plane], carry);
       }
       const int64_t half = num_voters / 2;
-      for (int64_t i = 0; i < strip; ++i) {
-        uint32_t above = 0, equal = ~0u;  // the count against half, from the highest digit down
-        for (int plane = planes - 1; plane >= 0; --plane) {
-          const uint32_t digit = half >> plane & 1 ? ~0u : 0u;
-          above |= equal & count[plane][i] & ~digit;
-          equal &= ~(count[plane][i] ^ digit);
+      uint32_t above[kStrip] = {}, equal[kStrip];  // the count against half, from the highest digit down
+      std::memset(equal, 0xFF, sizeof equal);
+      for (int plane = planes - 1; plane >= 0; --plane) {
+        const uint32_t digit = half >> plane & 1 ? ~0u : 0u;
+        for (int64_t i = 0; i < kStrip; ++i) {
+          above[i] |= equal[i] & count[plane][i] & ~digit;
+          equal[i] &= ~(count[plane][i] ^ digit);
         }
-        negative[first + i] = above;
-        tie[first + i] = num_voters % 2 == 0 ? equal : 0;
       }
+      if (num_voters % 2 != 0) std::memset(equal, 0, sizeof equal);
+      std::memcpy(negative + first, above, 4 * strip);
+      std::memcpy(tie + first, equal, 4 * strip);
     }
   });
 }

@@ -59,7 +59,7 @@ def withdraw_(
     values = balance[positions]
     balance[positions] = 0
     kth = float(values.abs().nan_to_num(torch.inf, torch.inf).min())
-    advance_(search, kth=kth, mean=mean, caught_enough=passes == 1, passes=passes)
+    advance_(search, k=k, kth=kth, mean=mean, caught=k, passes=passes)
     return positions.to(torch.int32), values
 
 

@@ -1,0 +1,375 @@
+"""The Triton kernels against the reference: on a CUDA device, or on the CPU with TRITON_INTERPRET=1.
+
+The interpreter runs the programs of a launch one after the other, so that one that waits for the next waits for ever.
+To try that here, each program gets a thread, only one of them runs at a time, and who is next is drawn at every
+atomic operation and volatile load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inputs import SIZES, vectors
+from laconic import KernelError
+from laconic.kernels import reference
+from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
+
+pytest.importorskip("triton", reason="triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from laconic.kernels import gpu  # noqa: E402
+from laconic.kernels.gpu import grid, withdraw, withdraw_candidates, withdraw_fallback, withdraw_rank  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ON_CUDA = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter, or needs CUDA itself")
+LENGTHS = (1, 5000) if INTERPRETED else (*SIZES, 4096, 4097)
+GENERATOR = torch.Generator().manual_seed(1)
+
+tl: Any = importlib.import_module("triton.language")
+interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal bit for bit, whatever the devices; any NaN equals any, as a GPU's sum has another payload than a CPU's."""
+    one, other = one.cpu(), other.cpu()
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype == torch.float32 else x
+
+
+def steps_agree(x: Tensor, k: int, addends: list[Tensor | None], factor: float = 1.0) -> Tensor:
+    """Withdraw from `x` after each addend, by both; returns what the search has come to know."""
+    n = x.numel()
+    want_balance, want_search = x.cpu().clone(), new_search(n, k)
+    balance, search = x.to(DEVICE, copy=True), new_search(n, k, DEVICE)
+    for addend in addends:
+        here = None if addend is None else addend.to(DEVICE)
+        want = reference.withdraw_(want_balance, addend, k, want_search, factor=factor)
+        got = gpu.withdraw_(balance, here, k, search, factor=factor)
+        assert same(got[0], want[0]) and same(got[1], want[1]) and same(balance, want_balance)
+    known = search.cpu()
+    torch.testing.assert_close(known[KTH], want_search[KTH], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        known[MEAN], want_search[MEAN], rtol=1e-5, atol=0, equal_nan=True
+    )  # float32 partial sums
+    assert known[CALLS] == len(addends)
+    assert not grid.memory_of(balance.device, 0)[: grid.HEAD.value].any()
+    return known
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_withdrawal_equals_the_reference(n: int) -> None:
+    for x in vectors(n).values():
+        noise = torch.randn(n, generator=GENERATOR) * 0.1
+        for k in sorted({1, max(1, n // 2), n} if INTERPRETED else {1, max(1, n // 100), max(1, n // 2), n}):
+            steps_agree(x, k, [None, noise], factor=0.7)
+
+
+@pytest.mark.parametrize("k_share", (0.001, 0.01, 0.1))
+def test_a_steady_search_makes_one_pass(k_share: float) -> None:
+    n = 9000 if INTERPRETED else 3_000_001
+    k = max(1, int(k_share * n))
+    addends: list[Tensor | None] = [torch.randn(n, generator=GENERATOR) for _ in range(5)]
+    known = steps_agree(torch.zeros(n), k, addends)
+    assert known[PASSES] == withdraw_rank.FALLBACK_PASSES.value + 5  # only the first had no guess
+
+
+def test_a_slice_that_is_not_aligned() -> None:
+    n = 4500 if INTERPRETED else 1_000_003
+    x, g = torch.randn(n + 3, generator=GENERATOR), torch.randn(n + 3, generator=GENERATOR)
+    balance, addend, search = x.to(DEVICE, copy=True)[3:], g.to(DEVICE)[1:-2], new_search(n, 50, DEVICE)
+    for _ in range(2):
+        want = reference.withdraw_(x[3:], g[1:-2], 50, new_search(n, 50))
+        got = gpu.withdraw_(balance, addend, 50, search)
+        assert same(got[0], want[0]) and same(got[1], want[1]) and same(balance, x[3:])
+
+
+def test_arguments_are_checked() -> None:
+    x = torch.randn(100, device=DEVICE)
+    search = new_search(100, 5, DEVICE)
+    wrong: list[Callable[[], Any]] = [
+        lambda: gpu.withdraw_(x.double(), None, 5, search),
+        lambda: gpu.withdraw_(x, x[:50], 5, search),
+        lambda: gpu.withdraw_(x[::2], None, 5, search),
+        lambda: gpu.withdraw_(x, None, 101, search),
+        lambda: gpu.withdraw_(x, None, 0, search),
+        lambda: gpu.pack_lanes(torch.ones(3, dtype=torch.int32, device=DEVICE), 32),
+        lambda: gpu.unpack_signs(torch.ones(3, dtype=torch.int32, device=DEVICE), 97, 1.0),
+        lambda: gpu.set_bits(torch.ones(3, device=DEVICE), 97),
+    ]
+    for call in wrong:
+        with pytest.raises(KernelError, match="give"):
+            call()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a device the programs run at once anyway")
+@pytest.mark.parametrize("num_programs", (5,))
+def test_programs_in_any_order(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"TILE": tl.constexpr(128), "WORDS": tl.constexpr(4), "SPAN": tl.constexpr(64), "_LEAST_ROOM": 100}
+    for module in (withdraw, withdraw_candidates, withdraw_fallback, withdraw_rank):
+        for name in small.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, small[name])
+    monkeypatch.setattr(withdraw, "num_resident", lambda *_: num_programs)
+    with programs_taking_turns():
+        for name in ("normal", "ties", "large in one place", "nan and inf"):
+            x = vectors(1700)[name]
+            for k in (17, 240):
+                noise = None if name == "ties" else torch.randn(1700, generator=GENERATOR) * 0.1
+                steps_agree(x, k, [None, noise, noise])
+
+
+@ON_CUDA
+def test_large_buckets() -> None:
+    n = 2**27
+    for share, scale in ((0.01, 1.0), (0.001, 1e-40), (0.7, 1.0)):
+        k = int(share * n)
+        x = torch.randn(n, device=DEVICE) * scale
+        x[: n // 40] *= 30  # a layer larger than the others
+        balance, search = x.clone(), new_search(n, k, DEVICE)
+        for step in range(3):
+            g = torch.randn(n, device=DEVICE) * 0.05 * scale if step else None
+            x = x + g if g is not None else x
+            positions, values = gpu.withdraw_(balance, g, k, search)
+            bits = x.view(torch.int32) & 0x7FFFFFFF
+            kth = bits.kthvalue(n - k + 1).values
+            want = (bits > kth).nonzero().squeeze(1)
+            ties = (bits == kth).nonzero().squeeze(1)[: k - want.numel()]
+            want = torch.cat([want, ties]).sort().values
+            assert torch.equal(positions, want.to(torch.int32)) and torch.equal(values, x[want])
+            x[want] = 0
+            assert torch.equal(balance, x)
+
+
+@ON_CUDA
+def test_runs_are_bit_identical() -> None:
+    n, k = 10_000_019, 100_000
+    x, g = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        balance, search = x.clone(), new_search(n, k, DEVICE)
+        found = [gpu.withdraw_(balance, g, k, search) for _ in range(4)]
+        return [balance, search, *(t for pair in found for t in pair)]
+
+    first = run()
+    for _ in range(5):
+        assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
+
+
+@ON_CUDA
+def test_a_graph_can_hold_it() -> None:
+    n, k = 1_000_000, 10_000
+    x, g = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE)
+    balance, search = x.clone(), new_search(n, k, DEVICE)
+    gpu.withdraw_(balance.clone(), g, k, search)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        positions, values = gpu.withdraw_(balance, g, k, search)
+    balance.copy_(x)
+    want_balance, want_search = x.clone(), new_search(n, k, DEVICE)
+    for _ in range(3):
+        graph.replay()
+        want = reference.withdraw_(want_balance, g, k, want_search)
+        assert same(positions, want[0]) and same(values, want[1]) and same(balance, want_balance)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_parts_of_the_search(n: int) -> None:
+    thresholds = torch.tensor([0.0, 0.5, -1.0, torch.inf])
+    for x in vectors(n).values():
+        here = x.to(DEVICE)
+        assert gpu.all_finite(here) == reference.all_finite(x)
+        assert same(gpu.count_at_least(here, thresholds.to(DEVICE)), reference.count_at_least(x, thresholds))
+        torch.testing.assert_close(
+            gpu.mean_magnitude(here).cpu(), reference.mean_magnitude(x), rtol=1e-12, atol=0, equal_nan=True
+        )  # float64 sums in another order
+        for threshold in (0.0, 0.7, 1e-42, torch.inf):
+            for got, want in zip(gpu.compact(here, threshold), reference.compact(x, threshold), strict=True):
+                assert same(got, want)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_signs_and_votes(n: int) -> None:
+    for x in vectors(n).values():
+        words = gpu.pack_signs(x.to(DEVICE))
+        assert same(words, reference.pack_signs(x))
+        for scale in (0.3, 0.0):
+            assert same(gpu.unpack_signs(words, n, scale), reference.unpack_signs(words.cpu(), n, scale))
+    for num_voters in (1, 2, 3, 8, 9):
+        ballots = [_words(n) for _ in range(num_voters)]
+        for got, want in zip(gpu.vote([b.to(DEVICE) for b in ballots]), reference.vote(ballots), strict=True):
+            assert same(got, want)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_lanes_and_check_sums(n: int) -> None:
+    for width in (1, 3, 8, 17, 31):
+        values = torch.randint(2**width, (n,), generator=GENERATOR).to(torch.int32)
+        words = gpu.pack_lanes(values.to(DEVICE), width)
+        assert same(words, reference.pack_lanes(values, width))
+        assert same(gpu.unpack_lanes(words, n, width), values)
+        assert same(gpu.check_sum(words), reference.check_sum(words.cpu()))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_codes_of_positions_and_sums(n: int) -> None:
+    for k in sorted({0, 1, n // 7, n}):
+        positions = torch.randperm(n, generator=GENERATOR)[:k].sort().values.to(torch.int32)
+        here = positions.to(DEVICE)
+        bitmap = gpu.set_bits(here, n)
+        assert same(bitmap, reference.set_bits(positions, n)) and same(gpu.unpack_bits(bitmap), positions)
+        for width in (0, 5):
+            num_high_bits = k + (n >> width) + 1
+            words = gpu.encode_elias_fano(here, width, num_high_bits)
+            assert same(words, reference.encode_elias_fano(positions, width, num_high_bits))
+            assert same(gpu.decode_elias_fano(words, n, k, width), positions)
+            for damaged in (_flipped(words) for _ in range(2)):
+                want = reference.decode_elias_fano(damaged.cpu(), n, k, width)
+                assert same(gpu.decode_elias_fano(damaged, n, k, width), want)
+        total, values = torch.randn(n, generator=GENERATOR), torch.randn(2, k, generator=GENERATOR)
+        got = total.to(DEVICE, copy=True)
+        gpu.add_at_(got, [here, here], list(values.to(DEVICE)))
+        reference.add_at_(total, [positions, positions], list(values))
+        assert same(got, total)
+
+
+def _words(count: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, (count,), generator=GENERATOR).to(torch.int32)
+
+
+def _flipped(words: Tensor) -> Tensor:
+    """The words with one bit changed."""
+    bit = int(torch.randint(32 * words.numel(), (), generator=GENERATOR))
+    mask = torch.zeros_like(words)
+    mask[bit // 32] = (1 << bit % 32) - (2**32 if bit % 32 == 31 else 0)
+    return words ^ mask
+
+
+_patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+_here = threading.local()  # the turns that this thread's program takes part in, and its number
+
+
+def _with_index(tensor: Any, scope: Any) -> None:
+    """numpy 2.4 no longer turns an array of one element into an int."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+class _Once:
+    """Patch each set of modules once; else every call of a device function does it again, ten times as slowly."""
+
+    def __init__(self) -> None:
+        self.patched: set[frozenset[int]] = set()
+
+    def __call__(self, fn: Any) -> Any:
+        fn = getattr(fn, "original", fn)
+        modules = (value for value in fn.__globals__.values() if isinstance(value, ModuleType))
+        langs = frozenset(id(module) for module in modules if module in (tl, tl.core))
+        if langs not in self.patched:
+            self.patched.add(langs)
+            _patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+
+_ONCE = _Once()
+
+
+@pytest.fixture(autouse=True)
+def _usable_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", _with_index)
+        monkeypatch.setattr(interpreter, "_patch_lang", _ONCE)
+
+
+class _Turns:
+    def __init__(self, count: int) -> None:
+        self.waiting, self.now = list(range(count)), -1
+        self.changed, self.random = threading.Condition(), random.Random(count)
+        self.failures: list[BaseException] = []
+
+    def draw(self) -> None:
+        self.now = self.random.choice(self.waiting) if self.waiting else -1
+        self.changed.notify_all()
+
+    def pass_on(self, me: int) -> None:
+        with self.changed:
+            self.draw()
+            self.changed.wait_for(lambda: self.now == me)
+        interpreter.interpreter_builder.set_grid_idx(me, 0, 0)
+
+    def run(self, me: int, program: Callable[[], None]) -> None:
+        _here.turns, _here.me = self, me
+        with self.changed:
+            self.changed.wait_for(lambda: self.now == me)
+        interpreter.interpreter_builder.set_grid_idx(me, 0, 0)
+        try:
+            program()
+        except BaseException as error:
+            self.failures.append(error)
+        with self.changed:
+            self.waiting.remove(me)
+            self.draw()
+
+
+def _run_all(fn: Callable[..., None], count: int, args: dict[str, Any]) -> None:
+    turns = _Turns(count)
+    threads = [threading.Thread(target=turns.run, args=(me, lambda: fn(**args))) for me in range(count)]
+    for thread in threads:
+        thread.start()
+    with turns.changed:
+        turns.draw()
+    for thread in threads:
+        thread.join()
+    if turns.failures:
+        raise turns.failures[0]
+
+
+def _pausing(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_here, "turns", None) and (operation.__name__ != "create_load" or args[-1]):
+            _here.turns.pass_on(_here.me)
+        return operation(self, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def programs_taking_turns() -> Iterator[None]:
+    """Launches within run their programs in turns."""
+    builder, executor = type(interpreter.interpreter_builder), interpreter.GridExecutor
+    atomic, load, launch = builder.create_atomic_rmw, builder.create_load, executor.__call__
+
+    def launch_in_turns(self: Any, *args: Any, **kwargs: Any) -> None:
+        fn, (count,), self.grid = self.fn, self.grid, (1,)
+
+        def program(**args: Any) -> None:
+            interpreter.interpreter_builder.set_grid_dim(count, 1, 1)
+            _run_all(fn, count, args)
+
+        program.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+        program.__annotations__ = fn.__annotations__
+        program.original = fn  # type: ignore[attr-defined]
+        self.fn = program
+        launch(self, *args, **kwargs)
+
+    builder.create_atomic_rmw, builder.create_load = _pausing(atomic), _pausing(load)
+    executor.__call__ = launch_in_turns
+    try:
+        yield
+    finally:
+        builder.create_atomic_rmw, builder.create_load, executor.__call__ = atomic, load, launch
