@@ -8,28 +8,22 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
-from laconic.errors import TaskError
-from laconic.memory import MomentumResidual
 from laconic.recipes import parse
-from laconic.scheme import Scheme, TorchHook
+from laconic.scheme import TorchHook
 from laconic.session import PHASES
-from laconic.tasks import TASKS, Data
-from laconic.tasks.task import shard
+from laconic.tasks import Data
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
+from laconic.train.course import Course, loss_of
 from laconic.train.interface import interface_bytes
 from laconic.train.job import Job
 from laconic.train.resume import check_resume, remark, settings
 
-_WEIGHT_DECAY = 1e-4
-_WARM_UP_SHARE = 0.05
 _ONE_BUCKET_MB = 4096
 _EVAL_BATCH = 100
 
@@ -39,24 +33,15 @@ class Trainer:
 
     def __init__(self, job: Job, data: Data, device: torch.device) -> None:
         self.job, self.device, self.data = job, device, data
-        task, scheme = TASKS[job.task], parse(job.scheme)
+        scheme = parse(job.scheme)
         self.rank, self.num_workers = dist.get_rank(), dist.get_world_size()
-        self.batch = job.batch or task.batch
-        momentum = task.momentum if job.momentum is None else job.momentum
-        self.lr, momentum = _carried(scheme, job.lr or task.lr, momentum)
-        self.num_steps = job.num_steps(len(data.train_targets), self.num_workers)
+        self.course = Course(job, data, self.rank, self.num_workers)
+        self.num_steps = self.course.num_steps
         one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
-        # Channels last makes the convolutions here two to three times faster on a CPU.
-        model = task.model(job.model, data).to(device)
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = self.course.model(device)
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None)
-        self.optimizer = torch.optim.SGD(
-            self.ddp.parameters(), lr=self.lr, momentum=momentum, weight_decay=_WEIGHT_DECAY
-        )
+        self.optimizer = self.course.optimizer(self.ddp)
         self.session = attach(self.ddp, scheme)
-        self._mine = shard(data.train_targets, self.rank, self.num_workers, job.labels_per_worker, job.seed)
-        if self.batch > len(self._mine):
-            raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
         self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
@@ -69,11 +54,10 @@ class Trainer:
         """Train on one batch; returns what was measured."""
         before, seen_before = self.session.stats(), interface_bytes()
         start = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * _schedule(number, self.num_steps)
-        inputs, targets = self._batch(number)
+        self.course.set_rate_(self.optimizer, number)
+        inputs, targets = (part.to(self.device) for part in self.course.examples(number))
         self.optimizer.zero_grad()
-        loss = _loss(self.ddp(inputs), targets)
+        loss = loss_of(self.ddp(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         loss_value = float(loss.detach())  # on CUDA this waits for the step to end
@@ -97,17 +81,6 @@ class Trainer:
         self.facts.append(fact)
         return fact
 
-    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """This worker's examples at a step: a walk over its share, shuffled anew each time round."""
-        batches_per_round = max(1, len(self._mine) // self.batch)
-        turn, place = divmod(number, batches_per_round)
-        shuffle = _generator(self.job.seed, self.rank, turn)
-        chosen = self._mine[torch.randperm(len(self._mine), generator=shuffle)][place * self.batch :][: self.batch]
-        inputs = self.data.prepare(self.data.train_inputs[chosen])
-        if self.data.augment is not None:
-            inputs = self.data.augment(inputs, _generator(self.job.seed, self.rank, number, 1))
-        return inputs.to(self.device), self.data.train_targets[chosen].to(self.device)
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data, which the workers share; every worker gets the same figures."""
@@ -118,7 +91,7 @@ class Trainer:
         for inputs, targets in self._test_batches():
             logits = model(inputs)
             right = (logits.argmax(-1) == targets).sum()
-            sums += torch.tensor([float(right), float(_loss(logits, targets)) * targets.numel(), targets.numel()])
+            sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
         model.train()
         sums = sums.to(self.device)
         dist.all_reduce(sums)
@@ -172,27 +145,3 @@ class Trainer:
         for way in self.bytes_before:  # the number of workers may have changed, so each takes the mean
             self.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
         return step
-
-
-def _generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for each tuple of numbers."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def _schedule(step: int, num_steps: int) -> float:
-    """Linear warm-up over the first twentieth, then a cosine down to zero."""
-    warm_up = max(1, round(_WARM_UP_SHARE * num_steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
-
-
-def _carried(scheme: Scheme | TorchHook, lr: float, momentum: float) -> tuple[float, float]:
-    """(lr, momentum) of the optimizer; where the scheme's memory carries momentum, lr/(1-m) stays as it was."""
-    if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
-        return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
-    return lr, momentum

@@ -1,0 +1,88 @@
+"""One worker's part in a job, whatever carries its gradients: model, optimizer, and the examples of each step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from laconic.errors import TaskError
+from laconic.memory import MomentumResidual
+from laconic.recipes import parse
+from laconic.scheme import Scheme, TorchHook
+from laconic.tasks import TASKS, Data
+from laconic.tasks.task import shard
+from laconic.train.job import Job
+
+_WEIGHT_DECAY = 1e-4
+_WARM_UP_SHARE = 0.05
+
+
+class Course:
+    """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
+
+    def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
+        self._job, self._data, self._rank = job, data, rank
+        self._task = TASKS[job.task]
+        self.batch = job.batch or self._task.batch
+        momentum = self._task.momentum if job.momentum is None else job.momentum
+        self._lr, self._momentum = _carried(parse(job.scheme), job.lr or self._task.lr, momentum)
+        self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
+        if self.batch > len(self._mine):
+            raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
+        self.num_steps = job.num_steps(len(data.train_targets), num_workers)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The task's model, drawn from torch's own generator."""
+        model = self._task.model(self._job.model, self._data).to(device)
+        # Channels last makes the convolutions here two to three times faster on a CPU.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Plain SGD over the model's parameters; `set_rate_` before each step gives it the step's rate."""
+        return torch.optim.SGD(model.parameters(), lr=self._lr, momentum=self._momentum, weight_decay=_WEIGHT_DECAY)
+
+    def set_rate_(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give the optimizer the learning rate of a step."""
+        for group in optimizer.param_groups:
+            group["lr"] = self._lr * _schedule(step, self.num_steps)
+
+    def examples(self, step: int) -> tuple[Tensor, Tensor]:
+        """This worker's inputs and targets at a step: a walk over its share, shuffled anew each time round."""
+        batches_per_round = max(1, len(self._mine) // self.batch)
+        turn, place = divmod(step, batches_per_round)
+        shuffle = _generator(self._job.seed, self._rank, turn)
+        chosen = self._mine[torch.randperm(len(self._mine), generator=shuffle)][place * self.batch :][: self.batch]
+        inputs = self._data.prepare(self._data.train_inputs[chosen])
+        if self._data.augment is not None:
+            inputs = self._data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
+        return inputs, self._data.train_targets[chosen]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, over the places of a sequence too."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """A generator of its own for each tuple of numbers."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Linear warm-up over the first twentieth, then a cosine down to zero."""
+    warm_up = max(1, round(_WARM_UP_SHARE * num_steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
+
+
+def _carried(scheme: Scheme | TorchHook, lr: float, momentum: float) -> tuple[float, float]:
+    """(lr, momentum) of the optimizer; where the scheme's memory carries momentum, lr/(1-m) stays as it was."""
+    if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
+        return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
+    return lr, momentum
