@@ -23,7 +23,7 @@ FLOORS = (
     ("attach",),
     ("tasks", "records"),
     ("train", "bench"),
-    ("compare", "lab", "report"),
+    ("compare", "inspect", "lab", "report"),
     ("cli",),
 )
 # Side by side on one floor: a frame holds quantized values.
