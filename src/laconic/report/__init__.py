@@ -1,4 +1,4 @@
-"""A comparison as one self-contained page: no script, nothing fetched, the same bytes for the same records."""
+"""What was measured as one self-contained page: no script, nothing fetched, the same bytes for the same records."""
 
 from laconic.report.page import write_report
 

@@ -98,7 +98,7 @@ def side_width(curves: Sequence[Curve]) -> float:
 def line_chart(label: str, x: Axis, y: Axis, curves: Sequence[Curve], levels: Sequence[Level], names: str) -> str:
     """The drawing: grid, levels, rounds, lines with marks, names."""
     parts = [_level(level, x, y) for level in levels if level.shades_below]
-    parts += [_grid(x, y)] + [_level(level, x, y) for level in levels if not level.shades_below]
+    parts += [grid(x, y)] + [_level(level, x, y) for level in levels if not level.shades_below]
     parts += [
         f'<path class="thin {looks.colour(c.number)}" d="{_path(run, x, y)}"/>' for c in curves for run in c.thin if run
     ]
@@ -118,12 +118,13 @@ def _level(level: Level, x: Axis, y: Axis) -> str:
     )
 
 
-def svg(label: str, height: float, inside: str) -> str:
+def svg(label: str, height: float, inside: str, *, width: float = WIDTH) -> str:
     """A drawing that scales to its box."""
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{text(label)}">{inside}</svg>'
+    return f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{text(label)}">{inside}</svg>'
 
 
-def _grid(x: Axis, y: Axis) -> str:
+def grid(x: Axis, y: Axis) -> str:
+    """Both axes with their names and ticks, and a line across at each tick of y."""
     parts = [f'<text class="axis-name" x="0" y="13">{text(y.name)}</text>']
     for value, label in y.ticks:
         at = y.at(value)

@@ -1,4 +1,4 @@
-"""The page: what was run, the table, the figures, how to read them."""
+"""The page of a comparison: what was run, the table, the figures, how to read them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from laconic import records
 from laconic.errors import TaskError
 from laconic.report.facts import Facts, Setting, read_facts
 from laconic.report.figures import link_use, over_bytes, over_time, step_split
-from laconic.report.markup import brief_percent, text
+from laconic.report.fits import fits_page
+from laconic.report.frame import frame
+from laconic.report.inspected import holds_inspection
+from laconic.report.markup import brief_percent
 from laconic.report.sweep import over_links
 from laconic.report.table import table
-
-# Nothing is fetched and nothing runs, whatever a record holds.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = Path(__file__).with_name("style.css")
 
 _NOTES = (
     "Time is training time; evaluation is taken off the clock.",
@@ -34,7 +33,7 @@ def write_report(folder: Path) -> Path:
         raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
     path = folder / "report.html"
     try:
-        page = _page(read_facts(folder))
+        page = fits_page(folder) if holds_inspection(folder) else _page(read_facts(folder))
         path.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a name becomes ?
     except TaskError:
         raise
@@ -51,35 +50,11 @@ def _page(facts: Facts) -> str:
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE, _LAB_NOTE] if facts.rows else [_LAB_NOTE]
     notes += [_SWEEP_NOTE] if facts.sweep else []
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{text(title)}</title>
-<style>
-{_STYLE.read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{text(title)}</h1>
-<p>{text(_sentence(facts.setting))}</p>
-</header>
-{table(facts) if facts.rows else ""}
+    body = f"""{table(facts) if facts.rows else ""}
 <section class="figures">
 {_figures(facts)}
-</section>
-<section class="notes">
-<h2>How to read this</h2>
-<ul>{"".join(f"<li>{text(note)}</li>" for note in notes)}</ul>
-</section>
-</main>
-</body>
-</html>
-"""
+</section>"""
+    return frame(title, _sentence(facts.setting), body, notes)
 
 
 def _figures(facts: Facts) -> str:
