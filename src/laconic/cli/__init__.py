@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from laconic import __version__
-from laconic.cli import bench, compare, lab, report, schemes, train
+from laconic.cli import bench, compare, inspect, lab, report, schemes, train
 from laconic.cli.launching import SAID_ABOVE
 from laconic.errors import LaconicError, LaunchError
 from laconic.train import is_worker
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, compare, report, lab, schemes, bench):
+    for module in (train, compare, report, inspect, lab, schemes, bench):
         module.add_parser(commands)
     said_above = is_worker() or SAID_ABOVE in os.environ
     try:
