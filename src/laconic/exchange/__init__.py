@@ -1,5 +1,6 @@
 """Where it goes. Only this floor talks to other workers, and it counts what it says."""
 
+from laconic.exchange.agreement import agree, agreement_bytes
 from laconic.exchange.counted_group import CountedGroup
 from laconic.exchange.group import Group, backend_for, own_group, ranks_that_differ
 from laconic.exchange.in_process import InProcess, in_process
@@ -21,6 +22,8 @@ __all__ = [
     "Pattern",
     "Silent",
     "Traffic",
+    "agree",
+    "agreement_bytes",
     "backend_for",
     "in_process",
     "own_group",

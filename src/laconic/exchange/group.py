@@ -49,6 +49,18 @@ class Group:
         dist.all_gather(list(everyone), mine, group=self._group)
         return everyone.to(frame.device)
 
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
+        if not self._staged:
+            heard = torch.empty_like(rows)
+            dist.all_to_all_single(heard, rows, group=self._group)
+            return heard
+        mine = self._host("mine", rows.numel(), rows.dtype).view(rows.shape)
+        mine.copy_(rows)
+        others = self._host("everyone", rows.numel(), rows.dtype).view(rows.shape)
+        dist.all_to_all_single(others, mine, group=self._group)
+        return others.to(rows.device)
+
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
         # A group of some ranks is named after them, and a later one would meet the old one's keys in the store.

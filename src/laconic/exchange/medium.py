@@ -21,3 +21,6 @@ class Medium(Protocol):
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""

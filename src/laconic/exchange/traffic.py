@@ -36,6 +36,10 @@ class Traffic:
         moved = payload_bytes * (num_workers - 1)
         self.count(kind, payload_bytes, moved, moved)
 
+    def count_all_to_all(self, kind: str, payload_bytes: int, num_workers: int) -> None:
+        moved = payload_bytes // num_workers * (num_workers - 1)
+        self.count(kind, payload_bytes, moved, moved)
+
     def copy(self) -> dict[str, Count]:
         """The counts as they are now."""
         return {kind: replace(count) for kind, count in self.by_kind.items()}
