@@ -17,6 +17,9 @@ import torch
 from laconic.errors import KernelError
 from laconic.kernels import reference
 from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
+
+# These four have no native form yet.
+from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
 
 __all__ = [
@@ -28,21 +31,25 @@ __all__ = [
     "PASSES",
     "add_at_",
     "all_finite",
+    "average_words",
     "backend",
     "check_sum",
     "compact",
     "count_at_least",
     "decode_elias_fano",
     "encode_elias_fano",
+    "largest_magnitudes",
     "mean_magnitude",
     "module",
     "new_search",
     "pack_lanes",
     "pack_signs",
+    "quantize_pack",
     "reference",
     "set_bits",
     "unpack_bits",
     "unpack_lanes",
+    "unpack_scale",
     "unpack_signs",
     "vote",
     "withdraw_",
