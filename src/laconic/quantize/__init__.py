@@ -1,8 +1,28 @@
 """How a value is written, with loss: what the network sees of a float32."""
 
+from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
 from laconic.quantize.cast import BF16, FP16, Exact
+from laconic.quantize.grid import Grid, Steps, round_up
+from laconic.quantize.maxnorm import MaxNorm
+from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import Quantizer
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16}
+GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
 
-__all__ = ["BF16", "FP16", "QUANTIZERS", "Exact", "Quantizer"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "GRIDS",
+    "QUANTIZERS",
+    "Carrier",
+    "Exact",
+    "Grid",
+    "MaxNorm",
+    "MultiScale",
+    "Quantizer",
+    "Steps",
+    "carrier_for",
+    "largest_levels",
+    "round_up",
+]

@@ -2,9 +2,10 @@
 
 from laconic.select.everything import Everything
 from laconic.select.plan import Plan, Selector, Window
+from laconic.select.randk import RandK
 from laconic.select.searches import SEARCHES
 from laconic.select.topk import TopK
 
-SELECTORS: dict[str, type[Selector]] = {"everything": Everything, "topk": TopK}
+SELECTORS: dict[str, type[Selector] | type[RandK]] = {"everything": Everything, "topk": TopK, "randk": RandK}
 
-__all__ = ["SEARCHES", "SELECTORS", "Everything", "Plan", "Selector", "TopK", "Window"]
+__all__ = ["SEARCHES", "SELECTORS", "Everything", "Plan", "RandK", "Selector", "TopK", "Window"]

@@ -1,0 +1,108 @@
+"""Whole multiples of a step that all workers share, so that the sum of the codes is the code of the sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.errors import SchemeError
+from laconic.quantize.carrier import largest_levels
+
+# Under this a largest magnitude is taken for zero: levels/norm would come near the end of float32's range.
+_SMALLEST_NORM = 2.0**-100
+
+
+def round_up(norms: Tensor) -> Tensor:
+    """float32 >= 0 as the next bf16, at most 1/128 more: half the bits, and nothing lies beyond the last level."""
+    return ((norms.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The grid of one bucket at one step, the same on every worker; a group is a run of entries with one scale."""
+
+    group: int
+    inverse: Tensor  # float32 per group: levels over the norm; times |g| it is the place on the grid
+    step: Tensor  # float32 per group: what a code of one worker is worth
+    mean_step: Tensor  # float32 per group: what the sum of M workers' codes is worth in the mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """q = sign(g)*(floor(|g|/n*s) + Bernoulli(frac)), |q| <= s; the mean over M workers reads n/s * sum(q)/M.
+
+    n is the largest |g| on any worker, in a bucket or a block of it, rounded up to a bf16. Rounding is unbiased, drawn
+    from (seed, rank, step, bucket, position), so the step in a checkpoint is all the state there is.
+    """
+
+    levels: int  # s: codes lie in [-s, s]
+    block: int = 0  # entries that share a norm, of 16 bits; 0: the whole bucket
+    seed: int = 0  # of the draws that round
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not 1 <= self.levels <= largest_levels(1):
+            raise SchemeError(f"{name}.levels is {self.levels}; give 1 to {largest_levels(1)}")
+        if self.block < 0:
+            raise SchemeError(f"{name}.block is {self.block}; give a number of entries, or 0 for the whole bucket")
+        if self.seed < 0:
+            raise SchemeError(f"{name}.seed is {self.seed}; give 0 or more")
+
+    @property
+    def level_counts(self) -> tuple[int, ...]:
+        """s of each scale, from coarse to fine."""
+        return (self.levels,)
+
+    def norm_group(self, count: int) -> int:
+        """How many of `count` entries share a norm."""
+        return self.block or max(1, count)
+
+    def scale_group(self, count: int) -> int:
+        """How many of `count` entries share a scale; one scale alone needs no map of scales."""
+        return self.norm_group(count)
+
+    @property
+    def map_bits(self) -> int:
+        """Bits of a number of a scale in the map that the workers agree on: 2 for up to 4."""
+        return (len(self.level_counts) - 1).bit_length()
+
+    def num_norms(self, count: int) -> int:
+        """Norms that the workers agree on for `count` entries."""
+        return -(-count // self.norm_group(count))
+
+    def num_map_words(self, count: int) -> int:
+        """32-bit words of the map of scales; none where there is one scale."""
+        num_groups = -(-count // self.scale_group(count))
+        return -(-num_groups * self.map_bits // 32)
+
+    def finest_fitting(self, largest: Tensor, norms: Tensor, count: int) -> Tensor:
+        """For each group the finest scale on which its largest magnitude is at most s, as int64."""
+        place = largest.unsqueeze(1) * self._inverses(self._norm_of_groups(norms, count))
+        return (place[:, 1:] <= self.levels).sum(1)  # finer scales have larger places, so those that fit come first
+
+    def steps(self, norms: Tensor, scales: Tensor | None, count: int, num_workers: int) -> Steps:
+        """The grid for agreed norms and scales (None where there is one scale)."""
+        norms = self._norm_of_groups(norms, count)
+        counts = self._counts(norms)
+        # Tensors divide tensors: on CUDA a division by a Python number multiplies by its reciprocal, an ulp away.
+        tables = self._inverses(norms), norms.unsqueeze(1) / counts, norms.unsqueeze(1) / (counts * num_workers)
+        column = torch.zeros_like(norms, dtype=torch.int64) if scales is None else scales
+        return Steps(self.scale_group(count), *(table.gather(1, column.unsqueeze(1)).squeeze(1) for table in tables))
+
+    def _norm_of_groups(self, norms: Tensor, count: int) -> Tensor:
+        """The norm of each group that shares a scale; a block of norms is a whole number of such groups."""
+        if self.norm_group(count) == self.scale_group(count):
+            return norms
+        if norms.numel() == 1:
+            return norms.expand(-(-count // self.scale_group(count)))
+        groups_per_norm = self.norm_group(count) // self.scale_group(count)
+        return norms.repeat_interleave(groups_per_norm)[: -(-count // self.scale_group(count))]
+
+    def _inverses(self, norms: Tensor) -> Tensor:
+        table = self._counts(norms) / norms.unsqueeze(1)
+        return torch.where(norms.unsqueeze(1) < _SMALLEST_NORM, torch.zeros_like(table), table)
+
+    def _counts(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.level_counts, dtype=torch.float32, device=like.device).unsqueeze(0)
