@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laconic import Scheme, TorchHook, parse
+from laconic.quantize import Grid
 
 # One text for each recipe, at settings that a model of a few thousand entries can show.
 RECIPE_TEXTS = {
@@ -12,6 +13,10 @@ RECIPE_TEXTS = {
     "topk": "topk:rho=0.05",
     "laplace": "laplace:rho=0.05,search=bisection",
     "dgc": "dgc:rho=0.05,ramp=2",
+    "maxnorm": "maxnorm:bits=4",
+    "multiscale": "multiscale:bits=4",
+    "randk-maxnorm": "randk-maxnorm:rho=0.5",
+    "randk-multiscale": "randk-multiscale:rho=0.5,share=1",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
 }
@@ -26,6 +31,13 @@ COMPOSED_TEXTS = (
     "scheme:select=everything,quantize=fp16,exchange=all-gather",
     "scheme:select=everything,quantize=bf16,memory=residual,exchange=all-reduce",
     "scheme:select=everything,quantize=bf16,memory=momentum(momentum=0.5),exchange=all-gather",
+    "scheme:select=randk(rho=0.5),quantize=bf16,memory=residual",
+    "scheme:select=randk(rho=0.5,dense_below=0),quantize=maxnorm(levels=3),memory=momentum(momentum=0.5)",
+    "maxnorm:levels=15,block=0,seed=5",
+    "maxnorm:bits=4,stages=2",
+    "multiscale:levels=15,block=0,scales=2,ratio=8,share=1",
+    "randk-maxnorm:rho=0.5,mode=independent,memory=none",
+    "randk-multiscale:rho=0.5,warmup=2,stages=2",
 )
 
 ALL_TEXTS = (*RECIPE_TEXTS.values(), *COMPOSED_TEXTS)
@@ -44,6 +56,11 @@ def talking_schemes() -> list[Scheme]:
 def remembering_schemes() -> list[Scheme]:
     """Those that keep what they do not send."""
     return [scheme for scheme in own_schemes() if scheme.memory.kinds]
+
+
+def adds_exactly(scheme: Scheme) -> bool:
+    """Whether the network adds integers, so that no order of adding and no rounding in flight can show."""
+    return isinstance(scheme.quantize, Grid) and scheme.trigger.density(0, 0.01) < 1
 
 
 def torch_hooks() -> list[TorchHook]:

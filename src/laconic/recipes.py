@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Silent
 from laconic.memory import MomentumResidual, Residual
-from laconic.quantize import BF16
+from laconic.quantize import BF16, MaxNorm, MultiScale
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
-from laconic.select import Everything, TopK
+from laconic.select import Everything, RandK, TopK
 from laconic.text import pairs, write_pairs
 from laconic.trigger import EveryStep, Ramp, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
+
+_BITS = 4  # of a code, its sign included
 
 R = TypeVar("R", bound=Callable[..., AnyScheme])
 
@@ -109,6 +111,86 @@ def dgc(
 
 
 @recipe
+def maxnorm(*, bits: int = _BITS, levels: int = 0, block: int = 512, stages: int = 0, seed: int = 0) -> Scheme:
+    """Integers on a max-norm grid, added in the network; bits count the sign: levels = 2^(bits-1) - 1, or as given."""
+    return Scheme(
+        quantize=MaxNorm(levels=_levels(bits, levels), block=block, seed=seed), exchange=AllReduce(stages=stages)
+    )
+
+
+@recipe
+def multiscale(
+    *,
+    bits: int = _BITS,
+    levels: int = 0,
+    block: int = 512,
+    scales: int = 4,
+    ratio: int = 2,
+    share: int = 16,
+    stages: int = 0,
+    seed: int = 0,
+) -> Scheme:
+    """The same on the finest of several grids that every worker's entry fits, agreed on per `share` entries."""
+    return Scheme(
+        quantize=MultiScale(
+            levels=_levels(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
+        ),
+        exchange=AllReduce(stages=stages),
+    )
+
+
+@recipe
+def randk_maxnorm(
+    *,
+    rho: float = 0.1,
+    bits: int = _BITS,
+    levels: int = 0,
+    block: int = 512,
+    mode: str = "cycle",
+    memory: str = "residual",
+    warmup: int = 0,
+    stages: int = 0,
+    seed: int = 0,
+) -> Scheme:
+    """maxnorm on the same random share of the entries everywhere; the rest is kept for later."""
+    return Scheme(
+        select=RandK(rho=rho, mode=mode, seed=seed),
+        quantize=MaxNorm(levels=_levels(bits, levels), block=block, seed=seed),
+        memory=part("memory", memory),
+        exchange=AllReduce(stages=stages),
+        trigger=_warmed(warmup),
+    )
+
+
+@recipe
+def randk_multiscale(
+    *,
+    rho: float = 0.1,
+    bits: int = _BITS,
+    levels: int = 0,
+    block: int = 512,
+    scales: int = 4,
+    ratio: int = 2,
+    share: int = 16,
+    mode: str = "cycle",
+    memory: str = "residual",
+    warmup: int = 0,
+    stages: int = 0,
+    seed: int = 0,
+) -> Scheme:
+    """multiscale on the same random share of the entries everywhere; the rest is kept for later."""
+    return Scheme(
+        select=RandK(rho=rho, mode=mode, seed=seed),
+        quantize=MultiScale(
+            levels=_levels(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
+        ),
+        memory=part("memory", memory),
+        exchange=AllReduce(stages=stages),
+        trigger=_warmed(warmup),
+    )
+
+
+@recipe
 def torch_fp16() -> TorchHook:
     """PyTorch's fp16_compress_hook, unchanged: a control."""
     return TorchHook(hook="fp16")
@@ -118,6 +200,15 @@ def torch_fp16() -> TorchHook:
 def torch_powersgd(*, rank: int = 1, start: int = 2) -> TorchHook:
     """PyTorch's powerSGD_hook, unchanged, from step `start` on: a control; over Gloo it needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
+
+
+def _levels(bits: int, levels: int) -> int:
+    """s = 2^(b-1) - 1, the codes of b bits with their sign; the paper's b leaves the sign out: s = 2^b - 1."""
+    if levels and bits != _BITS:
+        raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
+    if bits < 2:
+        raise SchemeError(f"bits is {bits}; give 2 or more, of which one is the sign")
+    return levels or (1 << (bits - 1)) - 1
 
 
 def _warmed(steps: int) -> Trigger:

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from laconic.errors import SchemeError
-from laconic.exchange import PATTERNS, AllGather, AllReduce, Pattern, Silent, ring_bytes
+from laconic.exchange import PATTERNS, AllGather, AllReduce, Pattern, Silent, agreement_bytes, ring_bytes
 from laconic.layout import Layout
 from laconic.memory import MEMORIES, Memory, Nothing
-from laconic.quantize import QUANTIZERS, Exact, Quantizer
-from laconic.select import SELECTORS, Everything, Selector
+from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Quantizer, carrier_for
+from laconic.select import SELECTORS, Everything, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
 from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
 from laconic.wire import FrameShape
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,
-    "quantize": QUANTIZERS,
+    "quantize": {**QUANTIZERS, **GRIDS},
     "memory": MEMORIES,
     "exchange": PATTERNS,
     "trigger": TRIGGERS,
@@ -35,8 +35,8 @@ class Scheme:
     str() gives a text that `laconic.parse` reads back: the recipe's own form, or all five answers.
     """
 
-    select: Selector = Everything()
-    quantize: Quantizer = Exact()
+    select: Selector | RandK = Everything()
+    quantize: Quantizer | Grid = Exact()
     memory: Memory = Nothing()
     exchange: Pattern = AllReduce()
     trigger: Trigger = EveryStep()
@@ -44,7 +44,8 @@ class Scheme:
     label: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.exchange.adds_in_flight and self.select.density < 1:
+        shared = isinstance(self.select, RandK)
+        if self.exchange.adds_in_flight and self.select.density < 1 and not shared:
             raise SchemeError(
                 f"AllReduce adds position by position, but {type(self.select).__name__} picks other positions on every "
                 "worker; use exchange=AllGather()"
@@ -53,10 +54,24 @@ class Scheme:
             raise SchemeError(
                 "Silent sends nothing, so nothing can be selected or kept; use Everything() and Nothing()"
             )
+        if shared and not self.exchange.adds_in_flight:
+            raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
         if isinstance(self.trigger, Ramp) and self.select.density == 1:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
             )
+        if isinstance(self.quantize, Grid):
+            self._check_grid(self.quantize)
+        elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
+            raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
+
+    def _check_grid(self, grid: Grid) -> None:
+        name = type(grid).__name__
+        if not self.exchange.adds_in_flight:
+            raise SchemeError(f"{name} codes lie on a grid that all workers share, to be added; use AllReduce()")
+        if grid.levels == 1 and self.memory.kinds:
+            # A code of one level may be a whole norm off; kept, that makes the next norm larger, and so on.
+            raise SchemeError(f"{name} of one level loses too much to be kept; use levels=2 or more, or Nothing()")
 
     def __str__(self) -> str:
         return self.label or f"{COMPOSED}:" + write_pairs(
@@ -68,9 +83,34 @@ class Scheme:
         if isinstance(self.exchange, Silent):
             return 0
         if self.exchange.adds_in_flight:
-            return ring_bytes(layout.num_entries * self.quantize.code_dtype.itemsize, num_workers)
+            return self._bytes_added(layout, num_workers)
+        plan, (_, quantize) = self.select.plan(layout, self.select.density), self.frame_answers
+        return (num_workers - 1) * FrameShape(plan.num_entries, plan.k, plan.num_fixed, quantize).num_bytes
+
+    def _bytes_added(self, layout: Layout, num_workers: int) -> int:
+        """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""
         plan = self.select.plan(layout, self.select.density)
-        return (num_workers - 1) * FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize).num_bytes
+        count = plan.num_fixed + plan.k
+        if not isinstance(self.quantize, Grid):
+            return ring_bytes(count * self.quantize.code_dtype.itemsize, num_workers)
+        norms = agreement_bytes(self.quantize.num_norms(count), 2, num_workers)
+        scales = agreement_bytes(self.quantize.num_map_words(count), 4, num_workers)
+        return norms + scales + ring_bytes(self.carrier(num_workers).num_bytes(count), num_workers)
+
+    def bits_per_entry(self, layout: Layout, num_workers: int) -> float:
+        """Bits that each entry of such a bucket takes in an all-reduce, or would take for as many bytes."""
+        return 32 * self.bytes_out(layout, num_workers) / ring_bytes(4 * layout.num_entries, num_workers)
+
+    def carrier(self, num_workers: int) -> Carrier:
+        """The words that carry the codes of a grid among M workers; SchemeError if none is worth sending."""
+        assert isinstance(self.quantize, Grid) and isinstance(self.exchange, AllReduce)
+        return carrier_for(self.quantize.levels, num_workers, self.exchange.stages)
+
+    @property
+    def frame_answers(self) -> tuple[Selector, Quantizer]:
+        """What is sent and how it is written, where every worker sends a frame of its own."""
+        assert not isinstance(self.select, RandK) and not isinstance(self.quantize, Grid)
+        return self.select, self.quantize
 
     def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:
         """All-gathered frames grow with M; say so when a 16-bit all-reduce would move less."""

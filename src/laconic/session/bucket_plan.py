@@ -18,9 +18,9 @@ class BucketPlan:
     """A scheme's plan for one bucket at one density, made once."""
 
     def __init__(self, scheme: Scheme, layout: Layout, density: float, device: torch.device) -> None:
-        self._select = scheme.select
-        self.plan = scheme.select.plan(layout, density)
-        self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, scheme.quantize)
+        self._select, quantize = scheme.frame_answers
+        self.plan = self._select.plan(layout, density)
+        self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,17 @@ from laconic import kernels
 from laconic.exchange import Medium, Silent, ring_bytes
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger
+from laconic.quantize import Grid
 from laconic.scheme import Scheme
 from laconic.session import state
 from laconic.session.bucket_plan import BucketPlan
+from laconic.session.integers import IntegerSum
 from laconic.session.regroup import regrouped
 from laconic.session.stats import PhaseClock, Stats
+from laconic.session.summing import Summing, restore_
 
 
-class Session:
+class Session(Summing):
     """Exchanges buckets under a scheme over a medium; every worker passes the same buckets in the same order.
 
     `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
@@ -48,7 +50,11 @@ class Session:
         self._dense_bytes_out = 0
         self._layouts: list[Layout] = []  # of the last whole step
         self._plans: dict[tuple[Layout, float], BucketPlan] = {}
+        self._shared_plans = {}
         self._resumed_layouts: list[Layout] = []
+        self._integers = None
+        if isinstance(scheme.quantize, Grid):
+            self._integers = IntegerSum(scheme.quantize, scheme.carrier(medium.num_workers), medium, self._clock)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -86,54 +92,15 @@ class Session:
         if isinstance(self.scheme.exchange, Silent):
             pass
         elif self.scheme.exchange.adds_in_flight or density >= 1 > target:
-            self._reduce_(bucket)
+            self._reduce_(bucket, density)
         else:
             self._gather_(bucket, density)
         if bucket.is_last:
             self._end_step()
 
-    def _reduce_(self, bucket: Bucket) -> None:
-        """Round everything and let the network add."""
-        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
-        if not self.scheme.memory.kinds:
-            with self._clock.time("encode", device):
-                # Multiplied first, as DDP does, so that the sum stays within the range of a 16-bit type.
-                codes = flat.mul_(1 / num_workers).to(self._sum_dtype(flat))
-            with self._clock.time("exchange", device):
-                self.medium.all_reduce_(codes, "dense")
-            with self._clock.time("decode", device):
-                flat.copy_(codes)  # Inf and NaN survive a sum, so all workers see them alike
-        else:
-            self._reduce_account_(bucket)
-
-    def _reduce_account_(self, bucket: Bucket) -> None:
-        """Deposit, withdraw everything, round, and let the network add."""
-        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
-        account = self._ledger.open(bucket.layout, device)
-        before = self._undo_later(account)
-        with self._clock.time("select", device):
-            finite = kernels.all_finite(flat)
-            values = torch.full_like(flat, torch.nan, dtype=torch.float32)
-            if finite:
-                with self._held(account, bucket):
-                    account.deposit_(flat, 1 / self._scale)
-                    values = account.withdraw_(None)
-        with self._clock.time("encode", device):
-            values = values.div_(num_workers)
-            codes = values.to(self._sum_dtype(flat))
-            if finite and codes.dtype != torch.float32:
-                account.refund_(None, (values - codes.to(torch.float32)).mul_(num_workers))
-        with self._clock.time("exchange", device):
-            self.medium.all_reduce_(codes, "dense")
-        with self._clock.time("decode", device):
-            if not kernels.all_finite(codes):
-                self._overflowed = True
-                _restore_(account, before)
-            flat.copy_(codes if self._scale == 1 else codes * self._scale)
-
     def _gather_(self, bucket: Bucket, density: float) -> None:
         """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
-        flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.quantize
+        flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.frame_answers[1]
         plan = self._plan(bucket.layout, density, device)
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
@@ -166,47 +133,17 @@ class Session:
                 account.sent_(chosen, sent[plan.fixed.numel() :])
                 plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
 
-    def _sum_dtype(self, flat: Tensor) -> torch.dtype:
-        """The type the network adds in; a dense step of a sparse scheme keeps the gradient's own.
-
-        What a 16-bit sum rounds away in flight is nobody's to keep.
-        """
-        return self.scheme.quantize.sum_dtype(flat.dtype) if self.scheme.exchange.adds_in_flight else flat.dtype
-
     def _plan(self, layout: Layout, density: float, device: torch.device) -> BucketPlan:
         key = (layout, density)
         if key not in self._plans:
             self._plans[key] = BucketPlan(self.scheme, layout, density, device)
         return self._plans[key]
 
-    def _undo_later(self, account: Account) -> list[Tensor]:
-        """Remember the account as it is, for the end of a step that is skipped.
-
-        A GradScaler skips the whole step when any bucket overflows, also one still to come. This costs a copy of the
-        balance, so only those who have a GradScaler pay for it, and dense steps, whose exchange dwarfs it.
-        """
-        before = [tensor.clone() for tensor in account.kept]
-        if self._loss_scale is not None:
-            self._undo.append((account, before))
-        return before
-
-    @contextmanager
-    def _held(self, account: Account, bucket: Bucket) -> Iterator[None]:
-        """Keep what is kept of idle parameters out of the account meanwhile, and put it back untouched."""
-        spans = bucket.layout.spans if self._holds_idle else ()
-        idle = [slice(span.start, span.stop) for span in spans if not bucket.flat[span.start : span.stop].any()]
-        held = [(tensor[span], tensor[span].clone()) for tensor in account.kept for span in idle]
-        for view, _ in held:
-            view.zero_()
-        yield
-        for view, before in held:
-            view.copy_(before)
-
     def _end_step(self) -> None:
         if self._overflowed:
             self._skipped_steps += 1
             for account, before in self._undo:
-                _restore_(account, before)
+                restore_(account, before)
         self._step += 1
         self._layouts, self._seen, self._undo = self._seen, [], []
 
@@ -243,8 +180,3 @@ class Session:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
         self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
         self._ledger.load_state_dict(kept)
-
-
-def _restore_(account: Account, before: Sequence[Tensor]) -> None:
-    for tensor, saved in zip(account.kept, before, strict=True):
-        tensor.copy_(saved)
