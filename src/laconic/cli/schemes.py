@@ -5,32 +5,54 @@ from __future__ import annotations
 import argparse
 import inspect
 
+from laconic.errors import SchemeError, TaskError
+from laconic.layout import Layout
 from laconic.recipes import RECIPES
-from laconic.scheme import COMPOSED, PARTS
+from laconic.scheme import COMPOSED, PARTS, Scheme
+
+_BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to show
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `laconic schemes`."""
     parser = commands.add_parser("schemes", help="list every scheme with its parameters")
+    parser.add_argument("--workers", type=int, default=4, metavar="M", help="for how many bits are told (default 4)")
     parser.set_defaults(run=run)
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print the list."""
-    rows = [(_form(name), inspect.getdoc(recipe) or "") for name, recipe in RECIPES.items()]
-    rows.append((f"{COMPOSED}:...", "Your own five answers, of those below."))
-    width = max(len(form) for form, _ in rows)
-    for form, meaning in rows:
-        print(f"{form:{width}}  {meaning}")
+    if asked.workers < 2:
+        raise TaskError(f"--workers is {asked.workers}; give 2 or more")
+    rows = [
+        (name, _bits(name, asked.workers), inspect.getdoc(recipe) or "", _parameters(name))
+        for name, recipe in RECIPES.items()
+    ]
+    rows.append((COMPOSED, "", "Your own five answers, of those below.", f"{', '.join(PARTS)}"))
+    print(f"Bits an entry among {asked.workers} workers, as an all-reduce of as many bytes; then what it does.\n")
+    for name, bits, meaning, parameters in rows:
+        print(f"{name:16}  {bits:>5}  {meaning}")
+        if parameters:
+            print(f"{'':16}  {'':5}  :{parameters}")
     print()
     for question, answers in PARTS.items():
         print(f"{question:9} {', '.join(_call(name, answer) for name, answer in answers.items())}")
     return 0
 
 
-def _form(name: str) -> str:
-    parameters = inspect.signature(RECIPES[name]).parameters.values()
-    return name + (":" + ",".join(f"{p.name}={p.default}" for p in parameters) if parameters else "")
+def _bits(name: str, num_workers: int) -> str:
+    """What a recipe's defaults take of the wire; PyTorch's hooks do not tell beforehand."""
+    scheme = RECIPES[name]()
+    if not isinstance(scheme, Scheme):
+        return "-"
+    try:
+        return f"{scheme.bits_per_entry(_BUCKET, num_workers):.3g}"
+    except SchemeError:
+        return "-"
+
+
+def _parameters(name: str) -> str:
+    return ",".join(f"{p.name}={p.default}" for p in inspect.signature(RECIPES[name]).parameters.values())
 
 
 def _call(name: str, answer: object) -> str:

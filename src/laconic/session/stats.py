@@ -36,13 +36,19 @@ class Stats:
         """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
         return self.dense_bytes_out / self.bytes_out if self.bytes_out else None
 
+    @property
+    def bits_per_entry(self) -> float:
+        """Bits per gradient entry in an all-reduce of as many bytes: 32 for float32, all that was sent counted."""
+        return 32 * self.bytes_out / self.dense_bytes_out if self.dense_bytes_out else 0.0
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+        return {**asdict(self), "ratio": self.ratio, "bits_per_entry": self.bits_per_entry}
 
     def __str__(self) -> str:
         steps = max(1, self.steps)
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         passes = f", {self.passes:.2f} passes a selection" if self.passes else ""
+        ratio += f", {self.bits_per_entry:.3g} bits an entry"
         phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
         return (
             f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
