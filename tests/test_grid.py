@@ -283,3 +283,23 @@ def test_workers_agree_at_the_foretold_price(count: int) -> None:
 
     for agreed, bytes_out in in_process(3, work):
         assert torch.equal(agreed, rows.amax(0)) and bytes_out == agreement_bytes(count, 2, 3)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "text", ["maxnorm", "multiscale:stages=2", "randk-maxnorm:rho=0.01,memory=none", "randk-maxnorm"]
+)
+def test_an_overflow_anywhere_is_seen_by_all_and_by_the_next_step_by_none(text: str, bad: float) -> None:
+    scheme, layout = parse(text), (Layout.of(["a"], [3000]),)
+    assert isinstance(scheme, Scheme)
+
+    def work(session: Session, rank: int) -> tuple[bool, bool, int]:
+        x = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
+        hurt = x.clone()
+        if rank == 1:
+            hurt[1234] = bad
+        seen = one_step(session, {"a": hurt}, layout)["a"].isnan().all()
+        again = one_step(session, {"a": x}, layout)["a"].isfinite().all()
+        return bool(seen), bool(again), session.stats().skipped_steps
+
+    assert run(scheme, 3, work) == [(True, True, 1)] * 3

@@ -16,7 +16,7 @@ from ddp_training import start
 from laconic import Scheme, Session, parse
 from laconic.exchange import Group, own_group
 from laconic.quantize import BF16
-from parts import ALL_TEXTS, adds_exactly, talking_schemes
+from parts import ALL_TEXTS, RECIPE_TEXTS, adds_exactly, talking_schemes
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters
 
@@ -52,6 +52,11 @@ def test_every_scheme_trains_over_many_buckets(four_workers: WorkerPool, text: s
             assert result["bytes_out"] == 0
         elif "powersgd" not in text:  # which aborts over Gloo with more than one bucket
             assert result["messages"] >= MANY * steps
+
+
+@pytest.mark.parametrize("text", [t for t in RECIPE_TEXTS.values() if "maxnorm" in t or "multiscale" in t])
+def test_integers_keep_replicas_equal_for_100_steps(four_workers: WorkerPool, text: str) -> None:
+    assert all(result["equal"] for result in four_workers.run(_train, text, 100))
 
 
 def _weights_after(text: str | None, steps: int) -> Tensor:
