@@ -119,6 +119,16 @@ def test_schemes_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n{name}" in f"\n{printed}" for name in recipes.RECIPES)
 
 
+def test_schemes_tells_the_bits_of_those_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schemes", "maxnorm:bits=4", "bf16", "--workers", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "maxnorm:bits=4: 6.463 bits an entry among 4 workers",
+        "bf16: 16 bits an entry among 4 workers",
+    ]
+    assert cli.main(["schemes", "maxnorm:levels=127,stages=1", "--workers", "512"]) != 0
+    assert "use 63 levels or fewer" in capsys.readouterr().err
+
+
 def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "wire", "--n", "100000", "--rho", "0.01", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -76,23 +76,23 @@ def test_too_many_levels_are_refused_by_the_number_that_fits(num_workers: int) -
             run(scheme, num_workers, lambda session, rank: None)
 
 
-@pytest.mark.parametrize("num_workers", [*range(2, 17), 31, 32, 33, 63, 64])
 @pytest.mark.parametrize("levels", [1, 7, 127, 0])
-def test_sums_are_exact_at_the_limit(num_workers: int, levels: int) -> None:
+def test_sums_are_exact_at_the_limit(levels: int) -> None:
     """Every worker at +s, at -s, or at random in between: the words' plain sum holds the sum of the codes."""
-    levels = levels or largest_levels(num_workers)
-    carrier = carrier_for(levels, num_workers, 1)
     count, one = 331, torch.ones(1)
-    generator = torch.Generator().manual_seed(num_workers)
-    codes = torch.randint(-levels, levels + 1, (num_workers, count), generator=generator)
-    codes[:, ::3], codes[:, 1::3] = levels, -levels
-    total = torch.zeros(carrier.num_words(count), dtype=carrier.dtype)
-    for row in codes:
-        total += kernels.quantize_pack(
-            row.float(), one, count, levels, carrier.lane_bits, total.numel(), carrier.dtype, KEY
-        )
-    read = kernels.unpack_scale(total, count, carrier.lane_bits, one, count)
-    assert torch.equal(read, codes.sum(0).float())
+    for num_workers in range(2, 65):
+        s = levels or largest_levels(num_workers)
+        carrier = carrier_for(s, num_workers, 1)
+        generator = torch.Generator().manual_seed(num_workers)
+        codes = torch.randint(-s, s + 1, (num_workers, count), generator=generator)
+        codes[:, ::3], codes[:, 1::3] = s, -s
+        total = torch.zeros(carrier.num_words(count), dtype=carrier.dtype)
+        for row in codes:
+            total += kernels.quantize_pack(
+                row.float(), one, count, s, carrier.lane_bits, total.numel(), carrier.dtype, KEY
+            )
+        read = kernels.unpack_scale(total, count, carrier.lane_bits, one, count)
+        assert torch.equal(read, codes.sum(0).float()), num_workers
 
 
 @given(levels=st.integers(1, 1000), count=st.integers(0, 300), group=st.integers(1, 50), seed=st.integers(0, 2**31))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from laconic.errors import SchemeError, TaskError
+from laconic.errors import TaskError
 from laconic.layout import Layout
-from laconic.recipes import RECIPES
-from laconic.scheme import COMPOSED, PARTS, Scheme
+from laconic.recipes import RECIPES, parse
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme
 
 _BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to show
 
@@ -16,6 +16,7 @@ _BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `laconic schemes`."""
     parser = commands.add_parser("schemes", help="list every scheme with its parameters")
+    parser.add_argument("scheme", nargs="*", metavar="SCHEME", help="tell the bits of these alone")
     parser.add_argument("--workers", type=int, default=4, metavar="M", help="for how many bits are told (default 4)")
     parser.set_defaults(run=run)
 
@@ -24,31 +25,32 @@ def run(asked: argparse.Namespace) -> int:
     """Print the list."""
     if asked.workers < 2:
         raise TaskError(f"--workers is {asked.workers}; give 2 or more")
-    rows = [
-        (name, _bits(name, asked.workers), inspect.getdoc(recipe) or "", _parameters(name))
-        for name, recipe in RECIPES.items()
-    ]
-    rows.append((COMPOSED, "", "Your own five answers, of those below.", f"{', '.join(PARTS)}"))
-    print(f"Bits an entry among {asked.workers} workers, as an all-reduce of as many bytes; then what it does.\n")
-    for name, bits, meaning, parameters in rows:
-        print(f"{name:16}  {bits:>5}  {meaning}")
-        if parameters:
-            print(f"{'':16}  {'':5}  :{parameters}")
-    print()
-    for question, answers in PARTS.items():
-        print(f"{question:9} {', '.join(_call(name, answer) for name, answer in answers.items())}")
+    for text in asked.scheme:
+        print(f"{text}: {_bits(parse(text), asked.workers)} bits an entry among {asked.workers} workers")
+    if not asked.scheme:
+        _print_all(asked.workers)
     return 0
 
 
-def _bits(name: str, num_workers: int) -> str:
-    """What a recipe's defaults take of the wire; PyTorch's hooks do not tell beforehand."""
-    scheme = RECIPES[name]()
-    if not isinstance(scheme, Scheme):
-        return "-"
-    try:
-        return f"{scheme.bits_per_entry(_BUCKET, num_workers):.3g}"
-    except SchemeError:
-        return "-"
+def _print_all(num_workers: int) -> None:
+    rows = [
+        (name, _bits(recipe(), num_workers), inspect.getdoc(recipe) or "", _parameters(name))
+        for name, recipe in RECIPES.items()
+    ]
+    rows.append((COMPOSED, "", "Your own five answers, of those below.", f"{', '.join(PARTS)}"))
+    print(f"Bits an entry among {num_workers} workers, as an all-reduce of as many bytes; then what it does.\n")
+    for name, bits, meaning, parameters in rows:
+        print(f"{name:16}  {bits:>6}  {meaning}")
+        if parameters:
+            print(f"{'':16}  {'':6}  :{parameters}")
+    print()
+    for question, answers in PARTS.items():
+        print(f"{question:9} {', '.join(_call(name, answer) for name, answer in answers.items())}")
+
+
+def _bits(scheme: AnyScheme, num_workers: int) -> str:
+    """What a scheme takes of the wire; PyTorch's hooks do not tell beforehand."""
+    return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}" if isinstance(scheme, Scheme) else "-"
 
 
 def _parameters(name: str) -> str:
