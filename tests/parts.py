@@ -36,8 +36,8 @@ COMPOSED_TEXTS = (
     "maxnorm:levels=15,block=0,seed=5",
     "maxnorm:bits=4,stages=2",
     "multiscale:levels=15,block=0,scales=2,ratio=8,share=1",
-    "randk-maxnorm:rho=0.5,mode=independent,memory=none",
-    "randk-multiscale:rho=0.5,warmup=2,stages=2",
+    "randk-maxnorm:rho=0.5,mode=cycle,memory=none",
+    "randk-multiscale:rho=0.5,mode=cycle,warmup=2,stages=2",
 )
 
 ALL_TEXTS = (*RECIPE_TEXTS.values(), *COMPOSED_TEXTS)

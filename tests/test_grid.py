@@ -224,16 +224,21 @@ def test_multiscale_takes_the_finest_scale_that_fits_all() -> None:
 def test_random_k_visits_every_entry_once_in_a_cycle() -> None:
     layout = Layout.of(["a", "s", "b", "t", "u", "c"], [1500, 10, 1301, 7, 3, 2000])
     for rho in (0.5, 0.1, 0.013):
-        select = RandK(rho=rho, seed=3)
+        select, apart = RandK(rho=rho, seed=3, mode="cycle"), RandK(rho=rho, seed=3)
         plan = select.plan(layout, rho)
         large = set(range(layout.num_entries)) - {p for s in plan.fixed for p in range(s.start, s.stop)}
-        walk = torch.cat([select.positions(plan, step, 0, CPU) for step in range(2 + len(large) // plan.k)]).tolist()
-        for first in (0, len(walk) - len(large)):
-            assert set(walk[first : first + len(large)]) == large
-        apart = RandK(rho=rho, seed=3, mode="independent")
-        drawn = [apart.positions(plan, step, 0, CPU) for step in range(20)]
-        assert all(set(p.tolist()) <= large and p.unique().numel() == plan.k for p in drawn)  # type: ignore[no-untyped-call]
-        assert len({tuple(p.tolist()) for p in drawn}) == 20
+        turns = -(-len(large) // plan.k)
+        orders = []
+        for cycle in range(3):
+            steps = [select.positions(plan, cycle * turns + turn, 0, CPU).tolist() for turn in range(turns)]
+            assert set().union(*steps) == large
+            assert sum(map(len, steps[:-1])) == len(set().union(*steps[:-1]))  # only the last turn fills up
+            assert all(len(set(step)) == plan.k for step in steps)
+            orders.append(steps)
+        assert orders[0] != orders[1] != orders[2]
+        drawn = [apart.positions(plan, step, 0, CPU).tolist() for step in range(20)]
+        assert all(set(p) <= large and len(set(p)) == plan.k for p in drawn)
+        assert len({tuple(p) for p in drawn}) == 20
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ from laconic.kernels.draws import hash_64
 from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
 
-_MODES = ("cycle", "independent")
+_MODES = ("independent", "cycle")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandK:
-    """k = max(1, round(rho*N)) positions (start + stride*t) mod N, stride prime to N (ours; the paper permutes).
+    """k = max(1, round(rho*N)) positions (start + stride*t) mod N, stride prime to N (this way of drawing is ours).
 
-    `mode="cycle"` walks on with t from step to step, so that any N positions in a row are all of them: nothing waits
-    longer than 1/rho steps. `mode="independent"` draws start and stride anew from (seed, step): each entry goes with
-    probability k/N, whatever went before. Either costs k operations, not a permutation of N.
+    `mode="independent"` draws start and stride anew from (seed, step): each entry goes with probability k/N, whatever
+    went before. `mode="cycle"` draws them once for ceil(N/k) steps and walks on in between, so that every entry goes
+    once (the last turn fills up with some that went before). Either costs k operations, not a permutation of N.
     """
 
     rho: float  # share of entries sent; smaller sends less
-    mode: str = "cycle"
+    mode: str = "independent"
     dense_below: int = 1000  # parameters with fewer entries go whole: they are few and matter much
     seed: int = 0
 
@@ -55,12 +55,13 @@ class RandK:
         num_large = plan.num_entries - plan.num_fixed
         if num_large == 0:
             return torch.empty(0, dtype=torch.int64, device=device)
-        in_cycle = self.mode == "cycle"
-        draw = hash_64(self.seed, bucket, 0 if in_cycle else step + 1)
+        num_turns = -(-num_large // plan.k) if self.mode == "cycle" else 1
+        cycle, turn = divmod(step, num_turns)
+        draw = hash_64(self.seed, bucket, cycle)
         start, stride = draw % num_large, _prime_to(num_large, draw >> 32)
-        first = step * plan.k % num_large if in_cycle else 0
-        turns = torch.arange(first, first + plan.k, device=device) % num_large
-        return _skip_fixed((turns * stride + start) % num_large, plan)  # under 2^62 for a bucket under 2^31
+        first = min(turn * plan.k, num_large - plan.k)
+        walk = torch.arange(first, first + plan.k, device=device)
+        return _skip_fixed((walk * stride + start) % num_large, plan)  # under 2^62 for a bucket under 2^31
 
 
 def _share(num_entries: int, density: float) -> int:
