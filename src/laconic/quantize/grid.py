@@ -78,9 +78,10 @@ class Grid:
         return -(-num_groups * self.map_bits // 32)
 
     def finest_fitting(self, largest: Tensor, norms: Tensor, count: int) -> Tensor:
-        """For each group the finest scale on which its largest magnitude is at most s, as int64."""
+        """For each group the finest scale on which its largest magnitude is at most s, as int32."""
         place = largest.unsqueeze(1) * self._inverses(self._norm_of_groups(norms, count))
-        return (place[:, 1:] <= self.levels).sum(1)  # finer scales have larger places, so those that fit come first
+        # Finer scales have larger places, so those that fit come first.
+        return (place[:, 1:] <= self.levels).sum(1, dtype=torch.int32)
 
     def steps(self, norms: Tensor, scales: Tensor | None, count: int, num_workers: int) -> Steps:
         """The grid for agreed norms and scales (None where there is one scale)."""
@@ -88,7 +89,7 @@ class Grid:
         counts = self._counts(norms)
         # Tensors divide tensors: on CUDA a division by a Python number multiplies by its reciprocal, an ulp away.
         tables = self._inverses(norms), norms.unsqueeze(1) / counts, norms.unsqueeze(1) / (counts * num_workers)
-        column = torch.zeros_like(norms, dtype=torch.int64) if scales is None else scales
+        column = torch.zeros_like(norms, dtype=torch.int64) if scales is None else scales.to(torch.int64)
         return Steps(self.scale_group(count), *(table.gather(1, column.unsqueeze(1)).squeeze(1) for table in tables))
 
     def _norm_of_groups(self, norms: Tensor, count: int) -> Tensor:
