@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,20 +16,21 @@ from torch import Tensor
 from inputs import SIZES, vectors
 from laconic import KernelError, kernels
 from laconic.kernels import cpu, reference
-from laconic.kernels.cpu import bits, library, selection, signs, sums
+from laconic.kernels.cpu import bits, library, rounding, selection, signs, sums
+from laconic.kernels.draws import key_of
 from laconic.select import SEARCHES
 
 needs_native = pytest.mark.skipif(not library.levels(), reason=library.HOW_TO_GET_THEM)
 
 
-@pytest.fixture(params=["v4", "v3", "v2", "portable"])
+@pytest.fixture(params=library.levels() or ["none"])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each instruction set in turn, in place of the machine's best."""
     name = str(request.param)
-    if name not in library.levels():
-        pytest.skip(f"the {name} kernels were not built, or do not run here")
+    if name == "none":
+        pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, selection, signs, sums):
+    for module in (bits, rounding, selection, signs, sums):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -262,6 +264,28 @@ def test_frames_add_up_in_their_order(one_then_two_threads: tuple[int, int]) -> 
             assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("n", [0, 1, 7, 1000, 4097, 20_001])
+def test_native_rounding_equals_the_reference(n: int, level: str) -> None:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    x[n // 2 : n // 2 + 2] = -0.0
+    for group, dtype, (lane_bits, levels) in itertools.product(
+        (1, 7, 512, 10**7), (torch.int32, torch.int64), ((3, 1), (6, 7), (7, 15), (16, 4000))
+    ):
+        norms = reference.largest_magnitudes(x, group)
+        assert torch.equal(cpu.largest_magnitudes(x, group), norms)
+        inverse = torch.where(norms > 0, levels / norms, torch.zeros_like(norms)) if n else torch.ones(1)
+        num_words = -(-n // (dtype.itemsize * 8 // lane_bits))
+        grid = (inverse, group, levels, lane_bits, num_words, dtype)
+        rows = torch.stack([reference.quantize_pack(x, *grid, key_of(rank)) for rank in range(3)])
+        for rank, words in enumerate(rows):
+            assert torch.equal(cpu.quantize_pack(x, *grid, key_of(rank)), words), (group, dtype, lane_bits)
+        step = norms / levels if n else torch.ones(1)
+        values = reference.unpack_scale(rows[0], n, lane_bits, step, group)
+        assert torch.equal(cpu.unpack_scale(rows[0], n, lane_bits, step, group), values)
+        mean = reference.average_words(rows, lane_bits, key_of(9))
+        assert torch.equal(cpu.average_words(rows, lane_bits, key_of(9)), mean)
+
+
 @needs_native
 def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
     x, wide = torch.randn(10), torch.randn(10, dtype=torch.float64)
@@ -278,6 +302,9 @@ def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
         lambda: cpu.set_bits(torch.tensor([32], dtype=torch.int32), 32),
         lambda: cpu.encode_elias_fano(torch.tensor([32], dtype=torch.int32), 2, 8),
         lambda: cpu.vote([]),
+        lambda: cpu.quantize_pack(x, torch.ones(2), 512, 7, 6, 2, torch.int32, (1, 2)),
+        lambda: cpu.quantize_pack(x, torch.ones(1), 512, 7, 6, 1, torch.int32, (1, 2)),
+        lambda: cpu.unpack_scale(torch.ones(1, dtype=torch.int32), 6, 6, torch.ones(1), 512),
     ):
         with pytest.raises(KernelError, match="give") as caught:
             call()
@@ -303,6 +330,19 @@ def test_a_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
             kernels.backend()
     monkeypatch.setenv("LACONIC_KERNELS", "reference")
     assert kernels.backend("cpu") == kernels.backend("cuda") == "reference"
+
+
+def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LACONIC_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "level", lambda: None)
+    kernels._backend.cache_clear()
+    assert kernels.backend("cpu") == "reference" and "C++17 compiler" in (kernels.missing("cpu") or "")
+    monkeypatch.setenv("LACONIC_KERNELS", "reference")
+    assert kernels.missing("cpu") is None  # it was asked for
+    monkeypatch.setenv("LACONIC_KERNELS", "cpu")
+    with pytest.raises(KernelError, match="install a C\\+\\+17 compiler"):
+        kernels.backend("cpu")
+    kernels._backend.cache_clear()
 
 
 def test_every_backend_has_every_kernel_and_no_other() -> None:

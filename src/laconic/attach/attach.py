@@ -2,6 +2,7 @@
 
 # No deferred annotations here: DDP checks those of its hook.
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic import kernels
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
 from laconic.exchange import Group, own_group, ranks_that_differ
@@ -112,8 +114,11 @@ class _DdpSession(Session):
         self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
         trained = {name: p for p, name in self._names.items() if p.requires_grad}
         model = Layout.of(list(trained), [p.numel() for p in trained.values()])
+        slower = kernels.missing(device)
         if medium.rank == 0:
             scheme.warn_if_dense_is_smaller(model, medium.num_workers)
+            if slower is not None:
+                warnings.warn(slower, stacklevel=4)
         self._medium_group = medium
         self.background = Background(self, device)
         ddp.register_comm_hook(self, _hook)

@@ -35,7 +35,11 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
     source, target = torch.randn(n, device=device), torch.empty(n, device=device)
     found = []
     for name in own:
-        works = {"own": own[name], "plain": plain[name], "copy": lambda: target.copy_(source)}
+        works: dict[str, Callable[[], object]] = {
+            "own": own[name],
+            "plain": plain[name],
+            "copy": lambda: target.copy_(source),
+        }
         for work in works.values():
             work()  # what is made once is made before
         seconds = median_seconds(works, device, rounds)

@@ -17,9 +17,6 @@ import torch
 from laconic.errors import KernelError
 from laconic.kernels import reference
 from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
-
-# These four have no native form yet.
-from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
 
 __all__ = [
@@ -40,6 +37,7 @@ __all__ = [
     "encode_elias_fano",
     "largest_magnitudes",
     "mean_magnitude",
+    "missing",
     "module",
     "new_search",
     "pack_lanes",
@@ -80,6 +78,14 @@ def _backend(asked: str, device: str) -> str:
     return asked or (own if own is not None and there[own] else "reference")
 
 
+def missing(device: torch.device | str) -> str | None:
+    """What to say where the reference kernels run on this device though nobody asked for them."""
+    if os.environ.get("LACONIC_KERNELS") or backend(device) != "reference":
+        return None
+    why = HOW_TO_GET_THEM if torch.device(device).type == "cpu" else "triton is not installed; pip install triton"
+    return f"laconic runs on its reference kernels, which are slower: {why}"
+
+
 @functools.cache
 def module(name: str) -> ModuleType:
     """A backend, by name."""
@@ -100,17 +106,21 @@ def _dispatched(definition: K) -> K:
 
 add_at_ = _dispatched(reference.add_at_)
 all_finite = _dispatched(reference.all_finite)
+average_words = _dispatched(reference.average_words)
 check_sum = _dispatched(reference.check_sum)
 compact = _dispatched(reference.compact)
 count_at_least = _dispatched(reference.count_at_least)
 decode_elias_fano = _dispatched(reference.decode_elias_fano)
 encode_elias_fano = _dispatched(reference.encode_elias_fano)
+largest_magnitudes = _dispatched(reference.largest_magnitudes)
 mean_magnitude = _dispatched(reference.mean_magnitude)
 pack_lanes = _dispatched(reference.pack_lanes)
 pack_signs = _dispatched(reference.pack_signs)
+quantize_pack = _dispatched(reference.quantize_pack)
 set_bits = _dispatched(reference.set_bits)
 unpack_bits = _dispatched(reference.unpack_bits)
 unpack_lanes = _dispatched(reference.unpack_lanes)
+unpack_scale = _dispatched(reference.unpack_scale)
 unpack_signs = _dispatched(reference.unpack_signs)
 vote = _dispatched(reference.vote)
 withdraw_ = _dispatched(reference.withdraw_)

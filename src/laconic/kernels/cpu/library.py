@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_P, _N, _INT, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_P, _N, _INT, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_float
 
 _SIGNATURES = {
     "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
@@ -47,6 +47,10 @@ _SIGNATURES = {
     "pack_signs": (None, (_P, _N, _INT, _P)),
     "unpack_signs": (None, (_P, _N, _F, _INT, _P)),
     "vote": (None, (_P, _N, _N, _INT, _P, _P)),
+    "largest_magnitudes": (None, (_P, _N, _N, _INT, _P)),
+    "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
+    "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
+    "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
     "add_at": (None, (_P, _N, _P, _P, _P, _N, _INT)),
 }
 

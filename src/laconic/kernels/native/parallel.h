@@ -36,4 +36,10 @@ void parallel_over(int64_t entries, int threads, const Work& work) {
   for (auto& other : others) other.join();
 }
 
+// Calls work(thread) once for each thread.
+template <class Work>
+void in_parallel(int threads, const Work& work) {
+  parallel_over(threads * kBlock, threads, [&](int thread, int64_t, int64_t) { work(thread); });
+}
+
 }  // namespace laconic

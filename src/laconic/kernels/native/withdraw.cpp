@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
@@ -25,19 +26,37 @@ struct Kth {
   int64_t ties;   // how many of those equal to it are among the k
 };
 
-// Radix selection of the k-th largest magnitude, 1 <= k <= count, in three rounds of 11, 10 and 10 bits.
-Kth kth_largest(const float* values, int64_t count, int64_t k) {
+// Some magnitudes that are searched together with those of other threads.
+struct Values {
+  const float* begin;
+  int64_t count;
+};
+
+// Radix selection of the k-th largest magnitude of all parts, 1 <= k <= their count, in rounds of 11, 10 and 10 bits.
+Kth kth_largest(const std::vector<Values>& parts, int64_t k) {
+  constexpr int64_t kBins = 2048;
+  const int threads = static_cast<int>(parts.size());
+  std::vector<int32_t> tallies(kBins * threads);
   uint32_t prefix = 0;
   int64_t left = k;
   for (int shift : {20, 10, 0}) {
     const int width = shift == 20 ? 11 : 10;
-    int64_t histogram[2048] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = magnitude_bits(values[i]);
-      if (shift == 20 || bits >> (shift + width) == prefix) ++histogram[bits >> shift & ((1u << width) - 1)];
+    in_parallel(threads, [&](int thread) {
+      int32_t* tally = tallies.data() + thread * kBins;
+      std::fill_n(tally, kBins, 0);
+      const auto [values, count] = parts[thread];
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = magnitude_bits(values[i]);
+        if (shift == 20 || bits >> (shift + width) == prefix) ++tally[bits >> shift & ((1u << width) - 1)];
+      }
+    });
+    int64_t bin = int64_t{1} << width;
+    for (int64_t here = 0;; left -= here) {
+      --bin;
+      here = 0;
+      for (int thread = 0; thread < threads; ++thread) here += tallies[thread * kBins + bin];
+      if (here >= left) break;
     }
-    int64_t bin = (int64_t{1} << width) - 1;
-    while (histogram[bin] < left) left -= histogram[bin--];
     prefix = prefix << width | static_cast<uint32_t>(bin);
   }
   return {prefix, left};
@@ -62,7 +81,7 @@ float likely_threshold(const float* balance, const float* addend, float factor, 
   const auto size = static_cast<int64_t>(sample.size());
   const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(n);
   const auto rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected) + 4);
-  return rank > size ? 0.0f : from_bits(kth_largest(sample.data(), size, rank).bits);
+  return rank > size ? 0.0f : from_bits(kth_largest({{sample.data(), size}}, rank).bits);
 }
 
 // What one thread has caught, in ascending order of position.
@@ -76,21 +95,34 @@ struct Catch {
 
   // Keep the k largest, give the others back to `balance`; what comes later must be larger than all that is kept.
   void shrink(float* balance, int64_t k) {
-    const Kth kth = kth_largest(value, count, k);
+    const Kth kth = kth_largest({{value, count}}, k);
     keep(balance, kth, index, value);
     count = k;
     least = static_cast<int32_t>(std::min(kth.bits, kMagnitude - 1)) + 1;
   }
 
-  void keep(float* balance, Kth kth, int32_t* to_index, float* to_value) {
+  // How many are larger than the k-th, and how many are equal to it.
+  std::pair<int64_t, int64_t> above_and_at(Kth kth) const {
+    int64_t above = 0, at = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = magnitude_bits(value[i]);
+      above += bits > kth.bits;
+      at += bits == kth.bits;
+    }
+    return {above, at};
+  }
+
+  // Move the chosen to where they belong, which may be here, and give the others back; kth.ties are this catch's.
+  void keep(float* balance, Kth kth, int32_t* to_index, float* to_value) const {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = magnitude_bits(value[i]);
-      const bool chosen = bits > kth.bits || (bits == kth.bits && kth.ties-- > 0);
-      if (!chosen) balance[index[i]] = value[i];
-      to_index[kept] = index[i];
-      to_value[kept] = value[i];
-      kept += chosen;
+      if (bits > kth.bits || (bits == kth.bits && kth.ties-- > 0)) {
+        to_index[kept] = index[i];
+        to_value[kept++] = value[i];
+      } else {
+        balance[index[i]] = value[i];
+      }
     }
   }
 };
@@ -131,6 +163,28 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
     caught.caught += caught.count - before;
     block_sums[block / kBlock] = sum;
   }
+}
+
+// The k largest of all catches, which stand in the order of their ranges, to index and value; the others go back.
+float choose(float* balance, const std::vector<Catch>& catches, int64_t k, int32_t* index, float* value) {
+  const int threads = static_cast<int>(catches.size());
+  std::vector<Values> parts;
+  for (const Catch& one : catches) parts.push_back({one.value, one.count});
+  const Kth kth = kth_largest(parts, k);
+  std::vector<std::pair<int64_t, int64_t>> counts(threads);
+  in_parallel(threads, [&](int thread) { counts[thread] = catches[thread].above_and_at(kth); });
+  std::vector<int64_t> starts(threads), ties(threads);
+  int64_t start = 0, ties_left = kth.ties;
+  for (int thread = 0; thread < threads; ++thread) {
+    starts[thread] = start;
+    ties[thread] = std::min(ties_left, counts[thread].second);
+    start += counts[thread].first + ties[thread];
+    ties_left -= ties[thread];
+  }
+  in_parallel(threads, [&](int thread) {
+    catches[thread].keep(balance, {kth.bits, ties[thread]}, index + starts[thread], value + starts[thread]);
+  });
+  return from_bits(kth.bits);
 }
 
 // Grows and stays with the thread that calls, so that pages are touched once and not at every step.
@@ -196,16 +250,5 @@ extern "C" void laconic_withdraw(float* balance, const float* addend, float fact
     least = 0;  // everything is a candidate at first, and the threshold rises by itself
   }
 
-  // The catches stand in the order of their ranges; close the gaps between them and choose.
-  Catch all = catches[0];
-  for (int thread = 1; thread < threads; ++thread) {
-    std::copy_n(catches[thread].index, catches[thread].count, all.index + all.count);
-    std::copy_n(catches[thread].value, catches[thread].count, all.value + all.count);
-    all.count += catches[thread].count;
-  }
-  const Kth kth = kth_largest(all.value, all.count, k);
-  all.keep(balance, kth, all.index, all.value);
-  std::copy_n(all.index, k, index);
-  std::copy_n(all.value, k, value);
-  facts->kth = from_bits(kth.bits);
+  facts->kth = choose(balance, catches, k, index, value);
 }

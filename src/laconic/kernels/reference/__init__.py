@@ -9,6 +9,7 @@ from laconic.kernels.reference.bits import (
     unpack_bits,
     unpack_lanes,
 )
+from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.reference.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
 from laconic.kernels.reference.signs import pack_signs, unpack_signs, vote
 from laconic.kernels.reference.sums import add_at_
@@ -16,17 +17,21 @@ from laconic.kernels.reference.sums import add_at_
 __all__ = [
     "add_at_",
     "all_finite",
+    "average_words",
     "check_sum",
     "compact",
     "count_at_least",
     "decode_elias_fano",
     "encode_elias_fano",
+    "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",
     "pack_signs",
+    "quantize_pack",
     "set_bits",
     "unpack_bits",
     "unpack_lanes",
+    "unpack_scale",
     "unpack_signs",
     "vote",
     "withdraw_",
