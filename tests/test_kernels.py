@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -347,3 +349,6 @@ def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(m
 
 def test_every_backend_has_every_kernel_and_no_other() -> None:
     assert set(cpu.__all__) == set(reference.__all__) <= set(kernels.__all__)
+    gpu = ast.parse((Path(kernels.__file__).parent / "gpu/__init__.py").read_text())  # triton may not be installed
+    exported = next(ast.literal_eval(node.value) for node in gpu.body if isinstance(node, ast.Assign))
+    assert exported == reference.__all__

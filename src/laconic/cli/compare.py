@@ -115,6 +115,7 @@ def _text(found: Comparison) -> str:
         f"s to {100 * found.target:.1f} %",
         "step ms",
         "quartiles",
+        "select+encode",
         "bytes out/step",
         "in/step",
     ]
@@ -124,7 +125,9 @@ def _text(found: Comparison) -> str:
         first, third = row.step_ms_quartiles
         accuracy = f"{100 * row.accuracy:.2f} %" if row.diverged_at is None else f"diverged at step {row.diverged_at}"
         cells = [row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
-        cells += [f"{first:.0f}-{third:.0f}", f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
+        preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
+        cells += [f"{first:.0f}-{third:.0f}", number(preparing, ".1f", " %")]
+        cells += [f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
         if in_lab:
             use = None if row.link_use is None else 100 * row.link_use
             cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]

@@ -3,6 +3,7 @@
 from laconic.kernels.gpu.bits import set_bits, unpack_bits
 from laconic.kernels.gpu.elias_fano import decode_elias_fano, encode_elias_fano
 from laconic.kernels.gpu.lanes import pack_lanes, unpack_lanes
+from laconic.kernels.gpu.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.gpu.selection import all_finite, compact, count_at_least, mean_magnitude
 from laconic.kernels.gpu.signs import pack_signs, unpack_signs, vote
 from laconic.kernels.gpu.sums import add_at_, check_sum
@@ -11,17 +12,21 @@ from laconic.kernels.gpu.withdraw import withdraw_
 __all__ = [
     "add_at_",
     "all_finite",
+    "average_words",
     "check_sum",
     "compact",
     "count_at_least",
     "decode_elias_fano",
     "encode_elias_fano",
+    "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",
     "pack_signs",
+    "quantize_pack",
     "set_bits",
     "unpack_bits",
     "unpack_lanes",
+    "unpack_scale",
     "unpack_signs",
     "vote",
     "withdraw_",
