@@ -343,7 +343,7 @@ def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(m
     assert kernels.missing("cpu") is None  # it was asked for
     monkeypatch.setenv("LACONIC_KERNELS", "cpu")
     with pytest.raises(KernelError, match="install a C\\+\\+17 compiler"):
-        kernels.backend("cpu")
+        kernels.missing("cpu")
     kernels._backend.cache_clear()
 
 

@@ -79,8 +79,11 @@ def _backend(asked: str, device: str) -> str:
 
 
 def missing(device: torch.device | str) -> str | None:
-    """What to say where the reference kernels run on this device though nobody asked for them."""
-    if os.environ.get("LACONIC_KERNELS") or backend(device) != "reference":
+    """What to say where the reference kernels run on this device though nobody asked for them.
+
+    Raises where a backend was asked for that is not there: better here than in the first backward pass.
+    """
+    if backend(device) != "reference" or os.environ.get("LACONIC_KERNELS"):
         return None
     why = HOW_TO_GET_THEM if torch.device(device).type == "cpu" else "triton is not installed; pip install triton"
     return f"laconic runs on its reference kernels, which are slower: {why}"
