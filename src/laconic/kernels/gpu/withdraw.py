@@ -4,7 +4,7 @@ One pass adds, sums |x| and keeps a bit for each entry that reaches the guessed 
 are listed in order, the k-th value is found among them by tallies of its digits, and the chosen go where they belong.
 Only if the guess caught fewer than k, or more than there is room for, are all the entries searched instead. Between
 these stages the programs meet; nothing waits for the host. (A launch for each stage takes as long for 100 M entries,
-and three times as long for 5 M.)
+and twice as long for 20 M.)
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
