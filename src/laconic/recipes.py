@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from laconic.errors import SchemeError
@@ -153,13 +154,8 @@ def randk_maxnorm(
     seed: int = 0,
 ) -> Scheme:
     """maxnorm on the same random share of the entries everywhere; the rest is kept for later."""
-    return Scheme(
-        select=RandK(rho=rho, mode=mode, seed=seed),
-        quantize=MaxNorm(levels=_levels(bits, levels), block=block, seed=seed),
-        memory=part("memory", memory),
-        exchange=AllReduce(stages=stages),
-        trigger=_warmed(warmup),
-    )
+    everywhere = maxnorm(bits=bits, levels=levels, block=block, stages=stages, seed=seed)
+    return _random_share(everywhere, rho, mode, seed, memory, warmup)
 
 
 @recipe
@@ -179,15 +175,10 @@ def randk_multiscale(
     seed: int = 0,
 ) -> Scheme:
     """multiscale on the same random share of the entries everywhere; the rest is kept for later."""
-    return Scheme(
-        select=RandK(rho=rho, mode=mode, seed=seed),
-        quantize=MultiScale(
-            levels=_levels(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
-        ),
-        memory=part("memory", memory),
-        exchange=AllReduce(stages=stages),
-        trigger=_warmed(warmup),
+    everywhere = multiscale(
+        bits=bits, levels=levels, block=block, scales=scales, ratio=ratio, share=share, stages=stages, seed=seed
     )
+    return _random_share(everywhere, rho, mode, seed, memory, warmup)
 
 
 @recipe
@@ -209,6 +200,12 @@ def _levels(bits: int, levels: int) -> int:
     if bits < 2:
         raise SchemeError(f"bits is {bits}; give 2 or more, of which one is the sign")
     return levels or (1 << (bits - 1)) - 1
+
+
+def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str, warmup: int) -> Scheme:
+    """A scheme on random entries alone."""
+    select = RandK(rho=rho, mode=mode, seed=seed)
+    return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))
 
 
 def _warmed(steps: int) -> Trigger:

@@ -17,14 +17,11 @@ import torch
 from laconic.errors import KernelError
 from laconic.kernels import reference
 from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
-from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
+from laconic.kernels.search import CALLS, PASSES, new_search
 
 __all__ = [
     "BACKENDS",
     "CALLS",
-    "HOW_TO_GET_THEM",
-    "KTH",
-    "MEAN",
     "PASSES",
     "add_at_",
     "all_finite",
@@ -54,6 +51,7 @@ __all__ = [
 ]
 
 BACKENDS = ("reference", "cpu", "gpu")
+_HOW_TO_GET = {"cpu": HOW_TO_GET_THEM, "gpu": "triton is not installed; pip install triton"}
 
 K = TypeVar("K", bound=Callable[..., Any])
 
@@ -68,10 +66,8 @@ def _backend(asked: str, device: str) -> str:
     there = {"cpu": level() is not None, "gpu": importlib.util.find_spec("triton") is not None}
     if asked and asked not in BACKENDS:
         raise KernelError(f"LACONIC_KERNELS is {asked!r}; write one of {', '.join(BACKENDS)}")
-    if asked == "cpu" and not there["cpu"]:
-        raise KernelError(f"LACONIC_KERNELS is 'cpu', but {HOW_TO_GET_THEM}")
-    if asked == "gpu" and not there["gpu"]:
-        raise KernelError("LACONIC_KERNELS is 'gpu', but triton is not installed; pip install triton")
+    if not there.get(asked, True):
+        raise KernelError(f"LACONIC_KERNELS is {asked!r}, but {_HOW_TO_GET[asked]}")
     own = {"cpu": "cpu", "cuda": "gpu"}.get(device)
     if asked in there and asked != own:
         raise KernelError(f"LACONIC_KERNELS is {asked!r}, but the tensors are on {device}; leave it unset")
@@ -85,7 +81,7 @@ def missing(device: torch.device | str) -> str | None:
     """
     if backend(device) != "reference" or os.environ.get("LACONIC_KERNELS"):
         return None
-    why = HOW_TO_GET_THEM if torch.device(device).type == "cpu" else "triton is not installed; pip install triton"
+    why = _HOW_TO_GET["cpu" if torch.device(device).type == "cpu" else "gpu"]
     return f"laconic runs on its reference kernels, which are slower: {why}"
 
 

@@ -29,22 +29,7 @@ def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor([0, 0, 0, min(max(margin, BOLDEST), SHYEST), 0, 0], dtype=torch.float64, device=device)
 
 
-def advance_(search: Tensor, *, k: int, kth: float, mean: float, caught: int, passes: int) -> None:
-    """Note what a step found and guess the next threshold: guess = kth * (1 - margin) * min(1, kth / last kth).
-
-    The margin is a secant in the logarithm of the count: if `guess` caught c*k entries, a threshold lower than the k-th
-    value by the share (1 - guess/kth) * ln(aim)/ln(c) would have caught aim*k. So it follows how steep the tail is,
-    and error feedback makes it steep: what waits stands in a crowd just under the last threshold. Only the
-    speed of the next step depends on all this.
-    """
-    guess, last_kth, _, margin, all_passes, calls = search.tolist()
-    if guess > 0 and kth > 0:
-        log_reach = math.log(max(caught, 1) / k)
-        shortfall = 1 - guess / kth
-        wanted = shortfall * LOG_AIM / log_reach if shortfall * log_reach > 0 else PACE * margin
-        margin = min(max(wanted, margin / PACE), margin * PACE)
-        margin = min(max(margin, BOLDEST), SHYEST)
-    change = min(1.0, max(SMALLEST_CHANGE, kth / last_kth)) if last_kth > 0 else 1.0
-    guess = kth * (1 - margin) * change
-    known = [guess if math.isfinite(guess) else 0.0, kth, mean, margin, all_passes + passes, calls + 1]
-    search.copy_(torch.tensor(known, dtype=torch.float64))
+def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
+    """Keep the records of a step; the guess of the next is the GPU's alone (gpu/withdraw_rank.py)."""
+    guess, _, _, margin, all_passes, calls = search.tolist()
+    search.copy_(torch.tensor([guess, kth, mean, margin, all_passes + passes, calls + 1], dtype=torch.float64))

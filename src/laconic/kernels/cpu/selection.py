@@ -11,7 +11,7 @@ from laconic.errors import KernelError
 from laconic.kernels import reference
 from laconic.kernels.cpu.library import Facts, library
 from laconic.kernels.cpu.pointer import check_apart, num_threads, pointer
-from laconic.kernels.search import advance_
+from laconic.kernels.search import note_
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
 # the time of 25 M entries at 1 %; a sample of each step costs 1 % of it and catches 1.2 k.
@@ -72,5 +72,5 @@ def withdraw_(
         values.data_ptr(),
         ctypes.byref(facts),
     )
-    advance_(search, k=k, kth=facts.kth, mean=facts.mean, caught=facts.caught, passes=facts.passes)
+    note_(search, kth=facts.kth, mean=facts.mean, passes=facts.passes)
     return positions, values

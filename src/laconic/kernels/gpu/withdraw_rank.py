@@ -72,7 +72,13 @@ def find_kth(memory, balance, places, kept_bits, begin, end, first, last, k, all
 
 @triton.jit
 def advance(search, sums, n, k, kth, caught, all_entries, WIDTH: tl.constexpr):
-    """The rule of kernels.search.advance_, by one program."""
+    """Note what a step found and guess the next threshold: guess = kth * (1 - margin) * min(1, kth / last kth).
+
+    The margin is a secant in the logarithm of the count: if `guess` caught c*k entries, a threshold lower than the k-th
+    value by the share (1 - guess/kth) * ln(aim)/ln(c) would have caught aim*k. So it follows how steep the tail is,
+    and error feedback makes it steep: what waits stands in a crowd just under the last threshold. Only the
+    speed of the next step depends on all this.
+    """
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < tl.num_programs(0), other=0.0, cache_modifier=".cg"), 0)
     mean = total / n.to(tl.float64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.nonzero import nonzero
-from laconic.kernels.search import advance_
+from laconic.kernels.search import note_
 
 _SAMPLE_ENTRIES = 16_384
 _CHUNK = 1 << 20
@@ -59,7 +59,7 @@ def withdraw_(
     values = balance[positions]
     balance[positions] = 0
     kth = float(values.abs().nan_to_num(torch.inf, torch.inf).min())
-    advance_(search, k=k, kth=kth, mean=mean, caught=k, passes=passes)
+    note_(search, kth=kth, mean=mean, passes=passes)
     return positions.to(torch.int32), values
 
 
