@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.checks import check_vector
 
 
-def pointer(name: str, x: Tensor, dtype: torch.dtype, length: int | None = None) -> int:
-    """The address of the first entry of a dense vector of this type, and of this length where one is given."""
-    if x.dtype != dtype or x.dim() != 1 or x.device.type != "cpu" or not x.is_contiguous():
-        raise KernelError(
-            f"{name} is a {x.dim()}-d {x.dtype} tensor on {x.device}; give a contiguous vector of {dtype} on the CPU"
-        )
-    if length is not None and x.numel() != length:
-        raise KernelError(f"{name} has {x.numel()} entries; give {length}")
+def pointer(name: str, x: Tensor, dtype: torch.dtype, length: int | None = None, *, dims: int = 1) -> int:
+    """The address of `length` entries of this type, side by side on the CPU; of any number if none is given."""
+    check_vector(x, dtype, x.numel() if length is None else length, name, dims=dims)
+    if x.device.type != "cpu":
+        raise KernelError(f"{name} is on {x.device}; give a tensor on the CPU")
     return x.data_ptr()
 
 

@@ -64,7 +64,7 @@ def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group:
 def average_words(words: Tensor, lane_bits: int, key: Key) -> Tensor:
     num_rows, num_words = words.shape
     means = torch.empty(num_words, dtype=words.dtype)
-    at = pointer("words", words.reshape(-1), words.dtype)
+    at = pointer("words", words, words.dtype, dims=2)
     library().laconic_average_words(
         at, num_rows, num_words, words.itemsize, lane_bits, *_unsigned(key), num_threads(), means.data_ptr()
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.kernels.gpu.checks import check_vector
+from laconic.kernels.checks import check_vector
 
 BLOCK = tl.constexpr(1024)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.bits import (
     BLOCK,
     count_ones,
@@ -19,7 +20,6 @@ from laconic.kernels.gpu.bits import (
     words_and_ranks,
     words_of,
 )
-from laconic.kernels.gpu.checks import check_vector
 from laconic.kernels.gpu.lanes import lane_at, pack_into
 
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.bits import BLOCK, num_blocks, words_of
-from laconic.kernels.gpu.checks import check_vector
 
 
 @triton.jit(do_not_specialize=["count", "width", "num_words"])

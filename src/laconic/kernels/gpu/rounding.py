@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.checks import check_vector
 from laconic.kernels.draws import Key
-from laconic.kernels.gpu.checks import check_vector
 from laconic.kernels.gpu.withdraw_candidates import magnitude_bits
 
 _BLOCK = tl.constexpr(1024)  # words a program handles: four a thread, with eight warps
@@ -260,7 +260,7 @@ def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group:
 
 def average_words(words: Tensor, lane_bits: int, key: Key) -> Tensor:
     (num_rows, num_words), lanes = words.shape, _num_lanes(words.dtype, lane_bits)
-    check_vector(words, words.dtype, num_rows * num_words, "words")
+    check_vector(words, words.dtype, num_rows * num_words, "words", dims=2)
     most = (1 << (31 - lane_bits)) - 1  # so that totals fit 31 bits
     if not 1 <= num_rows <= most:
         raise KernelError(f"{num_rows} rows of {lane_bits}-bit lanes; give 1 to {most}, or LACONIC_KERNELS=reference")

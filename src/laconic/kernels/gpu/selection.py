@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.kernels import reference
-from laconic.kernels.gpu.checks import check_vector
+from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.withdraw_candidates import TILE, magnitude_bits
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.kernels.gpu.checks import check_vector
+from laconic.kernels.checks import check_vector
 
 _BLOCK = tl.constexpr(1024)
 _CHECK_BLOCK = tl.constexpr(4096)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.gpu.checks import check_vector
+from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.grid import HEAD, REGISTERS, WARPS, leave, meet, memory_of, num_resident
 from laconic.kernels.gpu.withdraw_adding import add_entries
 from laconic.kernels.gpu.withdraw_candidates import (
@@ -36,9 +36,9 @@ from laconic.kernels.gpu.withdraw_rank import advance, find_kth, sums_of
 from laconic.kernels.search import CALLS, GUESS
 
 _GUESS = tl.constexpr(GUESS)
-# Room for candidates, in units of k: a balance that grows by a fifth leaves a guess that catches 2.8 k at 1 % and 3.8 k
-# at 0.1 % of Laplace data; and a quarter of the entries is always too many.
-_ROOM_PER_K = 4
+# Room for candidates: a balance that grows leaves a guess that catches up to 5 k at 1 % and 12 k at 0.1 %, once it has
+# been growing for ten steps; and a quarter of the entries is always too many.
+_ROOM_PER_K, _ENTRIES_PER_ROOM = 4, 64
 _LEAST_ROOM = 4096
 
 _OPTIONS = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_cooperative_grid": True, "enable_fp_fusion": False}
@@ -130,7 +130,7 @@ def withdraw_(
         raise KernelError(f"withdraw_ of k = {k} from {n} entries; give 1 to {n}")
     num_tiles = -(-n // TILE.value)
     programs = min(num_tiles, num_resident(balance.device, n))
-    room = min(n, _ROOM_PER_K * k + _LEAST_ROOM, k + n // 4)
+    room = min(n, _ROOM_PER_K * k + n // _ENTRIES_PER_ROOM + _LEAST_ROOM, k + n // 4)
     num_words = HEAD.value + programs * (5 + WORDS.value * -(-num_tiles // programs)) + 2 * room
     positions = torch.empty(k, dtype=torch.int32, device=balance.device)
     values = torch.empty(k, dtype=torch.float32, device=balance.device)

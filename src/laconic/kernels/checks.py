@@ -1,0 +1,15 @@
+"""What a kernel asks of the tensors it is given; a raw pointer would crash instead."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.errors import KernelError
+
+
+def check_vector(x: Tensor, dtype: torch.dtype, length: int, name: str, *, dims: int = 1) -> None:
+    """Raise unless `x` is a contiguous vector (or matrix, with dims=2) of that dtype, with that many entries."""
+    if x.dtype != dtype or x.numel() != length or x.dim() != dims or not x.is_contiguous():
+        given = f"{'' if x.is_contiguous() else 'strided '}{x.dtype}{list(x.shape)}"
+        raise KernelError(f"{name} is {given}; give a contiguous {dtype}[{length}]")
