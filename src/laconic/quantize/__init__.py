@@ -6,8 +6,9 @@ from laconic.quantize.grid import Grid, Steps, round_up
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import Quantizer
+from laconic.quantize.signs import Sign, Trits
 
-QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16}
+QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "MaxNorm",
     "MultiScale",
     "Quantizer",
+    "Sign",
     "Steps",
+    "Trits",
     "carrier_for",
     "largest_levels",
     "round_up",

@@ -22,6 +22,8 @@ class BucketPlan:
         self.plan = self._select.plan(layout, density)
         self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
+        self.is_fixed = torch.zeros(self.plan.num_entries, dtype=torch.bool, device=device)
+        self.is_fixed[self.fixed] = True
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
         ]
