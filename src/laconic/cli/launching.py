@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from laconic.cli.lab import add_spec, spec_of
 from laconic.errors import LabError, LaunchError
 from laconic.lab import Lab, LabSpec, noted_signals
 from laconic.lab import run as run_in_lab
-from laconic.train import DIVERGED, Job, launch
+from laconic.train import DIVERGED, Job, launch, verdict, worker_command
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
 # Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
 SAID_ABOVE = "LACONIC_SAID_ABOVE"
+_AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'
 
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,13 @@ def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
     return spec_of(asked)
 
 
+def num_workers(job: Job, spec: LabSpec | None) -> int:
+    """How many workers a job has: one on each host that does not serve, or as many as it says."""
+    if spec is not None and spec.hosts <= job.servers:
+        raise LabError(f"{spec.hosts} hosts are no more than --servers {job.servers}; give --hosts more than that")
+    return spec.hosts - job.servers if spec else job.workers
+
+
 @contextmanager
 def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
     """A way to run jobs; the lab, if it is one, lives as long as the block."""
@@ -47,11 +56,20 @@ def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
 
 
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
-    """One launcher and one worker per host, as on machines of their own; only rank 0 prints results."""
-    command = [sys.executable, "-m", "laconic", "train", *replace(job, workers=1).arguments()]
+    """One launcher and one worker per host, as on machines of their own; only the worker that leads prints results.
+
+    With servers, which come first, a host's worker stands for itself: its launcher would wait at the end, in torchrun's
+    exit barrier, for those of hosts that have died.
+    """
+    one = replace(job, workers=1)
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
     env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
-    code = run_in_lab(lab, command, signals, env=env, marked=False)
+    if job.servers:
+        command = ["sh", "-c", _AS_RANK, *worker_command(one)]
+        code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
+    else:
+        command = [sys.executable, "-m", "laconic", "train", *one.arguments()]
+        code = run_in_lab(lab, command, signals, env=env, marked=False)
     if signals:
         raise KeyboardInterrupt
     if code and code != DIVERGED:

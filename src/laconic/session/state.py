@@ -85,6 +85,8 @@ def load_owner(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], medium: M
     owners = [one["owner"] for one in states if one["owner"]]
     share, num_shares = medium.owned_share, medium.num_shares
     assert share is not None
+    if not owners and not any(one.get("servers") for one in states):
+        return {"held": {}, "records": {}}
     if not owners:
         raise StateError("the state was saved under dedicated servers; resume with as many")
     if owners[0]["num_shares"] == num_shares:

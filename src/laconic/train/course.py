@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laconic.errors import TaskError
+from laconic.exchange import Server
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
@@ -19,6 +20,7 @@ from laconic.train.job import Job
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
+_VOTE_LR = 1e-3  # of sparse-sign's authors
 
 
 class Course:
@@ -29,7 +31,7 @@ class Course:
         self._task = TASKS[job.task]
         self.batch = job.batch or self._task.batch
         momentum = self._task.momentum if job.momentum is None else job.momentum
-        self._lr, self._momentum = _carried(parse(job.scheme), job.lr or self._task.lr, momentum)
+        self._lr, self._momentum = _carried(parse(job.scheme), job.lr, self._task.lr, momentum)
         self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
         if self.batch > len(self._mine):
             raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
@@ -81,8 +83,15 @@ def _schedule(step: int, num_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
-def _carried(scheme: Scheme | TorchHook, lr: float, momentum: float) -> tuple[float, float]:
-    """(lr, momentum) of the optimizer; where the scheme's memory carries momentum, lr/(1-m) stays as it was."""
+def _carried(scheme: Scheme | TorchHook, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
+    """(lr, momentum) of the optimizer.
+
+    Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in
+    every entry: it takes no momentum, and then SGD's weight decay is decoupled, w -= lr*(vote + decay*w).
+    """
+    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server) and scheme.exchange.votes:
+        return asked_lr or _VOTE_LR, 0.0
+    lr = asked_lr or lr
     if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
         return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
     return lr, momentum
