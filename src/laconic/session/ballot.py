@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
+from laconic.kernels.reference.nonzero import nonzero
 from laconic.wire import Contents
 
 _DECAY = 0.99  # of a record at each vote: a hundred votes back counts a third
@@ -44,10 +45,10 @@ class Ballot:
         kernels.add_at_(scratch, [contents.positions for contents in heard.values()], sparse)
         if self.weighted:
             self._judge(heard, signs, weights, scratch, fixed)
-        places = kernels.unpack_bits(kernels.pack_lanes((scratch != 0).to(torch.int32), 1))
-        votes = scratch[places].sign()
-        scratch[places] = 0
-        return places, votes
+        at = nonzero(scratch != 0)
+        votes = scratch[at].sign()
+        scratch[at] = 0
+        return at.to(torch.int32), votes
 
     def _judge(
         self,

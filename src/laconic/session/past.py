@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic import kernels
+from laconic.kernels.reference.nonzero import nonzero
 from laconic.memory import Due
 from laconic.select import Overlap, Plan
 from laconic.select.scores import Score
@@ -25,7 +25,7 @@ class Past:
     @property
     def where(self) -> Tensor:
         if self._where is None:
-            self._where = kernels.unpack_bits(kernels.pack_lanes((self.past != 0).to(torch.int32), 1)).to(torch.int64)
+            self._where = nonzero(self.past != 0)
         return self._where
 
     def restored(self) -> None:

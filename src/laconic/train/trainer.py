@@ -47,8 +47,9 @@ class Trainer:
             model,
             process_group=group,
             bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
-            broadcast_buffers=not job.asks_servers,  # which would end with the first worker that dies
         )
+        # Broadcasting them at every step would end with the first worker that dies.
+        self.ddp.broadcast_buffers = not job.asks_servers
         self.optimizer = self.course.optimizer(self.ddp)
         servers = range(job.servers) if job.asks_servers else ()
         self.session = attach(self.ddp, scheme, servers=servers, timeout_s=job.server_timeout)
