@@ -80,7 +80,7 @@ def attach(
     device = _only_device(trained)
     if servers:
         medium = _served(group, served_scheme(scheme), servers, timeout_s, undoes=grad_scaler is not None)
-        return _DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
+        return DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
     own = own_group(group, device)
     strangers = ranks_that_differ(own, device, str(scheme))
     if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
@@ -89,7 +89,7 @@ def attach(
         )
     if isinstance(scheme, TorchHook):
         return TorchHookSession(ddp, scheme, own)
-    return _DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+    return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
 
 
 def _served(group: ProcessGroup, scheme: Scheme, servers: Sequence[int], timeout_s: float, *, undoes: bool) -> Served:
@@ -110,7 +110,7 @@ def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
     return devices.pop()
 
 
-class _DdpSession(Session):
+class DdpSession(Session):
     """A session fed by DDP's hook through a background thread."""
 
     def __init__(
@@ -185,5 +185,5 @@ def _server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> lis
     return [bytes(each.numpy()) for each in found[0]] if found else []
 
 
-def _hook(session: _DdpSession, bucket: GradBucket) -> Future[Tensor]:
+def _hook(session: DdpSession, bucket: GradBucket) -> Future[Tensor]:
     return session.background.submit(session.bucket_of(bucket))

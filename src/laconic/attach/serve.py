@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from laconic.errors import FrameError, SchemeError
 from laconic.exchange import Desk, Server
-from laconic.exchange.talk import CLOSE, LAYOUT, LOAD, PARTS, STATE, STATS, TOTAL, Message, from_bytes, to_bytes
+from laconic.exchange.talk import CLOSE, ECHO, LAYOUT, LOAD, PARTS, STATE, STATS, TOTAL, Message, from_bytes, to_bytes
 from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -117,6 +117,8 @@ class _Clerk:
             packed = io.BytesIO()
             torch.save(self._owner.state_dict(), packed)
             return {rank: packed.getvalue() if place == 0 else b"" for place, rank in enumerate(self._desk.living)}
+        elif about.kind == ECHO:
+            return next((bytes(message.payload) for message in heard.values() if message.payload), b"")
         elif about.kind == LOAD:
             given = next((bytes(message.payload) for message in heard.values() if message.payload), None)
             if given is not None:

@@ -14,7 +14,8 @@ from laconic.cli.lab import add_spec, spec_of
 from laconic.errors import LabError, LaunchError
 from laconic.lab import Lab, LabSpec, noted_signals
 from laconic.lab import run as run_in_lab
-from laconic.train import DIVERGED, Job, launch, verdict, worker_command
+from laconic.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
 # Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
@@ -33,6 +34,8 @@ def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
         if asked.link or asked.link_of:
             raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
         return None
+    if getattr(asked, "in_process", False):
+        raise LabError("--in-process has no hosts; leave --hosts out")
     if hasattr(asked, "workers"):
         raise LabError("--hosts puts one worker on each host; leave --workers out")
     return spec_of(asked)
@@ -46,13 +49,21 @@ def num_workers(job: Job, spec: LabSpec | None) -> int:
 
 
 @contextmanager
-def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
-    """A way to run jobs; the lab, if it is one, lives as long as the block."""
+def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda result: None) -> Iterator[Launcher]:
+    """A way to run jobs; the lab, if it is one, lives as long as the block.
+
+    `tell` is for results of jobs that run in this process; workers tell their own.
+    """
     if spec is None:
-        yield launch
+        yield lambda job: work_in_process(job, tell, say) if job.in_process else launch(job)
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
         yield lambda job: _launch_on_hosts(lab, job, signals)
+
+
+def say(text: str) -> None:
+    """Talk, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:

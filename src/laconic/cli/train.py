@@ -35,7 +35,7 @@ def run(asked: argparse.Namespace) -> int:
     if not is_worker():
         spec = lab_spec(asked)
         check_before_launch(job, num_workers(job, spec))
-        with launcher(spec) as start:
+        with launcher(spec, lambda result: _tell(result, job)) as start:
             return start(job)
     try:
         return work(job, lambda result: _tell(result, job))

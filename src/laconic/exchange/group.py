@@ -26,7 +26,7 @@ class Group:
         self.num_workers = self.num_shares = group.size()
         self.owned_share: int | None = self.rank
         self.traffic = Traffic()
-        self._group = group
+        self._group, self._device = group, device
         self._staged = device.type == "cuda" and backend_for(group, device) == "gloo"
         self._wire = (
             torch.device("cpu") if self._staged else device
@@ -67,6 +67,18 @@ class Group:
         others = self._host("everyone", rows.numel(), rows.dtype).view(rows.shape)
         dist.all_to_all_single(others, mine, group=self._group)
         return others.to(rows.device)
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self._wire)
+        dist.broadcast(length, group=self._group, group_src=speaker)
+        said = torch.empty(int(length), dtype=torch.uint8, device=self._wire)
+        if frame is not None and speaks:
+            said.copy_(frame)
+        if said.numel():
+            dist.broadcast(said, group=self._group, group_src=speaker)
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        return said.to(self._device)
 
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         pass  # the workers know

@@ -60,6 +60,17 @@ class InProcess:
         self._table.barrier.wait()
         return mine
 
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        if speaks:
+            self._table.laid[speaker] = torch.empty(0, dtype=torch.uint8) if frame is None else frame
+        self._table.barrier.wait()
+        said = self._table.laid[speaker]
+        assert said is not None
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        self._table.barrier.wait()
+        return said.clone()
+
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         pass  # the workers know
 

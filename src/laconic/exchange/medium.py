@@ -31,6 +31,9 @@ class Medium(Protocol):
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
 
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        """What one worker says to all, of any length: its `frame`, None on the others; empty where it is gone."""
+
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         """Tell owners that are no workers which bucket comes next."""
 

@@ -13,6 +13,7 @@ from laconic.errors import FrameError, ServerLostError
 from laconic.exchange.medium import Answer
 from laconic.exchange.talk import (
     CLOSE,
+    ECHO,
     ERROR,
     HEAD_BYTES,
     HELLO,
@@ -61,6 +62,11 @@ class Served:
             self._told[bucket] = layout
             text = json.dumps([[span.name, span.num_entries] for span in layout.spans]).encode()
             self._ask(Message(LAYOUT, step, bucket), [text] * self.num_shares, "layout")
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        said = b"" if frame is None or self.rank != speaker else to_bytes(frame)
+        replies = self._ask(Message(ECHO), [said] + [b""] * (self.num_shares - 1), "broadcast")
+        return from_bytes(replies[0])
 
     def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
         step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says

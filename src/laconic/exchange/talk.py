@@ -16,8 +16,8 @@ from torch import Tensor
 
 from laconic.errors import FrameError
 
-HELLO, LAYOUT, PARTS, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR = range(9)
-KINDS = ("hello", "layout", "parts", "total", "state", "load", "stats", "close", "error")
+HELLO, LAYOUT, PARTS, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(10)
+KINDS = ("hello", "layout", "parts", "total", "state", "load", "stats", "close", "error", "echo")
 
 _HEAD = struct.Struct("<4sBxHHxxiqq")  # magic, kind, living, place, bucket, step, length
 HEAD_BYTES = _HEAD.size

@@ -48,6 +48,11 @@ class Traffic:
         self.count("up", sum(sent), sum(sent) - sent[rank], sum(heard) - heard[rank])
         self.count("down", answers[rank], others * answers[rank], sum(answers) - answers[rank])
 
+    def count_broadcast(self, num_bytes: int, num_workers: int, *, speaks: bool) -> None:
+        """A frame that goes from one worker to all others."""
+        out = num_bytes * (num_workers - 1)
+        self.count("broadcast", num_bytes if speaks else 0, out if speaks else 0, 0 if speaks else num_bytes)
+
     def copy(self) -> dict[str, Count]:
         """The counts as they are now."""
         return {kind: replace(count) for kind, count in self.by_kind.items()}

@@ -6,7 +6,7 @@ from laconic.quantize.grid import Grid, Steps, round_up
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import Quantizer
-from laconic.quantize.signs import Sign, Trits
+from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
@@ -19,6 +19,7 @@ __all__ = [
     "Carrier",
     "Exact",
     "Grid",
+    "Marks",
     "MaxNorm",
     "MultiScale",
     "Quantizer",

@@ -39,6 +39,26 @@ class Sign:
         return gradient_dtype
 
 
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """No value at all: a frame that says only where."""
+
+    code_id: ClassVar[int] = 5
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    def num_bytes(self, count: int) -> int:
+        return 0
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values.new_empty(0, dtype=torch.uint8), values.new_ones(())
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        return gradient_dtype
+
+
 def _mean_size(values: Tensor) -> Tensor:
     """mean|v|, never zero, and in float64 on the way: the sum of two large float32 would be Inf."""
     return values.abs().mean(dtype=torch.float64).to(torch.float32).clamp_min(_SMALLEST_SCALE)

@@ -48,7 +48,7 @@ class Overlap(TopK):
 
     def swept(self, layout: Layout, density: float, step: int, bucket: int, device: torch.device) -> Tensor:
         """The entries whose turn it is, the same on every worker; ascending, int64."""
-        if not self.explore:
+        if not self.explore or self.score == "leader":
             return torch.empty(0, dtype=torch.int64, device=device)
         turn = RandK(rho=density * self.explore, mode="cycle", dense_below=self.dense_below)
         rounds = [(layout, bucket, 0)]

@@ -13,7 +13,7 @@ from laconic import kernels
 from laconic.exchange import Answer, Server, Shares
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Due, Ledger
-from laconic.quantize import Sign, Trits
+from laconic.quantize import Marks, Sign, Trits
 from laconic.select import Overlap
 from laconic.session.bucket_plan import BucketPlan
 from laconic.session.owner import Owner
@@ -65,9 +65,10 @@ class Consulting(Summing):
         shares = self._shares.setdefault(bucket.layout, Shares(bucket.layout, self.medium.num_shares))
         with self._clock.time("select", device):
             finite = kernels.all_finite(flat)
-            chosen, values = (
-                self._choose(account, past, bucket, plan, density) if finite else (plan.fixed[:0], flat[:0])
-            )
+            if finite:
+                chosen, values = self._choose(account, past, bucket, plan, density)
+            elif self._leads_or_follows:
+                self._follow(plan, None)  # the others wait for it
         with self._clock.time("encode", device):
             if finite:
                 parts, said = self._parts(plan, shares, chosen, values, frame_id)
@@ -103,7 +104,9 @@ class Consulting(Summing):
         select = self.scheme.select
         with self._held(account, bucket):
             due = account.due_(bucket.flat, 1 / self._scale)
-            if past is None or not isinstance(select, Overlap):
+            if self._leads_or_follows:
+                chosen, values = self._choose_alike(plan, account.balance, due)
+            elif past is None or not isinstance(select, Overlap):
                 chosen, values = plan.withdraw_(account.balance, due)
             else:
                 turn = select.swept(bucket.layout, density, self._step, len(self._seen) - 1, bucket.flat.device)
@@ -111,6 +114,31 @@ class Consulting(Summing):
         num_fixed = plan.fixed.numel()
         told = values[num_fixed:] != 0
         return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
+
+    @property
+    def _leads_or_follows(self) -> bool:
+        return isinstance(self.scheme.select, Overlap) and self.scheme.select.score == "leader"
+
+    def _choose_alike(self, plan: BucketPlan, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
+        """Withdraw what worker (step mod M) would choose for itself; where it cannot say, everyone chooses."""
+        if self.medium.rank == self._step % self.medium.num_workers:
+            chosen, values = plan.withdraw_(balance, due)
+            self._follow(plan, chosen[values[plan.fixed.numel() :] != 0])
+            return chosen, values
+        told = self._follow(plan, None)
+        return plan.withdraw_(balance, due) if told is None else (told, plan.withdraw_at_(balance, due, told))
+
+    def _follow(self, plan: BucketPlan, mine: Tensor | None) -> Tensor | None:
+        """What the worker whose turn it is chose; `mine` where that is this one, None where it overflowed."""
+        n, leader = plan.plan.num_entries, self._step % self.medium.num_workers
+        frame_id, frame = {"step": self._step, "bucket": len(self._seen) - 1}, None
+        if mine is not None:
+            codes, scale = Marks().encode(torch.empty(0, device=mine.device))
+            frame = FrameShape(n, mine.numel(), 0, Marks()).write(mine, codes, scale, **frame_id)
+        heard = self.medium.broadcast(frame, leader)
+        if not heard.numel():
+            return None
+        return FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader).positions
 
     def _parts(
         self, plan: BucketPlan, shares: Shares, chosen: Tensor, values: Tensor, frame_id: dict[str, int]

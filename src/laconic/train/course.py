@@ -27,7 +27,7 @@ class Course:
     """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
 
     def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
-        self._job, self._data, self._rank = job, data, rank
+        self._job, self.data, self._rank = job, data, rank
         self._task = TASKS[job.task]
         self.batch = job.batch or self._task.batch
         momentum = self._task.momentum if job.momentum is None else job.momentum
@@ -39,7 +39,7 @@ class Course:
 
     def model(self, device: torch.device) -> nn.Module:
         """The task's model, drawn from torch's own generator."""
-        model = self._task.model(self._job.model, self._data).to(device)
+        model = self._task.model(self._job.model, self.data).to(device)
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
@@ -59,10 +59,10 @@ class Course:
         turn, place = divmod(step, batches_per_round)
         shuffle = _generator(self._job.seed, self._rank, turn)
         chosen = self._mine[torch.randperm(len(self._mine), generator=shuffle)][place * self.batch :][: self.batch]
-        inputs = self._data.prepare(self._data.train_inputs[chosen])
-        if self._data.augment is not None:
-            inputs = self._data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
-        return inputs, self._data.train_targets[chosen]
+        inputs = self.data.prepare(self.data.train_inputs[chosen])
+        if self.data.augment is not None:
+            inputs = self.data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
+        return inputs, self.data.train_targets[chosen]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class Job:
     momentum: float | None = _option(None, "the optimizer's; a scheme that carries momentum takes its place")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
+    flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
+    in_process: bool = _option(False, "virtual workers in this process, to study many; times are of all together")
     eval_every: int = _option(25, "steps between evaluations; their time is not counted")
     backend: str = _option("gloo", "gloo or nccl")
     device: str = _option("cpu", "cpu or cuda")
@@ -55,8 +57,7 @@ class Job:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
-        if self.servers < 0:
-            raise TaskError(f"--servers is {self.servers}; give 0 or more")
+        self._check_workers()
         if not 0 <= self.seed < 2**63:
             raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -75,6 +76,14 @@ class Job:
             raise TaskError("--backend nccl needs --device cuda")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def _check_workers(self) -> None:
+        if self.servers < 0:
+            raise TaskError(f"--servers is {self.servers}; give 0 or more")
+        if not 0 <= self.flipped <= self.workers:
+            raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
+        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers):
+            raise TaskError("--in-process runs on the CPU from its first step, with no more --servers than --workers")
 
     @property
     def asks_servers(self) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
+from laconic.attach.attach import DdpSession
+from laconic.errors import LaconicError
 from laconic.exchange import Served
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
@@ -72,7 +74,7 @@ class Trainer:
         inputs, targets = (part.to(self.device) for part in self.course.examples(number))
         self.optimizer.zero_grad()
         loss = loss_of(self.ddp(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._backward(-loss if self.rank >= self.num_workers - self.job.flipped else loss)
         self.optimizer.step()
         loss_value = float(loss.detach())  # on CUDA this waits for the step to end
         seconds = time.perf_counter() - start
@@ -94,6 +96,16 @@ class Trainer:
             )
         self.facts.append(fact)
         return fact
+
+    def _backward(self, loss: Tensor) -> None:
+        """The backward pass; what went wrong in the session's thread is raised as it was, not as DDP wraps it."""
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            cause = self.session.background.error if isinstance(self.session, DdpSession) else None
+            if isinstance(cause, LaconicError):
+                raise cause from None
+            raise
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
