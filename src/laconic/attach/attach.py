@@ -59,6 +59,26 @@ def attach(
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
     ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
     """
+    scheme = _checked(ddp, scheme)
+    group: ProcessGroup = ddp.process_group
+    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+    device = _only_device(trained)
+    if servers:
+        medium = _served(group, served_scheme(scheme), servers, timeout_s, undoes=grad_scaler is not None)
+        return DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
+    own = own_group(group, device)
+    strangers = ranks_that_differ(own, device, str(scheme))
+    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
+        raise SchemeError(
+            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
+        )
+    if isinstance(scheme, TorchHook):
+        return TorchHookSession(ddp, scheme, own)
+    return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+
+
+def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> AnyScheme:
+    """The scheme, if it is one and `ddp` can take it."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
     if not isinstance(scheme, Scheme | TorchHook):
@@ -75,21 +95,7 @@ def attach(
         raise SchemeError(
             "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
         )
-    group: ProcessGroup = ddp.process_group
-    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    device = _only_device(trained)
-    if servers:
-        medium = _served(group, served_scheme(scheme), servers, timeout_s, undoes=grad_scaler is not None)
-        return DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
-    own = own_group(group, device)
-    strangers = ranks_that_differ(own, device, str(scheme))
-    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
-        raise SchemeError(
-            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
-        )
-    if isinstance(scheme, TorchHook):
-        return TorchHookSession(ddp, scheme, own)
-    return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+    return scheme
 
 
 def _served(group: ProcessGroup, scheme: Scheme, servers: Sequence[int], timeout_s: float, *, undoes: bool) -> Served:
