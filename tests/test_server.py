@@ -170,7 +170,7 @@ def _as_worker(text: str, timeout_s: float = 60) -> Session:
 
 
 def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]:
-    outs = []
+    outs: list[list[dict[str, Tensor]]] = []
     for text in (str(made(text)) for text in texts):
         if dist.get_rank() == 0:
             stats = serve(text, servers=[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,6 +186,11 @@ class Session(Consulting):
             never_sent=never,
             held_bytes=self._owner.num_bytes if self._owner is not None and self.scheme.holds else 0,
         )
+
+    @property
+    def unions(self) -> Unions:
+        """Sizes of the unions so far."""
+        return replace(self._unions)
 
     def _ages(self) -> tuple[int, float]:
         """(steps for which what is owed longest has waited, share of entries that were never sent)."""
