@@ -72,7 +72,8 @@ SCORES = {
     "local": Score(local, None, 0.0),
     "member": Score(member, last_members_, 1.0),
     "hits": Score(hits, counted_, 1.0),
-    "product": Score(product, last_sizes_, 0.09),
+    # max|G| is an outlier of real gradients: with e = 0.09 unions of the fashion-mnist CNN are 5 % smaller, not 40 %.
+    "product": Score(product, last_sizes_, 0.01),
     "sum": Score(total, last_sizes_, 1.0, needs_norm=True),
     "leader": Score(local, None, 0.0),  # whose turn it is chooses for all: see session/consulting.py
 }
