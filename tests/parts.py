@@ -38,7 +38,7 @@ COMPOSED_TEXTS = (
     "scheme:select=randk(rho=0.5,dense_below=0),quantize=maxnorm(levels=3),memory=momentum(momentum=0.5)",
     "topk:rho=0.05,exchange=server",
     "topk:rho=0.05,quantize=none,exchange=server(down_rho=0.02)",
-    "laplace:rho=0.4,per=parameter,exchange=server",
+    "laplace:rho=0.4,quantize=levels(bits=5),exchange=server",
     "overlap:rho=0.05,score=member,quantize=none,warmup=2",
     "overlap:rho=0.05,score=hits,per=parameter,explore=0.2",
     "overlap:rho=0.05,score=sum,strength=0.5",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.quantize import QUANTIZERS, Sign, Trits
+from laconic.quantize import QUANTIZERS, Levels, Sign, Trits
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
 
 def test_every_quantizer_is_tested() -> None:
-    assert {*RELATIVE, "sign"} == set(QUANTIZERS)
+    assert {*RELATIVE, "sign", "levels"} == set(QUANTIZERS)
     assert len({q.code_id for q in QUANTIZERS.values()} | {Trits.code_id}) == len(QUANTIZERS) + 1
 
 
@@ -21,6 +21,17 @@ def test_signs_keep_signs_and_the_mean_size() -> None:
     assert codes.nbytes == Sign().num_bytes(77) == 12
     assert torch.equal(Sign().decode(codes, scale)[:77], values.sign() * scale)
     torch.testing.assert_close(scale, values.abs().mean())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 5, 12])
+def test_levels_are_the_nearest_of_a_grid_under_the_frame_s_norm(bits: int) -> None:
+    values = torch.randn(77, generator=torch.Generator().manual_seed(1)) * 2.0**-60
+    quantize = Levels(bits=bits)
+    codes, step = quantize.encode(values)
+    assert codes.nbytes == quantize.num_bytes(77)
+    decoded = quantize.decode(codes, step)[:77]
+    assert bool(((decoded - values).abs() <= 0.501 * step).all())
+    assert float(decoded.abs().max()) == pytest.approx(float(values.abs().max()))
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 1000])

@@ -22,7 +22,7 @@ from laconic.exchange import (
 )
 from laconic.layout import Layout
 from laconic.memory import MEMORIES, Memory, Nothing
-from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Quantizer, Sign, Trits, carrier_for
+from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Levels, Quantizer, Sign, Trits, carrier_for
 from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
 from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
@@ -71,8 +71,13 @@ class Scheme:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
             )
-        if self.exchange.adds_in_flight and isinstance(self.quantize, Sign):
-            raise SchemeError("AllReduce adds in flight, but Sign codes cannot be added; use Server() or AllGather()")
+        if self.exchange.adds_in_flight and isinstance(self.quantize, Sign | Levels):
+            name = type(self.quantize).__name__
+            raise SchemeError(
+                f"AllReduce adds in flight, but {name} codes cannot be added; use Server() or AllGather()"
+            )
+        if isinstance(self.quantize, Levels) and not self.memory.refunds:
+            raise SchemeError("Levels rounds to the nearest, which is biased unless the loss is kept; use Residual()")
         if isinstance(self.select, Overlap) and not isinstance(self.exchange, Server):
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if isinstance(self.exchange, Server):

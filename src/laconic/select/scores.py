@@ -66,12 +66,13 @@ class Score:
     note_: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None
     strength: float  # a, or e
     needs_norm: bool = False
+    fades: bool = False  # rather than being replaced by each answer
 
 
 SCORES = {
     "local": Score(local, None, 0.0),
     "member": Score(member, last_members_, 1.0),
-    "hits": Score(hits, counted_, 1.0),
+    "hits": Score(hits, counted_, 1.0, fades=True),
     # max|G| is an outlier of real gradients: with e = 0.09 unions of the fashion-mnist CNN are 5 % smaller, not 40 %.
     "product": Score(product, last_sizes_, 0.01),
     "sum": Score(total, last_sizes_, 1.0, needs_norm=True),

@@ -36,7 +36,7 @@ class Past:
         """Take in an answer: the entries in it, and its values there."""
         if score.note_ is not None:
             score.note_(self.past, self.where, union, aggregate)
-            self._where = None
+            self._where = None if score.fades else union.sort().values
 
     def sent_(self, positions: Tensor, step: int) -> None:
         """Note what this worker sent."""
