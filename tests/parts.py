@@ -13,6 +13,9 @@ RECIPE_TEXTS = {
     "topk": "topk:rho=0.05",
     "laplace": "laplace:rho=0.05,search=bisection",
     "dgc": "dgc:rho=0.05,ramp=2",
+    "overlap": "overlap:rho=0.05",
+    "sign": "sign",
+    "sparse-sign": "sparse-sign:rho=0.1",
     "maxnorm": "maxnorm:bits=4",
     "multiscale": "multiscale:bits=4",
     "randk-maxnorm": "randk-maxnorm:rho=0.5",
@@ -33,6 +36,16 @@ COMPOSED_TEXTS = (
     "scheme:select=everything,quantize=bf16,memory=momentum(momentum=0.5),exchange=all-gather",
     "scheme:select=randk(rho=0.5),quantize=bf16,memory=residual",
     "scheme:select=randk(rho=0.5,dense_below=0),quantize=maxnorm(levels=3),memory=momentum(momentum=0.5)",
+    "topk:rho=0.05,exchange=server",
+    "topk:rho=0.05,quantize=none,exchange=server(down_rho=0.02)",
+    "laplace:rho=0.4,quantize=levels(bits=5),exchange=server",
+    "overlap:rho=0.05,score=member,quantize=none,warmup=2",
+    "overlap:rho=0.05,score=hits,per=parameter,explore=0.2",
+    "overlap:rho=0.05,score=sum,strength=0.5",
+    "overlap:rho=0.05,score=leader,down_rho=0.2",
+    "sign:vote=weighted",
+    "sparse-sign:cover=1.5,weight=0.9,score=product,vote=weighted",
+    "scheme:select=everything,quantize=sign,memory=residual,exchange=all-gather",
     "maxnorm:levels=15,block=0,seed=5",
     "maxnorm:bits=4,stages=2",
     "multiscale:levels=15,block=0,scales=2,ratio=8,share=1",
@@ -56,6 +69,11 @@ def talking_schemes() -> list[Scheme]:
 def remembering_schemes() -> list[Scheme]:
     """Those that keep what they do not send."""
     return [scheme for scheme in own_schemes() if scheme.memory.kinds]
+
+
+def conserving_schemes() -> list[Scheme]:
+    """Those that also keep what rounding loses, so that nothing is ever lost."""
+    return [scheme for scheme in remembering_schemes() if scheme.memory.refunds]
 
 
 def adds_exactly(scheme: Scheme) -> bool:

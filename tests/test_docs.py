@@ -27,7 +27,9 @@ def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
     launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "init_process_group" in code else []
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={3 if 'laconic.serve' in code else 2}"]
+        if "init_process_group" in code
+        else []
     )
     ran = subprocess.run(
         [sys.executable, *launcher, str(script)],

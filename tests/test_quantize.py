@@ -5,17 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.quantize import QUANTIZERS
+from laconic.quantize import QUANTIZERS, Levels, Sign, Trits
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
 
 def test_every_quantizer_is_tested() -> None:
-    assert set(RELATIVE) == set(QUANTIZERS)
-    assert len({q.code_id for q in QUANTIZERS.values()}) == len(QUANTIZERS)
+    assert {*RELATIVE, "sign", "levels"} == set(QUANTIZERS)
+    assert len({q.code_id for q in QUANTIZERS.values()} | {Trits.code_id}) == len(QUANTIZERS) + 1
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+def test_signs_keep_signs_and_the_mean_size() -> None:
+    values = torch.randn(77, generator=torch.Generator().manual_seed(1))
+    codes, scale = Sign().encode(values)
+    assert codes.nbytes == Sign().num_bytes(77) == 12
+    assert torch.equal(Sign().decode(codes, scale)[:77], values.sign() * scale)
+    torch.testing.assert_close(scale, values.abs().mean())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 5, 12])
+def test_levels_are_the_nearest_of_a_grid_under_the_frame_s_norm(bits: int) -> None:
+    values = torch.randn(77, generator=torch.Generator().manual_seed(1)) * 2.0**-60
+    quantize = Levels(bits=bits)
+    codes, step = quantize.encode(values)
+    assert codes.nbytes == quantize.num_bytes(77)
+    decoded = quantize.decode(codes, step)[:77]
+    assert bool(((decoded - values).abs() <= 0.501 * step).all())
+    assert float(decoded.abs().max()) == pytest.approx(float(values.abs().max()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 1000])
+def test_trits_hold_every_vote_five_to_a_byte(count: int) -> None:
+    votes = torch.randint(-1, 2, (count,), generator=torch.Generator().manual_seed(3)).to(torch.float32)
+    codes, scale = Trits().encode(votes)
+    assert codes.nbytes == Trits().num_bytes(count) == -(-count // 5)
+    assert torch.equal(Trits().decode(codes, scale)[:count], votes)
+
+
+@pytest.mark.parametrize("name", RELATIVE)
 @pytest.mark.parametrize("exponent", [-126, -60, -20, 0, 20, 60, 126])
 def test_rounding_is_relative_at_every_magnitude(name: str, exponent: int) -> None:
     quantize = QUANTIZERS[name]()
@@ -34,5 +61,5 @@ def test_zeros_empties_and_the_largest_float(name: str) -> None:
     quantize = QUANTIZERS[name]()
     for values in (torch.zeros(5), torch.empty(0), torch.full((3,), 3.4028e38), torch.tensor([1e-45, -3e38])):
         codes, scale = quantize.encode(values)
-        decoded = quantize.decode(codes, scale)
+        decoded = quantize.decode(codes, scale)[: values.numel()]
         assert bool(decoded.isfinite().all()) and decoded.shape == values.shape

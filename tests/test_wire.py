@@ -83,7 +83,12 @@ def _frame(quantizer: str, n: int = 500, k: int = 20, fixed: int = 3) -> tuple[F
     positions = _positions(n, k, 1)
     values = torch.randn(fixed + k, generator=torch.Generator().manual_seed(2))
     codes, scale = quantize.encode(values)
-    return shape, positions, quantize.decode(codes, scale), shape.write(positions, codes, scale, step=7, bucket=2)
+    return (
+        shape,
+        positions,
+        quantize.decode(codes, scale)[: k + fixed],
+        shape.write(positions, codes, scale, step=7, bucket=2),
+    )
 
 
 @pytest.mark.parametrize("k,fixed", [(20, 3), (20, 0), (0, 5), (500, 0), (1, 1), (300, 2)])

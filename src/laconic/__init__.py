@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, attach
+from laconic.attach import Attached, ServerStats, attach, serve
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -12,6 +12,7 @@ from laconic.errors import (
     LaconicError,
     LaunchError,
     SchemeError,
+    ServerLostError,
     StateError,
     TaskError,
 )
@@ -30,6 +31,8 @@ __all__ = [
     "LaunchError",
     "Scheme",
     "SchemeError",
+    "ServerLostError",
+    "ServerStats",
     "Session",
     "StateError",
     "Stats",
@@ -42,5 +45,6 @@ __all__ = [
     "quantize",
     "recipes",
     "select",
+    "serve",
     "trigger",
 ]

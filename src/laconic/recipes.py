@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from laconic.errors import SchemeError
-from laconic.exchange import AllGather, AllReduce, Silent
-from laconic.memory import MomentumResidual, Residual
-from laconic.quantize import BF16, MaxNorm, MultiScale
+from laconic.exchange import AllGather, AllReduce, Server, Silent
+from laconic.memory import Accumulated, MomentumResidual, Residual
+from laconic.quantize import BF16, MaxNorm, MultiScale, Sign
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
-from laconic.select import Everything, RandK, TopK
+from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
 from laconic.trigger import EveryStep, Ramp, Trigger, WarmUp
 
@@ -77,24 +77,36 @@ def silent() -> Scheme:
 
 @recipe
 def topk(
-    *, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0, search: str = "threshold"
+    *,
+    rho: float = 0.01,
+    quantize: str = "bf16",
+    per: str = "bucket",
+    warmup: int = 0,
+    search: str = "threshold",
+    exchange: str = "all-gather",
 ) -> Scheme:
-    """Exact top-k with error feedback, all-gathered; the first `warmup` steps go dense."""
+    """Exact top-k with error feedback, all-gathered or by a server; the first `warmup` steps go dense."""
     return Scheme(
         select=TopK(rho=rho, per=per, search=search),
         quantize=part("quantize", quantize),
         memory=Residual(),
-        exchange=AllGather(),
+        exchange=part("exchange", exchange),
         trigger=_warmed(warmup),
     )
 
 
 @recipe
 def laplace(
-    *, rho: float = 0.01, quantize: str = "bf16", per: str = "bucket", warmup: int = 0, search: str = "threshold"
+    *,
+    rho: float = 0.01,
+    quantize: str = "bf16",
+    per: str = "bucket",
+    warmup: int = 0,
+    search: str = "threshold",
+    exchange: str = "all-gather",
 ) -> Scheme:
     """Top-k by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's, in several passes."""
-    return topk(rho=rho, quantize=quantize, per=per, warmup=warmup, search=search)
+    return topk(rho=rho, quantize=quantize, per=per, warmup=warmup, search=search, exchange=exchange)
 
 
 @recipe
@@ -109,6 +121,46 @@ def dgc(
         exchange=AllGather(),
         trigger=Ramp(steps=ramp) if ramp else EveryStep(),
     )
+
+
+@recipe
+def overlap(
+    *,
+    rho: float = 0.01,
+    score: str = "product",
+    strength: float = 0.0,
+    explore: float = 0.02,
+    quantize: str = "bf16",
+    per: str = "bucket",
+    warmup: int = 0,
+    down_rho: float = 0.0,
+) -> Scheme:
+    """Top-k by a score that makes the workers agree, so that a server's answer is small; needs no bytes of its own."""
+    return Scheme(
+        select=Overlap(rho=rho, score=score, strength=strength, explore=explore, per=per),
+        quantize=part("quantize", quantize),
+        memory=Residual(),
+        exchange=Server(down_rho=down_rho),
+        trigger=_warmed(warmup),
+    )
+
+
+@recipe
+def sign(*, vote: str = "majority") -> Scheme:
+    """signSGD: every worker sends all its signs, and the majority's is applied; no momentum, a rate of about 1e-3."""
+    return Scheme(quantize=Sign(), exchange=Server(combine=vote))
+
+
+@recipe
+def sparse_sign(
+    *, rho: float = 0.1, cover: float = 0.0, weight: float = 1.0, score: str = "local", vote: str = "majority"
+) -> Scheme:
+    """S3GD-MV: signs of the largest entries of each layer, accumulated till sent; k = rho*N, or cover*N/M."""
+    rho = 0.0 if cover else rho
+    select = TopK(rho=rho, cover=cover, per="parameter", dense_below=0)
+    if score != "local":
+        select = Overlap(rho=rho, cover=cover, per="parameter", dense_below=0, score=score)
+    return Scheme(select=select, quantize=Sign(), memory=Accumulated(weight=weight), exchange=Server(combine=vote))
 
 
 @recipe

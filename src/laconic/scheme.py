@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from laconic.errors import SchemeError
-from laconic.exchange import PATTERNS, AllGather, AllReduce, Pattern, Silent, agreement_bytes, ring_bytes
+from laconic.exchange import (
+    PATTERNS,
+    AllGather,
+    AllReduce,
+    Pattern,
+    Server,
+    Shares,
+    Silent,
+    agreement_bytes,
+    ring_bytes,
+)
 from laconic.layout import Layout
 from laconic.memory import MEMORIES, Memory, Nothing
-from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Quantizer, carrier_for
-from laconic.select import SELECTORS, Everything, RandK, Selector
+from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Levels, Quantizer, Sign, Trits, carrier_for
+from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
 from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
 from laconic.wire import FrameShape
@@ -60,10 +71,39 @@ class Scheme:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
             )
+        if self.exchange.adds_in_flight and isinstance(self.quantize, Sign | Levels):
+            name = type(self.quantize).__name__
+            raise SchemeError(
+                f"AllReduce adds in flight, but {name} codes cannot be added; use Server() or AllGather()"
+            )
+        if isinstance(self.quantize, Levels) and not self.memory.refunds:
+            raise SchemeError("Levels rounds to the nearest, which is biased unless the loss is kept; use Residual()")
+        if isinstance(self.select, Overlap) and not isinstance(self.exchange, Server):
+            raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
+        if isinstance(self.exchange, Server):
+            self._check_server(self.exchange)
         if isinstance(self.quantize, Grid):
             self._check_grid(self.quantize)
         elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
+
+    def _check_server(self, server: Server) -> None:
+        if server.votes and not isinstance(self.quantize, Sign):
+            raise SchemeError("a vote is taken among signs; use quantize=Sign(), or Server(combine='mean')")
+        if server.votes and self.memory.refunds:
+            raise SchemeError("a vote has no size, so its rounding cannot be kept; use Accumulated() or Nothing()")
+        if server.votes and self.trigger.density(0, 0.5) >= 1:
+            raise SchemeError("a dense step and a vote are not of one size; use EveryStep() or Ramp()")
+        if server.down_rho and not self.memory.refunds:
+            raise SchemeError("Server.down_rho makes owners keep things, so must the workers; use memory=Residual()")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the owners of a server hold something from step to step: what their answers round away or omit."""
+        server = self.exchange
+        if not isinstance(server, Server) or server.votes or not self.memory.refunds:
+            return False
+        return server.down_rho > 0 or not isinstance(self.quantize, Exact)
 
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
@@ -84,12 +124,42 @@ class Scheme:
             return 0
         if self.exchange.adds_in_flight:
             return self._bytes_added(layout, num_workers)
-        plan, (_, quantize) = self.select.plan(layout, self.select.density), self.frame_answers
+        if isinstance(self.exchange, Server):
+            up, down = self.server_bytes(layout, num_workers, num_workers)
+            others = num_workers - 1
+            return up * others // num_workers + down * others // num_workers + 16 * others
+        plan, (_, quantize) = self.select.plan(layout, self.select.density_among(num_workers)), self.frame_answers
         return (num_workers - 1) * FrameShape(plan.num_entries, plan.k, plan.num_fixed, quantize).num_bytes
+
+    def server_bytes(self, layout: Layout, num_workers: int, num_servers: int) -> tuple[int, int]:
+        """(up, down): what the parts of one worker and the answers of all owners come to, one copy of each.
+
+        The sizes of parts and unions depend on what is chosen. This is for workers that choose independently and
+        evenly, |U| = N*(1 - (1 - rho)^M): choices that have something in common come to less.
+        """
+        server, (select, quantize) = self.exchange, self.frame_answers
+        assert isinstance(server, Server)
+        plan, shares = select.plan(layout, select.density_among(num_workers)), Shares(layout, num_servers)
+        fixed_names = {span.name for span in plan.fixed}
+        up = down = 0
+        for own in shares.layouts:
+            fixed = sum(span.num_entries for span in own.spans if span.name in fixed_names)
+            free, n = own.num_entries - fixed, own.num_entries
+            rho = plan.k / max(1, plan.num_entries - plan.num_fixed)
+            k, union = math.ceil(free * rho), math.ceil(free * (1 - (1 - rho) ** num_workers))
+            if server.down_rho:
+                union = min(union, max(1, round(server.down_rho * n)))
+            up += FrameShape(n, k, fixed, quantize).num_bytes
+            forms = [FrameShape(n, union, fixed, quantize), FrameShape(n, n, 0, quantize)]
+            if server.votes:
+                decided = union + math.ceil(fixed * (1 - _ties(num_workers)))
+                forms = [FrameShape(n, decided, 0, quantize), FrameShape(n, n, 0, Trits())]
+            down += min(form.num_bytes for form in forms)
+        return up, down
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""
-        plan = self.select.plan(layout, self.select.density)
+        plan = self.select.plan(layout, self.select.density_among(num_workers))
         count = plan.num_fixed + plan.k
         if not isinstance(self.quantize, Grid):
             return ring_bytes(count * self.quantize.code_dtype.itemsize, num_workers)
@@ -113,14 +183,18 @@ class Scheme:
         return self.select, self.quantize
 
     def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:
-        """All-gathered frames grow with M; say so when a 16-bit all-reduce would move less."""
-        if not isinstance(self.exchange, AllGather) or num_workers < 2:
+        """Frames and unions grow with M; say so when a 16-bit all-reduce would move less."""
+        if not isinstance(self.exchange, AllGather | Server) or num_workers < 2:
             return
         here, dense = self.bytes_out(layout, num_workers), ring_bytes(2 * layout.num_entries, num_workers)
         if here > 1.02 * dense:  # headers aside
             warnings.warn(
                 f"{self} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
-                f"use bf16, or a smaller rho",
+                + (
+                    "use bf16, or a smaller rho"
+                    if isinstance(self.exchange, Server)
+                    else "use bf16, a smaller rho, or a server"
+                ),
                 stacklevel=3,
             )
 
@@ -148,6 +222,11 @@ class TorchHook:
 
 
 AnyScheme = Scheme | TorchHook
+
+
+def _ties(num_voters: int) -> float:
+    """The share of entries on which M random signs have no majority."""
+    return 0.0 if num_voters % 2 else math.comb(num_voters, num_voters // 2) / 2.0**num_voters
 
 
 def part(question: str, text: str) -> Any:

@@ -13,9 +13,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
+from laconic.attach.serve import TIMEOUT_S, UNDOES, meet, served_scheme
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Group, own_group, ranks_that_differ
+from laconic.exchange import Group, Served, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -45,11 +46,39 @@ class GradScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler: GradScaler | None = None) -> Attached:
+def attach(
+    ddp: DistributedDataParallel,
+    scheme: AnyScheme | str,
+    *,
+    grad_scaler: GradScaler | None = None,
+    servers: Sequence[int] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
-    Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units.
+    Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
+    ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
     """
+    scheme = _checked(ddp, scheme)
+    group: ProcessGroup = ddp.process_group
+    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+    device = _only_device(trained)
+    if servers:
+        medium = _served(group, served_scheme(scheme), servers, timeout_s, undoes=grad_scaler is not None)
+        return DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
+    own = own_group(group, device)
+    strangers = ranks_that_differ(own, device, str(scheme))
+    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
+        raise SchemeError(
+            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
+        )
+    if isinstance(scheme, TorchHook):
+        return TorchHookSession(ddp, scheme, own)
+    return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+
+
+def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> AnyScheme:
+    """The scheme, if it is one and `ddp` can take it."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
     if not isinstance(scheme, Scheme | TorchHook):
@@ -66,18 +95,12 @@ def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler
         raise SchemeError(
             "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
         )
-    group: ProcessGroup = ddp.process_group
-    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    device = _only_device(trained)
-    own = own_group(group, device)
-    strangers = ranks_that_differ(own, device, str(scheme))
-    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
-        raise SchemeError(
-            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
-        )
-    if isinstance(scheme, TorchHook):
-        return TorchHookSession(ddp, scheme, own)
-    return _DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+    return scheme
+
+
+def _served(group: ProcessGroup, scheme: Scheme, servers: Sequence[int], timeout_s: float, *, undoes: bool) -> Served:
+    greeting = str(scheme) + (UNDOES if undoes else "")
+    return Served(group.rank(), group.size(), meet(servers, None), greeting, timeout_s)
 
 
 def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
@@ -93,14 +116,14 @@ def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
     return devices.pop()
 
 
-class _DdpSession(Session):
+class DdpSession(Session):
     """A session fed by DDP's hook through a background thread."""
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         scheme: Scheme,
-        medium: Group,
+        medium: Group | Served,
         device: torch.device,
         grad_scaler: GradScaler | None,
     ) -> None:
@@ -119,6 +142,12 @@ class _DdpSession(Session):
             scheme.warn_if_dense_is_smaller(model, medium.num_workers)
             if slower is not None:
                 warnings.warn(slower, stacklevel=4)
+            if isinstance(medium, Served) and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+                warnings.warn(
+                    "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
+                    "build DistributedDataParallel(..., broadcast_buffers=False)",
+                    stacklevel=4,
+                )
         self._medium_group = medium
         self.background = Background(self, device)
         ddp.register_comm_hook(self, _hook)
@@ -136,12 +165,31 @@ class _DdpSession(Session):
             raise StateError(
                 f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
             )
+        if isinstance(self.medium, Served):
+            self.medium.load_server_states(_server_states(states, self.medium.num_shares))
         super().load_state_dict(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state; under dedicated servers, a call that all workers make, and one gets theirs too."""
+        state = super().state_dict()
+        if isinstance(self.medium, Served):
+            state["servers"] = [
+                torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in self.medium.server_states() if each
+            ]
+        return state
 
     def close(self) -> None:
         self.background.close()
         self._medium_group.close()
 
 
-def _hook(session: _DdpSession, bucket: GradBucket) -> Future[Tensor]:
+def _server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> list[bytes]:
+    """What each server kept, from the one worker's state that has it; nothing where none of these has."""
+    found = [state["servers"] for state in states if state.get("servers")]
+    if (found and len(found[0]) != num_servers) or any(state["owner"] for state in states):
+        raise StateError("the state was saved with other servers; resume with as many as then")
+    return [bytes(each.numpy()) for each in found[0]] if found else []
+
+
+def _hook(session: DdpSession, bucket: GradBucket) -> Future[Tensor]:
     return session.background.submit(session.bucket_of(bucket))

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 
 import torch
 
 from laconic.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_wire
+from laconic.cli.job_options import add_job_options, job_of
+from laconic.cli.launching import say
 from laconic.cli.table import table
 from laconic.errors import TaskError
+from laconic.inspect.unions import as_dicts, unions
+from laconic.records import Recorder
+from laconic.report import write_report
+from laconic.select import SCORES
+from laconic.tasks import TASKS
+from laconic.train import Job
+
+_OF_A_UNION = ("task", "model", "data", "batch", "lr", "momentum", "seed", "labels_per_worker")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,10 +39,60 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_effort(select)
     select.set_defaults(run=run_select)
 
+    _add_union(parts)
+
     each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
     _add_size(each, 10_000_000)
     _add_effort(each)
     each.set_defaults(run=run_kernels)
+
+
+def _add_union(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    union = parts.add_parser("union", help="size of the workers' union and a server's bytes against their number")
+    union.add_argument("--workers", default="2,4,8,16", metavar="M,M", help="how many, virtual (default 2,4,8,16)")
+    union.add_argument("--scores", default=",".join(SCORES), metavar="NAME,NAME", help="default all")
+    union.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    union.add_argument("--steps", type=int, default=12, metavar="N", help="of each run (default 12)")
+    union.add_argument("--out", type=Path, metavar="DIR", help="folder for records and a page of plots, report.html")
+    union.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_job_options(union, without=tuple(f.name for f in fields(Job) if f.name not in _OF_A_UNION))
+    union.set_defaults(run=run_union)
+
+
+def run_union(asked: argparse.Namespace) -> int:
+    """Measure unions."""
+    strange = [score for score in asked.scores.split(",") if score not in SCORES]
+    if strange:
+        raise TaskError(f"--scores has {strange[0]!r}; give some of {', '.join(SCORES)}")
+    try:
+        num_workers = [int(word) for word in asked.workers.split(",")]
+    except ValueError:
+        raise TaskError(f"--workers is {asked.workers!r}; give numbers with commas, as in 2,4,8") from None
+    job = job_of(asked, workers=max(num_workers), steps=asked.steps, out=None, json=False)
+    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": asked.rho}
+    what["batch"] = job.batch or TASKS[job.task].batch
+    with Recorder(asked.out) as records:
+        records.write("unions", **what)
+        found = as_dicts(
+            unions(job, asked.rho, asked.scores.split(","), num_workers, lambda said: say(f"laconic: {said}"))
+        )
+        for one in found:
+            records.write("union", **one)
+    if asked.out is not None:
+        say(f"laconic: wrote {write_report(asked.out)}")
+    if asked.json:
+        print(json.dumps({**what, "unions": found}))
+        return 0
+    head = ("score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in", "loss")
+    rows = [
+        (
+            one["score"], str(one["workers"]), f"{one['union']:.2f}", f"{one['independent']:.2f}",
+            f"{one['server_bytes_out']:,}", f"{one['server_bytes_in']:,}", f"{one['loss']:.3f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    print(table(head, rows))
+    return 0
 
 
 def _add_size(parser: argparse.ArgumentParser, n: int) -> None:

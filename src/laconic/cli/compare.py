@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from laconic.cli.job_options import add_job_options, job_of
-from laconic.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.cli.launching import add_lab_options, lab_spec, launcher, num_workers
 from laconic.cli.setting import setting
 from laconic.cli.sweep import sweep, sweep_spec
 from laconic.cli.table import number, table
@@ -65,7 +65,7 @@ def run(asked: argparse.Namespace) -> int:
     spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
-    check_before_launch(job, spec.hosts if spec else job.workers)
+    check_before_launch(job, num_workers(job, spec))
     with _folder(job.out) as out:
         if asked.suite is not None:
             printed = sweep(job, schemes, out, asked)

@@ -8,16 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from laconic.cli.lab import add_spec, spec_of
 from laconic.errors import LabError, LaunchError
 from laconic.lab import Lab, LabSpec, noted_signals
 from laconic.lab import run as run_in_lab
-from laconic.train import DIVERGED, Job, launch
+from laconic.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
 # Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
 SAID_ABOVE = "LACONIC_SAID_ABOVE"
+_AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'
 
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
@@ -31,27 +34,53 @@ def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
         if asked.link or asked.link_of:
             raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
         return None
+    if getattr(asked, "in_process", False):
+        raise LabError("--in-process has no hosts; leave --hosts out")
     if hasattr(asked, "workers"):
         raise LabError("--hosts puts one worker on each host; leave --workers out")
     return spec_of(asked)
 
 
+def num_workers(job: Job, spec: LabSpec | None) -> int:
+    """How many workers a job has: one on each host that does not serve, or as many as it says."""
+    if spec is not None and spec.hosts <= job.servers:
+        raise LabError(f"{spec.hosts} hosts are no more than --servers {job.servers}; give --hosts more than that")
+    return spec.hosts - job.servers if spec else job.workers
+
+
 @contextmanager
-def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
-    """A way to run jobs; the lab, if it is one, lives as long as the block."""
+def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda result: None) -> Iterator[Launcher]:
+    """A way to run jobs; the lab, if it is one, lives as long as the block.
+
+    `tell` is for results of jobs that run in this process; workers tell their own.
+    """
     if spec is None:
-        yield launch
+        yield lambda job: work_in_process(job, tell, say) if job.in_process else launch(job)
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
         yield lambda job: _launch_on_hosts(lab, job, signals)
 
 
+def say(text: str) -> None:
+    """Talk, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
-    """One launcher and one worker per host, as on machines of their own; only rank 0 prints results."""
-    command = [sys.executable, "-m", "laconic", "train", *replace(job, workers=1).arguments()]
+    """One launcher and one worker per host, as on machines of their own; only the worker that leads prints results.
+
+    With servers, which come first, a host's worker stands for itself: its launcher would wait at the end, in torchrun's
+    exit barrier, for those of hosts that have died.
+    """
+    one = replace(job, workers=1)
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
     env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
-    code = run_in_lab(lab, command, signals, env=env, marked=False)
+    if job.servers:
+        command = ["sh", "-c", _AS_RANK, *worker_command(one)]
+        code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
+    else:
+        command = [sys.executable, "-m", "laconic", "train", *one.arguments()]
+        code = run_in_lab(lab, command, signals, env=env, marked=False)
     if signals:
         raise KeyboardInterrupt
     if code and code != DIVERGED:

@@ -15,7 +15,7 @@ def setting(job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: 
         **job.facts(),
         "steps": steps,
         "batch": job.batch or TASKS[job.task].batch,
-        "workers": spec.hosts if spec else job.workers,
+        "workers": spec.hosts - job.servers if spec else job.workers,
         "hosts": spec.hosts if spec else None,
         "link": str(spec.link) if spec else None,
         "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},

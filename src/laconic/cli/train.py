@@ -7,11 +7,11 @@ import os
 import sys
 
 from laconic.cli.job_options import add_job_options, job_of
-from laconic.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.cli.launching import add_lab_options, lab_spec, launcher, num_workers
 from laconic.errors import LaconicError
 from laconic.records import make_writable, to_json
 from laconic.tasks import TASKS
-from laconic.train import DIVERGED, Job, is_worker, work
+from laconic.train import Job, is_worker, work
 from laconic.train.checkpoint import load_checkpoint
 from laconic.train.result import Result, beside_dense
 from laconic.train.resume import check_resume
@@ -34,11 +34,11 @@ def run(asked: argparse.Namespace) -> int:
     job = job_of(asked)
     if not is_worker():
         spec = lab_spec(asked)
-        check_before_launch(job, spec.hosts if spec else job.workers)
-        with launcher(spec) as start:
+        check_before_launch(job, num_workers(job, spec))
+        with launcher(spec, lambda result: _tell(result, job)) as start:
             return start(job)
     try:
-        result = work(job)
+        return work(job, lambda result: _tell(result, job))
     except Exception as error:
         # One line from each worker that fails; the launcher says which was first.
         first_line = next(iter(str(error).splitlines()), "")
@@ -47,9 +47,6 @@ def run(asked: argparse.Namespace) -> int:
         if os.environ.get("LACONIC_TRACEBACK"):
             raise
         return 1
-    if os.environ["RANK"] == "0":
-        _tell(result, job)
-    return 0 if result.diverged_at is None else DIVERGED
 
 
 def check_before_launch(job: Job, num_workers: int) -> None:

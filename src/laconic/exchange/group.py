@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.exchange.medium import Answer
 from laconic.exchange.traffic import Traffic
+from laconic.layout import Layout
 
 
 class Group:
@@ -20,10 +23,14 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
-        self.num_workers = group.size()
+        self.num_workers = self.num_shares = group.size()
+        self.owned_share: int | None = self.rank
         self.traffic = Traffic()
-        self._group = group
+        self._group, self._device = group, device
         self._staged = device.type == "cuda" and backend_for(group, device) == "gloo"
+        self._wire = (
+            torch.device("cpu") if self._staged else device
+        )  # where messages of unequal lengths are put together
         self._pinned: dict[str, Tensor] = {}
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -60,6 +67,44 @@ class Group:
         others = self._host("everyone", rows.numel(), rows.dtype).view(rows.shape)
         dist.all_to_all_single(others, mine, group=self._group)
         return others.to(rows.device)
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self._wire)
+        dist.broadcast(length, group=self._group, group_src=speaker)
+        said = torch.empty(int(length), dtype=torch.uint8, device=self._wire)
+        if frame is not None and speaks:
+            said.copy_(frame)
+        if said.numel():
+            dist.broadcast(said, group=self._group, group_src=speaker)
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        return said.to(self._device)
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        pass  # the workers know
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+        assert answer is not None
+        sent = [part.numel() for part in parts]
+        heard = self._lengths(sent)
+        own = answer(dict(enumerate(self._swap(torch.cat(list(parts)), sent, heard))))
+        repeated = [own.numel()] * self.num_workers
+        lengths = self._lengths(repeated)
+        self.traffic.count_consultation(self.rank, sent, heard, lengths)
+        return self._swap(own.repeat(self.num_workers), repeated, lengths)
+
+    def _lengths(self, mine: Sequence[int]) -> list[int]:
+        """What each worker will send here, told in one hop; mine[r] goes to worker r."""
+        heard = torch.empty(self.num_workers, dtype=torch.int64, device=self._wire)
+        dist.all_to_all_single(heard, torch.tensor(mine, device=self._wire), group=self._group)
+        return heard.tolist()
+
+    def _swap(self, outgoing: Tensor, sent: Sequence[int], heard: Sequence[int]) -> list[Tensor]:
+        """sent[r] bytes go to worker r and heard[r] come from it."""
+        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self._wire)
+        dist.all_to_all_single(incoming, outgoing.to(self._wire), list(heard), list(sent), group=self._group)
+        # A message may begin anywhere, its words may not.
+        return [part.clone() for part in torch.split(incoming.to(outgoing.device), list(heard))]
 
     def close(self) -> None:
         """Give the group back: its threads and sockets."""

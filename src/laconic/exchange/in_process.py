@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from laconic.exchange.medium import Answer
 from laconic.exchange.traffic import Traffic
+from laconic.layout import Layout
 
 T = TypeVar("T")
 
@@ -18,7 +20,10 @@ T = TypeVar("T")
 class _Table:
     """Where virtual workers meet: each lays down a tensor, all read, all leave."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, num_servers: int) -> None:
+        self.served = num_servers > 0
+        self.parts: list[Sequence[Tensor]] = [()] * num_workers
+        self.answers: list[Tensor] = [torch.empty(0)] * (num_servers or num_workers)
         self.laid: list[Tensor | None] = [None] * num_workers
         self.barrier = threading.Barrier(num_workers)
 
@@ -29,6 +34,8 @@ class InProcess:
     def __init__(self, rank: int, table: _Table) -> None:
         self.rank = rank
         self.num_workers = len(table.laid)
+        self.num_shares = len(table.answers)
+        self.owned_share = rank if rank < self.num_shares else None
         self.traffic = Traffic()
         self._table = table
 
@@ -53,15 +60,51 @@ class InProcess:
         self._table.barrier.wait()
         return mine
 
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        if speaks:
+            self._table.laid[speaker] = torch.empty(0, dtype=torch.uint8) if frame is None else frame
+        self._table.barrier.wait()
+        said = self._table.laid[speaker]
+        assert said is not None
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        self._table.barrier.wait()
+        return said.clone()
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        pass  # the workers know
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+        self._table.parts[self.rank] = parts
+        self._table.barrier.wait()
+        heard = [each[self.owned_share] for each in self._table.parts] if self.owned_share is not None else []
+        if self.owned_share is not None:
+            assert answer is not None
+            self._table.answers[self.owned_share] = answer(dict(enumerate(heard)))
+        self._table.barrier.wait()
+        answers, sent = list(self._table.answers), [part.numel() for part in parts]
+        lengths = [each.numel() for each in answers]
+        if self._table.served:
+            self.traffic.count("up", sum(sent), sum(sent), 0)
+            self.traffic.count("down", 0, 0, sum(lengths))
+        else:
+            self.traffic.count_consultation(self.rank, sent, [part.numel() for part in heard], lengths)
+        self._table.barrier.wait()
+        return answers
+
     def _lay_down(self, tensor: Tensor) -> list[Tensor]:
         self._table.laid[self.rank] = tensor
         self._table.barrier.wait()
         return [laid for laid in self._table.laid if laid is not None]
 
 
-def in_process(num_workers: int, work: Callable[[InProcess], T]) -> list[T]:
-    """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all."""
-    table = _Table(num_workers)
+def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
+    """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all.
+
+    With `num_servers` the first workers lend their threads to as many dedicated servers, whose talk is not counted as
+    theirs; without, each worker owns a share.
+    """
+    table = _Table(num_workers, num_servers)
 
     def run(rank: int) -> T:
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from laconic.exchange.traffic import Traffic
+from laconic.layout import Layout
+
+Answer = Callable[[Mapping[int, Tensor]], Tensor]  # an owner's, to what it heard, by rank
 
 
 class Medium(Protocol):
@@ -14,6 +18,8 @@ class Medium(Protocol):
 
     rank: int
     num_workers: int
+    num_shares: int  # owners who answer for the entries of a bucket, each for its share
+    owned_share: int | None  # the one that this worker answers for
     traffic: Traffic
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -24,3 +30,15 @@ class Medium(Protocol):
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        """What one worker says to all, of any length: its `frame`, None on the others; empty where it is gone."""
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        """Tell owners that are no workers which bucket comes next."""
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+        """Part p (bytes) goes to owner p; returns every owner's answer to what it heard, the same on all workers.
+
+        `answer` is this worker's own, for the share it owns.
+        """

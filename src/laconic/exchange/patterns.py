@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from laconic.errors import SchemeError
 
+_COMBINES = ("mean", "majority", "weighted")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
@@ -35,6 +37,31 @@ class AllReduce(Pattern):
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Pattern):
     """Everyone gets everyone's frame and adds by itself; M-1 frames leave each worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Pattern):
+    """Each entry has an owner, who adds up or takes a vote of what the workers send of it, and answers all of them.
+
+    The owners are the workers themselves, each for its share of every bucket, or ranks that hold no data and serve
+    (`laconic.serve`); a scheme is the same either way. An answer takes the smallest form: sparse, bitmap or dense.
+    """
+
+    combine: str = "mean"  # or "majority": the sign of the sum of signs; or "weighted": by each worker's record
+    down_rho: float = 0.0  # the largest share of entries an answer holds, the rest waiting with its owner; 0: no limit
+
+    def __post_init__(self) -> None:
+        if self.combine not in _COMBINES:
+            raise SchemeError(f"Server.combine is {self.combine!r}; give one of {', '.join(_COMBINES)}")
+        if not 0 <= self.down_rho <= 1:
+            raise SchemeError(f"Server.down_rho is {self.down_rho}; give a share in (0, 1], or 0 for no limit")
+        if self.down_rho and self.votes:
+            raise SchemeError("a vote has no size, so none is smaller than another; leave Server.down_rho out")
+
+    @property
+    def votes(self) -> bool:
+        """Whether answers are signs."""
+        return self.combine != "mean"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -39,6 +40,18 @@ class Traffic:
     def count_all_to_all(self, kind: str, payload_bytes: int, num_workers: int) -> None:
         moved = payload_bytes // num_workers * (num_workers - 1)
         self.count(kind, payload_bytes, moved, moved)
+
+    def count_consultation(self, rank: int, sent: Sequence[int], heard: Sequence[int], answers: Sequence[int]) -> None:
+        """Parts that went up and answers that came down, in bytes by rank, where each of M workers is an owner."""
+        others = len(sent) - 1
+        self.count("lengths", 8, 16 * others, 16 * others)
+        self.count("up", sum(sent), sum(sent) - sent[rank], sum(heard) - heard[rank])
+        self.count("down", answers[rank], others * answers[rank], sum(answers) - answers[rank])
+
+    def count_broadcast(self, num_bytes: int, num_workers: int, *, speaks: bool) -> None:
+        """A frame that goes from one worker to all others."""
+        out = num_bytes * (num_workers - 1)
+        self.count("broadcast", num_bytes if speaks else 0, out if speaks else 0, 0 if speaks else num_bytes)
 
     def copy(self) -> dict[str, Count]:
         """The counts as they are now."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TextIO
 
@@ -45,10 +45,12 @@ def run(
     env: Mapping[str, str] | None = None,
     marked: bool = True,
     grace_s: float = 5.0,
+    verdict: Callable[[Sequence[int | None]], int] | None = None,
 ) -> int:
     """Run `argv` on every host to its end; the worst exit code, or 128 + the first of `signals`.
 
-    Lines of output are `marked` with the number of their host.
+    Lines of output are `marked` with the number of their host. `verdict` makes one exit code of those of all hosts,
+    None for one that still runs, where it is not the worst that counts.
 
     A noted signal is passed on, and followed by SIGTERM and SIGKILL `grace_s` apart; so are the other hosts ended
     `grace_s` after one has failed.
@@ -64,7 +66,7 @@ def run(
         for pump in _pumps(f"[{host.index}] " if marked else "", process, signals)
     ]
     try:
-        worst = _wait(processes, signals, grace_s)
+        worst = _wait(processes, signals, grace_s, verdict or _worst)
     finally:
         for host in lab.hosts:
             host.kill(f"LACONIC_RUN={mark}")  # what a command left behind; the rest of a standing lab goes on
@@ -75,12 +77,17 @@ def run(
     return 128 + signals[0] if signals else worst
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], signals: list[int], grace_s: float) -> int:
+def _wait(
+    processes: Sequence[subprocess.Popen[str]],
+    signals: list[int],
+    grace_s: float,
+    verdict: Callable[[Sequence[int | None]], int],
+) -> int:
     """Wait for all; the worst exit code among those that ended before any was told to."""
     heeded, rung, due, told, worst = 0, 0, math.inf, False, 0
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
-        worst = worst if told else _worst(processes)
+        worst = worst if told else verdict([process.returncode for process in processes])
         if len(signals) > heeded:  # a second Ctrl-C does not wait for the grace
             heeded, due = len(signals), now
             rung = max(rung, 0 if signals[-1] == signal.SIGINT else 1)
@@ -91,12 +98,11 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signals: list[int], grace_
                 os.killpg(process.pid, _RUNGS[min(rung, 2)])
             rung, due, told = rung + 1, now + grace_s, True
         time.sleep(_POLL_S)
-    return worst if told else _worst(processes)
+    return worst if told else verdict([process.returncode for process in processes])
 
 
-def _worst(processes: Sequence[subprocess.Popen[str]]) -> int:
-    codes = [process.returncode for process in processes if process.returncode is not None]
-    return max((code if code >= 0 else 128 - code for code in codes), default=0)
+def _worst(codes: Sequence[int | None]) -> int:
+    return max((code if code >= 0 else 128 - code for code in codes if code is not None), default=0)
 
 
 def _pumps(mark: str, process: subprocess.Popen[str], signals: list[int]) -> list[threading.Thread]:

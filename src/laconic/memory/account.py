@@ -40,6 +40,7 @@ class Account(Protocol):
 class Memory(Protocol):
     """The frozen answer to *what is kept*."""
 
+    refunds: ClassVar[bool]  # whether what rounding loses is deposited again
     kinds: ClassVar[tuple[str, ...]]  # the tensors kept per parameter, by the name they have in a checkpoint
 
     def open(self, kept: list[Tensor]) -> Account:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar, Generic, Protocol, TypeVar
+
 import torch
 from torch import Tensor
 
 from laconic.errors import StateError
 from laconic.layout import Layout, Span
-from laconic.memory.account import Account, Memory
+
+A_co = TypeVar("A_co", covariant=True)
+A = TypeVar("A")
 
 
-class Ledger:
+class Keeper(Protocol[A_co]):
+    """A memory, or whatever else keeps one tensor of each kind per parameter."""
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    def open(self, kept: list[Tensor]) -> A_co:
+        """What works on the kept tensors of one bucket."""
+
+
+class Ledger(Generic[A]):
     """Named float32 tensors that are views of one flat buffer per bucket.
 
     State belongs to parameters. When DDP cuts its buckets anew, or a checkpoint came from another cut, opening the
     account of an unknown layout moves each parameter's tensors into a new flat buffer; nothing else notices.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Keeper[A]) -> None:
         self._memory = memory
         self._kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in memory.kinds}
-        self._accounts: dict[Layout, Account] = {}
+        self._accounts: dict[Layout, A] = {}
 
-    def open(self, layout: Layout, device: torch.device) -> Account:
+    def open(self, layout: Layout, device: torch.device) -> A:
         """The account of a bucket with this layout."""
         account = self._accounts.get(layout)
         if account is None:
@@ -42,6 +56,16 @@ class Ledger:
                 view.copy_(_checked(kept[span.name], span))
             kept[span.name] = view
         return flat
+
+    @property
+    def opened(self) -> Mapping[Layout, A]:
+        """The accounts of the buckets as they are cut now."""
+        return self._accounts
+
+    @property
+    def num_bytes(self) -> int:
+        """What all kept tensors take."""
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.values())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every kept tensor on the CPU: {kind: {parameter name: 1-d float32}}."""

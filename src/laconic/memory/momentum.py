@@ -20,6 +20,7 @@ class MomentumResidual:
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("residual", "velocity")
+    refunds: ClassVar[bool] = True
 
     momentum: float = 0.9
 

@@ -17,6 +17,7 @@ class Nothing:
     """No error feedback."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
+    refunds: ClassVar[bool] = False
 
     def open(self, kept: list[Tensor]) -> Account:
         return _Purse()

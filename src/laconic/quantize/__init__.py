@@ -3,11 +3,13 @@
 from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
 from laconic.quantize.cast import BF16, FP16, Exact
 from laconic.quantize.grid import Grid, Steps, round_up
+from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import Quantizer
+from laconic.quantize.signs import Marks, Sign, Trits
 
-QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16}
+QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
 
 __all__ = [
@@ -18,10 +20,14 @@ __all__ = [
     "Carrier",
     "Exact",
     "Grid",
+    "Levels",
+    "Marks",
     "MaxNorm",
     "MultiScale",
     "Quantizer",
+    "Sign",
     "Steps",
+    "Trits",
     "carrier_for",
     "largest_levels",
     "round_up",

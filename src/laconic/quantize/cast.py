@@ -22,6 +22,9 @@ class Exact:
     code_id: ClassVar[int] = 0
     code_dtype: ClassVar[torch.dtype] = torch.float32
 
+    def num_bytes(self, count: int) -> int:
+        return 4 * count
+
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values, values.new_ones(())
 
@@ -38,6 +41,9 @@ class BF16:
 
     code_id: ClassVar[int] = 1
     code_dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values.clamp(-_BF16_TOP, _BF16_TOP).to(torch.bfloat16), values.new_ones(())
@@ -58,6 +64,9 @@ class FP16:
 
     code_id: ClassVar[int] = 2
     code_dtype: ClassVar[torch.dtype] = torch.float16
+
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.numel() == 0:

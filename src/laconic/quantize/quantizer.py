@@ -14,11 +14,14 @@ class Quantizer(Protocol):
     code_id: ClassVar[int]  # stands in the frame's header
     code_dtype: ClassVar[torch.dtype]
 
+    def num_bytes(self, count: int) -> int:
+        """What the codes of so many values take."""
+
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, scale): codes of `code_dtype`, scale a 0-d float32. `values` are finite float32."""
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """The float32 values that these codes stand for."""
+        """The float32 values that these codes stand for; more than were encoded, where codes share bytes."""
 
     def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
         """The type in which an all-reduce adds a gradient of this type."""

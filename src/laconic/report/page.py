@@ -14,6 +14,7 @@ from laconic.report.inspected import holds_inspection
 from laconic.report.markup import brief_percent
 from laconic.report.sweep import over_links
 from laconic.report.table import table
+from laconic.report.unions import holds_unions, unions_page
 
 _NOTES = (
     "Time is training time; evaluation is taken off the clock.",
@@ -33,7 +34,7 @@ def write_report(folder: Path) -> Path:
         raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
     path = folder / "report.html"
     try:
-        page = fits_page(folder) if holds_inspection(folder) else _page(read_facts(folder))
+        page = _page_of(folder)
         path.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a name becomes ?
     except TaskError:
         raise
@@ -41,6 +42,12 @@ def write_report(folder: Path) -> Path:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise TaskError(f"{path} cannot be made from the records ({why}); run `laconic compare` again") from error
     return path
+
+
+def _page_of(folder: Path) -> str:
+    if holds_inspection(folder):
+        return fits_page(folder)
+    return unions_page(folder) if holds_unions(folder) else _page(read_facts(folder))
 
 
 def _page(facts: Facts) -> str:

@@ -1,11 +1,29 @@
 """What is sent: which positions of a bucket go out this step."""
 
 from laconic.select.everything import Everything
+from laconic.select.overlap import Overlap
 from laconic.select.plan import Plan, Selector, Window
 from laconic.select.randk import RandK
+from laconic.select.scores import SCORES
 from laconic.select.searches import SEARCHES
 from laconic.select.topk import TopK
 
-SELECTORS: dict[str, type[Selector] | type[RandK]] = {"everything": Everything, "topk": TopK, "randk": RandK}
+SELECTORS: dict[str, type[Selector] | type[RandK]] = {
+    "everything": Everything,
+    "topk": TopK,
+    "overlap": Overlap,
+    "randk": RandK,
+}
 
-__all__ = ["SEARCHES", "SELECTORS", "Everything", "Plan", "RandK", "Selector", "TopK", "Window"]
+__all__ = [
+    "SCORES",
+    "SEARCHES",
+    "SELECTORS",
+    "Everything",
+    "Overlap",
+    "Plan",
+    "RandK",
+    "Selector",
+    "TopK",
+    "Window",
+]

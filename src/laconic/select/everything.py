@@ -20,6 +20,9 @@ class Everything:
     def density(self) -> float:
         return 1.0
 
+    def density_among(self, num_workers: int) -> float:
+        return self.density
+
     def plan(self, layout: Layout, density: float) -> Plan:
         return Plan(layout.num_entries, fixed=layout.spans, windows=())
 

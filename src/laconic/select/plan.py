@@ -45,6 +45,9 @@ class Selector(Protocol):
     def density(self) -> float:
         """The share of entries it aims to send, in (0, 1]."""
 
+    def density_among(self, num_workers: int) -> float:
+        """That share among M workers."""
+
     def plan(self, layout: Layout, density: float) -> Plan:
         """What to take from a bucket of this layout when `density` of its entries may go."""
 

@@ -44,6 +44,9 @@ class RandK:
     def density(self) -> float:
         return self.rho
 
+    def density_among(self, num_workers: int) -> float:
+        return self.density
+
     def plan(self, layout: Layout, density: float) -> Plan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         num_large = layout.num_entries - sum(span.num_entries for span in small)

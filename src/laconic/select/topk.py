@@ -25,24 +25,31 @@ class TopK:
     but for the order of ties; see select/searches.py.
     """
 
-    rho: float  # share of entries sent; smaller sends less
+    rho: float = 0.0  # share of entries sent; smaller sends less
+    cover: float = 0.0  # c, instead of rho: k = c*N/M, so that each entry is sent by c workers on average
     per: str = "bucket"
     dense_below: int = 1000  # parameters with fewer entries go whole: choosing would cost more than it saves
     search: str = "threshold"
 
     def __post_init__(self) -> None:
-        if not 0 < self.rho <= 1:
-            raise SchemeError(f"TopK.rho is {self.rho}; give a share in (0, 1]")
+        name = type(self).__name__
+        if not (self.cover and not self.rho) and not 0 < self.rho <= 1:
+            raise SchemeError(f"{name}.rho is {self.rho}; give a share in (0, 1]")
+        if self.cover < 0 or (self.cover and self.rho):
+            raise SchemeError(f"{name}.cover is {self.cover}; give a number above 0 and no rho, or rho alone")
         if self.per not in _SCOPES:
-            raise SchemeError(f"TopK.per is {self.per!r}; give one of {', '.join(_SCOPES)}")
+            raise SchemeError(f"{name}.per is {self.per!r}; give one of {', '.join(_SCOPES)}")
         if self.search not in SEARCHES:
-            raise SchemeError(f"TopK.search is {self.search!r}; give one of {', '.join(SEARCHES)}")
+            raise SchemeError(f"{name}.search is {self.search!r}; give one of {', '.join(SEARCHES)}")
         if self.dense_below < 0:
-            raise SchemeError(f"TopK.dense_below is {self.dense_below}; give a number of entries, 0 or more")
+            raise SchemeError(f"{name}.dense_below is {self.dense_below}; give a number of entries, 0 or more")
 
     @property
     def density(self) -> float:
-        return self.rho
+        return self.rho or min(1.0, self.cover / 2)  # of two workers, the fewest there can be
+
+    def density_among(self, num_workers: int) -> float:
+        return self.rho or min(1.0, self.cover / num_workers)
 
     def plan(self, layout: Layout, density: float) -> Plan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)

@@ -22,6 +22,8 @@ class BucketPlan:
         self.plan = self._select.plan(layout, density)
         self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
+        self.is_fixed = torch.zeros(self.plan.num_entries, dtype=torch.bool, device=device)
+        self.is_fixed[self.fixed] = True
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
         ]
@@ -35,6 +37,16 @@ class BucketPlan:
         chosen, values = self._select.withdraw_(balance, addend, factor, self.plan, self.searches)
         balance[self.fixed] = 0
         return chosen, torch.cat([whole, values])
+
+    def withdraw_at_(self, balance: Tensor, due: Due, chosen: Tensor) -> Tensor:
+        """balance += due; take the fixed entries and those at `chosen` out: the values of both."""
+        addend, factor = due
+        if addend is not None:
+            balance.add_(addend, alpha=factor)
+        at = torch.cat([self.fixed, chosen])
+        values = balance[at]
+        balance[at] = 0
+        return values
 
     def add_up_(self, flat: Tensor, heard: Sequence[Contents], factor: float) -> None:
         """flat = factor * the sum of what everyone sent, in rank order, so that all workers get the same bits."""

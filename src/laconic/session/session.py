@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Medium, Silent, ring_bytes
-from laconic.layout import Bucket, Layout
-from laconic.memory import Account, Ledger
+from laconic.exchange import Medium, Server, Silent, ring_bytes
+from laconic.layout import Bucket, Layout, positions_of
+from laconic.memory import Ledger
 from laconic.quantize import Grid
 from laconic.scheme import Scheme
+from laconic.select import Overlap
 from laconic.session import state
 from laconic.session.bucket_plan import BucketPlan
+from laconic.session.consulting import Consulting, Unions
 from laconic.session.integers import IntegerSum
+from laconic.session.owner import Owner
+from laconic.session.past import Past, Pasts
 from laconic.session.regroup import regrouped
 from laconic.session.stats import PhaseClock, Stats
-from laconic.session.summing import Summing, restore_
+from laconic.session.summing import Kept, restore_
 
 
-class Session(Summing):
+class Session(Consulting):
     """Exchanges buckets under a scheme over a medium; every worker passes the same buckets in the same order.
 
     `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
@@ -55,13 +60,17 @@ class Session(Summing):
         self._integers = None
         if isinstance(scheme.quantize, Grid):
             self._integers = IntegerSum(scheme.quantize, scheme.carrier(medium.num_workers), medium, self._clock)
+        self._owner, self._shares, self._unions = None, {}, Unions()
+        if isinstance(scheme.exchange, Server) and medium.owned_share is not None:
+            self._owner = Owner(scheme, medium.owned_share, medium.num_shares, undoes=loss_scale is not None)
+        self._pasts = Ledger(Pasts()) if isinstance(scheme.select, Overlap) else None
         self._begin_step()
 
     def _begin_step(self) -> None:
         # Where nothing is kept the scale stays on: a 16-bit type needs it.
         self._scale = self._loss_scale() if self._loss_scale and self.scheme.memory.kinds else 1.0
         self._overflowed = False
-        self._undo: list[tuple[Account, list[Tensor]]] = []
+        self._undo: list[tuple[Kept, list[Tensor]]] = []
         self._seen: list[Layout] = []
 
     @property
@@ -87,12 +96,14 @@ class Session(Summing):
             self._begin_step()
         self._seen.append(bucket.layout)
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.medium.num_workers)
-        target = self.scheme.select.density
+        target = self.scheme.select.density_among(self.medium.num_workers)
         density = self.scheme.trigger.density(self._step - self._skipped_steps, target)
         if isinstance(self.scheme.exchange, Silent):
             pass
         elif self.scheme.exchange.adds_in_flight or density >= 1 > target:
             self._reduce_(bucket, density)
+        elif isinstance(self.scheme.exchange, Server):
+            self._consult_(bucket, self._plan(bucket.layout, density, bucket.flat.device), density)
         else:
             self._gather_(bucket, density)
         if bucket.is_last:
@@ -115,8 +126,8 @@ class Session(Summing):
         with self._clock.time("encode", device):
             if finite:
                 codes, scale = quantize.encode(values)
-                sent_at, sent = torch.cat([plan.fixed, chosen]), quantize.decode(codes, scale)
-                account.refund_(sent_at, values - sent)
+                sent_at = torch.cat([plan.fixed, chosen])
+                sent = quantize.decode(codes, scale)[: values.numel()]
                 frame = plan.shape.write(chosen, codes, scale, **frame_id)
             else:
                 frame = plan.shape.write_overflow(device, **frame_id)
@@ -127,9 +138,11 @@ class Session(Summing):
             if any(contents.overflow for contents in heard):
                 self._overflowed = True
                 if finite:
-                    account.refund_(sent_at, sent)  # nobody will apply it
+                    account.refund_(sent_at, values)  # nobody will apply it
                 flat.fill_(torch.nan)
             else:
+                if self.scheme.memory.refunds:
+                    account.refund_(sent_at, values - sent)
                 account.sent_(chosen, sent[plan.fixed.numel() :])
                 plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
 
@@ -144,12 +157,18 @@ class Session(Summing):
             self._skipped_steps += 1
             for account, before in self._undo:
                 restore_(account, before)
+                if isinstance(account, Past):
+                    account.restored()
         self._step += 1
         self._layouts, self._seen, self._undo = self._seen, [], []
 
-    def stats(self) -> Stats:
-        """Bytes out and in, by kind; seconds by phase; the ratio to dense."""
+    def stats(self, *, ages: bool = False) -> Stats:
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense.
+
+        With `ages` also how long entries wait, where a score decides: a pass over all of them.
+        """
         traffic = self.medium.traffic
+        oldest, never = self._ages() if ages and self._pasts is not None else (None, None)
         return Stats(
             scheme=str(self.scheme),
             kernels=self._kernels,
@@ -162,7 +181,35 @@ class Session(Summing):
             by_kind=traffic.copy(),
             seconds=dict(self._clock.seconds),
             passes=self._passes(),
+            union=self._unions.num_answered / self._unions.num_sent if self._unions.num_sent else None,
+            oldest_residual=oldest,
+            never_sent=never,
+            held_bytes=self._owner.num_bytes if self._owner is not None and self.scheme.holds else 0,
         )
+
+    @property
+    def unions(self) -> Unions:
+        """Sizes of the unions so far."""
+        return replace(self._unions)
+
+    def _ages(self) -> tuple[int, float]:
+        """(steps for which what is owed longest has waited, share of entries that were never sent)."""
+        assert self._pasts is not None
+        oldest = num_never = num_entries = 0
+        for layout, past in self._pasts.opened.items():
+            free = self._free_of(layout, past.past.device)
+            sent_at, owed = past.sent_at[free], self._ledger.open(layout, past.past.device).balance[free] != 0
+            num_entries += free.numel()
+            num_never += int((sent_at == 0).sum())
+            if bool(owed.any()):
+                oldest = max(oldest, self._step - int(sent_at[owed].min()))
+        return oldest, num_never / max(1, num_entries)
+
+    def _free_of(self, layout: Layout, device: torch.device) -> Tensor:
+        """The entries that are chosen among; the others go at every step."""
+        select = self.scheme.select
+        fixed = {span.name for span in select.plan(layout, select.density).fixed}
+        return positions_of([span for span in layout.spans if span.name not in fixed], device)
 
     def _passes(self) -> float | None:
         """How often a selection went over its entries, on average; 1 is the least."""
@@ -173,10 +220,21 @@ class Session(Summing):
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank."""
         return state.save(
-            self.scheme, self.medium, self._step, self._skipped_steps, self._layouts, self._ledger.state_dict()
+            self.scheme,
+            self.medium,
+            self._step,
+            self._skipped_steps,
+            self._layouts,
+            self._ledger.state_dict(),
+            past=self._pasts.state_dict() if self._pasts is not None else {},
+            owner=self._owner.state_dict() if self._owner is not None else {},
         )
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
         self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
         self._ledger.load_state_dict(kept)
+        if self._pasts is not None:
+            self._pasts.load_state_dict(state.load_past(saved, self.medium))
+        if self._owner is not None:
+            self._owner.load_state_dict(state.load_owner(saved, self.medium))

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.exchange import Medium
+from laconic.exchange import Medium, piece_borders
 from laconic.layout import Layout
 from laconic.scheme import Scheme
 
@@ -19,7 +20,15 @@ Kept = dict[str, dict[str, Tensor]]
 
 
 def save(
-    scheme: Scheme, medium: Medium, step: int, skipped_steps: int, layouts: Sequence[Layout], kept: Kept
+    scheme: Scheme,
+    medium: Medium,
+    step: int,
+    skipped_steps: int,
+    layouts: Sequence[Layout],
+    kept: Kept,
+    *,
+    past: Kept,
+    owner: Mapping[str, Any],
 ) -> dict[str, Any]:
     """One worker's state."""
     return {
@@ -31,6 +40,8 @@ def save(
         "num_workers": medium.num_workers,
         "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in layouts],
         "memory": kept,
+        "past": past,
+        "owner": owner,
     }
 
 
@@ -59,6 +70,39 @@ def load(
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
     return int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts, _sum([s["memory"] for s in mine])
+
+
+def load_past(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], medium: Medium) -> Kept:
+    """What the workers remember of the answers, which is the same on all of them."""
+    states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
+    by_rank = {int(one["rank"]): one["past"] for one in states}
+    return dict(by_rank.get(medium.rank) or states[medium.rank % len(states)]["past"])
+
+
+def load_owner(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], medium: Medium) -> dict[str, Any]:
+    """What this worker holds as an owner: what it held, or its piece of what all held where their number changed."""
+    states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
+    owners = [one["owner"] for one in states if one["owner"]]
+    share, num_shares = medium.owned_share, medium.num_shares
+    assert share is not None
+    if not owners and not any(one.get("servers") for one in states):
+        return {"held": {}, "records": {}}
+    if not owners:
+        raise StateError("the state was saved under dedicated servers; resume with as many")
+    if owners[0]["num_shares"] == num_shares:
+        mine = [one["owner"] for one in states if one["rank"] == share]
+        return dict(mine[0]) if mine else {"held": {}, "records": {}}
+    return {"held": recut([one["held"] for one in owners], share, num_shares), "records": {}}
+
+
+def recut(held: Sequence[Mapping[str, Tensor]], share: int, num_shares: int) -> dict[str, Tensor]:
+    """One share's piece of each parameter, from the pieces of all shares of another division."""
+    pieces = {}
+    for name in held[0]:
+        whole = torch.cat([one[name] for one in held])
+        borders = piece_borders(whole.numel(), num_shares)
+        pieces[name] = whole[borders[share] : borders[share + 1]].clone()
+    return pieces
 
 
 def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:

@@ -31,6 +31,11 @@ class Stats:
     seconds: dict[str, float]  # by phase, in the session's thread; they overlap the backward pass
     passes: float | None = None  # over the entries per selection, on average; None where nothing is selected
 
+    union: float | None = None  # |U|/k: entries that owners answered for each that a worker sent them
+    oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; told on request
+    never_sent: float | None = None  # share of entries that this worker has never sent; told on request
+    held_bytes: int = 0  # what this worker holds as the owner of a share
+
     @property
     def ratio(self) -> float | None:
         """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
@@ -48,12 +53,15 @@ class Stats:
         steps = max(1, self.steps)
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         passes = f", {self.passes:.2f} passes a selection" if self.passes else ""
+        union = f", unions {self.union:.2f} times what a worker sends" if self.union else ""
+        if self.oldest_residual is not None and self.never_sent is not None:
+            union += f", {100 * self.never_sent:.1f} % of entries never sent, one owed for {self.oldest_residual} steps"
         ratio += f", {self.bits_per_entry:.3g} bits an entry"
         phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
         return (
             f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
             f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
-            f"ms per step: {phases}; {self.kernels} kernels{passes}"
+            f"ms per step: {phases}; {self.kernels} kernels{passes}{union}"
         )
 
 

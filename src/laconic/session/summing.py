@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,12 @@ from laconic.scheme import Scheme
 from laconic.select import Plan, RandK
 from laconic.session.integers import IntegerSum
 from laconic.session.stats import PhaseClock
+
+
+class Kept(Protocol):
+    """What has tensors that outlive a step."""
+
+    kept: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,14 @@ class Summing:
 
     scheme: Scheme
     medium: Medium
-    _ledger: Ledger
+    _ledger: Ledger[Account]
     _clock: PhaseClock
     _loss_scale: Callable[[], float] | None
     _holds_idle: bool
     _step: int
     _scale: float
     _overflowed: bool
-    _undo: list[tuple[Account, list[Tensor]]]
+    _undo: list[tuple[Kept, list[Tensor]]]
     _seen: list[Layout]
     _integers: IntegerSum | None  # where codes lie on a grid
     _shared_plans: dict[tuple[Layout, float], tuple[Plan, Tensor]]
@@ -79,7 +86,7 @@ class Summing:
         with self._clock.time("encode", device):
             values = values.div_(num_workers)
             codes = values.to(self._sum_dtype(flat))
-            if finite and codes.dtype != torch.float32:
+            if finite and codes.dtype != torch.float32 and self.scheme.memory.refunds:
                 account.refund_(sent.positions, (values - codes.to(torch.float32)).mul_(num_workers))
         with self._clock.time("exchange", device):
             self.medium.all_reduce_(codes, "dense")
@@ -110,7 +117,7 @@ class Summing:
             return
         with self._clock.time("encode", device):
             words = integers.encode(values, steps, *frame_id)
-            if self.scheme.memory.kinds:
+            if self.scheme.memory.refunds:
                 said = integers.read_own(words, values.numel(), steps)
                 account.refund_(sent.positions, values - said)
                 sent.note_(account, said)
@@ -152,7 +159,7 @@ class Summing:
         floats = self.scheme.exchange.adds_in_flight and not isinstance(quantize, Grid)
         return quantize.sum_dtype(flat.dtype) if floats else flat.dtype  # type: ignore[union-attr]
 
-    def _undo_later(self, account: Account) -> list[Tensor]:
+    def _undo_later(self, account: Kept) -> list[Tensor]:
         """Remember the account as it is, for the end of a step that is skipped.
 
         A GradScaler skips the whole step when any bucket overflows, also one still to come. This costs a copy of the
@@ -186,7 +193,7 @@ def _write_(flat: Tensor, sent: _Sent, mean: Tensor) -> None:
     flat[sent.positions] = mean.to(flat.dtype)
 
 
-def restore_(account: Account, before: Sequence[Tensor]) -> None:
+def restore_(account: Kept, before: Sequence[Tensor]) -> None:
     """Make the account what it was."""
     for tensor, saved in zip(account.kept, before, strict=True):
         tensor.copy_(saved)

@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from laconic.errors import TaskError
+from laconic.train.council import Council
 
 _FOLDER, _LATEST = "checkpoint", "latest"
 
 
-def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
-    """Write this rank's part; all ranks call it, and only when all parts are there does the checkpoint count."""
+def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any], council: Council) -> None:
+    """Write this worker's part; all of them call it, and only when all parts are there does the checkpoint count."""
     home = folder / _FOLDER
     target = home / f"step-{step}"
-    if rank == 0:
+    leads = council.place == 0
+    if leads:
         shutil.rmtree(target, ignore_errors=True)  # an earlier run may have had more ranks
         target.mkdir(parents=True)
-    dist.barrier()
+    council.total(torch.zeros(1))  # till the folder is there
     torch.save(state, target / f"rank-{rank}.pt")
-    dist.barrier()
-    if rank == 0:
+    council.total(torch.zeros(1))  # till all have written
+    if leads:
         fresh = home / "latest.new"
         fresh.write_text(target.name)
         fresh.replace(home / _LATEST)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laconic.errors import TaskError
+from laconic.exchange import Server
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
@@ -19,17 +20,18 @@ from laconic.train.job import Job
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
+_VOTE_LR = 1e-3  # of sparse-sign's authors
 
 
 class Course:
     """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
 
     def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
-        self._job, self._data, self._rank = job, data, rank
+        self._job, self.data, self._rank = job, data, rank
         self._task = TASKS[job.task]
         self.batch = job.batch or self._task.batch
         momentum = self._task.momentum if job.momentum is None else job.momentum
-        self._lr, self._momentum = _carried(parse(job.scheme), job.lr or self._task.lr, momentum)
+        self._lr, self._momentum = _carried(parse(job.scheme), job.lr, self._task.lr, momentum)
         self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
         if self.batch > len(self._mine):
             raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
@@ -37,7 +39,7 @@ class Course:
 
     def model(self, device: torch.device) -> nn.Module:
         """The task's model, drawn from torch's own generator."""
-        model = self._task.model(self._job.model, self._data).to(device)
+        model = self._task.model(self._job.model, self.data).to(device)
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
@@ -57,10 +59,10 @@ class Course:
         turn, place = divmod(step, batches_per_round)
         shuffle = _generator(self._job.seed, self._rank, turn)
         chosen = self._mine[torch.randperm(len(self._mine), generator=shuffle)][place * self.batch :][: self.batch]
-        inputs = self._data.prepare(self._data.train_inputs[chosen])
-        if self._data.augment is not None:
-            inputs = self._data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
-        return inputs, self._data.train_targets[chosen]
+        inputs = self.data.prepare(self.data.train_inputs[chosen])
+        if self.data.augment is not None:
+            inputs = self.data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
+        return inputs, self.data.train_targets[chosen]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -81,8 +83,15 @@ def _schedule(step: int, num_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
-def _carried(scheme: Scheme | TorchHook, lr: float, momentum: float) -> tuple[float, float]:
-    """(lr, momentum) of the optimizer; where the scheme's memory carries momentum, lr/(1-m) stays as it was."""
+def _carried(scheme: Scheme | TorchHook, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
+    """(lr, momentum) of the optimizer.
+
+    Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in
+    every entry: it takes no momentum, and then SGD's weight decay is decoupled, w -= lr*(vote + decay*w).
+    """
+    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server) and scheme.exchange.votes:
+        return asked_lr or _VOTE_LR, 0.0
+    lr = asked_lr or lr
     if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
         return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
     return lr, momentum

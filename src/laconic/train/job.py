@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from laconic.attach.serve import TIMEOUT_S
 from laconic.errors import TaskError
+from laconic.exchange import Server
 from laconic.recipes import parse
+from laconic.scheme import Scheme
 from laconic.tasks import TASKS
 
 DEFAULT_STEPS = 300
@@ -27,6 +30,8 @@ class Job:
     data: Path | None = _option(None, "folder or file of the data; fashion-mnist has a slice built in")
     scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`")
     workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
+    servers: int = _option(0, "more processes, or hosts of --hosts, that hold no data and answer for a server scheme")
+    server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
     batch: int | None = _option(None, "examples per worker and step")
@@ -34,6 +39,8 @@ class Job:
     momentum: float | None = _option(None, "the optimizer's; a scheme that carries momentum takes its place")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
+    flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
+    in_process: bool = _option(False, "virtual workers in this process, to study many; times are of all together")
     eval_every: int = _option(25, "steps between evaluations; their time is not counted")
     backend: str = _option("gloo", "gloo or nccl")
     device: str = _option("cpu", "cpu or cuda")
@@ -46,10 +53,11 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
-        for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every"):
+        for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every", "server_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
+        self._check_workers()
         if not 0 <= self.seed < 2**63:
             raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -68,6 +76,20 @@ class Job:
             raise TaskError("--backend nccl needs --device cuda")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def _check_workers(self) -> None:
+        if self.servers < 0:
+            raise TaskError(f"--servers is {self.servers}; give 0 or more")
+        if not 0 <= self.flipped <= self.workers:
+            raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
+        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers):
+            raise TaskError("--in-process runs on the CPU from its first step, with no more --servers than --workers")
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether the servers of this job have something to do."""
+        scheme = parse(self.scheme)
+        return self.servers > 0 and isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""

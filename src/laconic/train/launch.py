@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from laconic.errors import LaunchError
@@ -15,6 +20,9 @@ from laconic.train.result import DIVERGED
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
+
+_LAST_WORDS_S = 5.0
+_POLL_S = 0.05
 
 # Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
 _WORKER = """
@@ -28,8 +36,11 @@ sys.exit(main())
 def launch(job: Job) -> int:
     """Run `laconic train ...` in job.workers processes and wait for them all; 0, or DIVERGED.
 
-    Like torchrun, it is one node of several where PET_NNODES and the like say so.
+    Like torchrun, it is one node of several where PET_NNODES and the like say so. With servers each process stands for
+    itself instead: torchrun ends all of its workers when one dies, which is what a server is there to survive.
     """
+    if job.servers:
+        return _launch_apart(job)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -51,6 +62,66 @@ def launch(job: Job) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def verdict(codes: Sequence[int | None], job: Job) -> int:
+    """The exit code of a job with servers, as far as it is known; `codes` are by rank, None while a process runs.
+
+    Servers must not fail. Workers may, as long as one of them comes to an end.
+    """
+    ended = [0 if code is None else code if code >= 0 else 128 - code for code in codes]
+    must = ended[: job.servers] if job.asks_servers else ended
+    if any(must) or None in codes:
+        return max(must)
+    return min(ended[job.servers :])
+
+
+def rank_variables(rank: int, num_ranks: int, local_rank: int) -> dict[str, str]:
+    """What torch.distributed looks for in a process's environment, but for where rank 0 is."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(local_rank)}
+
+
+def worker_command(job: Job) -> list[str]:
+    """What a rank runs."""
+    return [sys.executable, "-c", _WORKER, "train", *job.arguments()]
+
+
+def _launch_apart(job: Job) -> int:
+    num_ranks = job.servers + job.workers
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    processes = [
+        subprocess.Popen(worker_command(job), env={**os.environ, **common, **rank_variables(rank, num_ranks, rank)})
+        for rank in range(num_ranks)
+    ]
+    try:
+        code = _wait(processes, job)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if code and code != DIVERGED:
+        raise LaunchError(_who(processes, job))
+    return code
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> int:
+    """Wait for all to end; once the job has failed, a while for the others to say so."""
+    deadline = math.inf
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if deadline == math.inf and verdict([process.returncode for process in processes], job):
+            deadline = time.monotonic() + _LAST_WORDS_S
+        time.sleep(_POLL_S)
+    return verdict([process.returncode for process in processes], job)
+
+
+def _who(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> str:
+    """Which process failed first in rank order, and how."""
+    rank = next(rank for rank, process in enumerate(processes) if process.returncode)
+    name = f"server {rank}" if rank < job.servers else f"worker {rank - job.servers} of {job.workers}"
+    return f"{name} ended {_how(processes[rank].returncode)}; all were stopped"
 
 
 def _config(num_workers: int) -> LaunchConfig:

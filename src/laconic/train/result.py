@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 from laconic.records import WARM_UP_STEPS
 from laconic.session import PHASES
@@ -33,6 +34,13 @@ class Result:
     ratio: float | None
     skipped_steps: int
     diverged_at: int | None  # the step from which on the loss was no number; the run ended at the next evaluation
+    union: float | None = None  # |U|/k at a server, over all steps
+    oldest_residual: int | None = None
+    never_sent: float | None = None
+    server_bytes_out: int | None = None  # of all dedicated servers, all steps
+    server_link_bytes_out: int | None = None  # the same, as their network interfaces saw it
+    server_held_bytes: int | None = None  # what they keep between steps
+    lost_workers: dict[str, str] = field(default_factory=dict)  # that a server went on without, and why
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,16 +53,21 @@ def beside_dense(ratio: float | None) -> str:
     return f"{ratio:.1f}x fewer" if ratio > 1 else f"{1 / ratio:.1f}x more"
 
 
+def _sum(servers: Sequence[dict[str, Any]], name: str) -> int | None:
+    found = [server[name] for server in servers if server.get(name) is not None]
+    return sum(found) if found else None
+
+
 def summarize(trainer: Trainer) -> Result:
     """Sum up a run; all ranks call it."""
-    stats = trainer.session.stats()
+    stats = trainer.stats(ages=True)
     # The interface's count begins with this process, so it has no match where a resumed run's bytes go further back.
     facts = trainer.facts if not trainer.bytes_before["dense"] else []
     seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in facts) for way in ("out", "in")]
     mine = [*trainer.bytes_so_far().values(), *seen]
-    everyone: list[list[int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    out, into, dense, seen_out, seen_in = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
+    total = trainer.council.total(torch.tensor(mine, dtype=torch.float64))
+    out, into, dense, seen_out, seen_in = (round(each / trainer.council.num_living) for each in total.tolist())
+    servers = trainer.council.server_facts()
     timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
     step_ms = statistics.median(fact["ms"] for fact in timed)
     split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) for phase in PHASES}
@@ -73,4 +86,11 @@ def summarize(trainer: Trainer) -> Result:
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
         diverged_at=trainer.diverged_at,
+        union=stats.union,
+        oldest_residual=stats.oldest_residual,
+        never_sent=stats.never_sent,
+        server_bytes_out=_sum(servers, "bytes_out"),
+        server_link_bytes_out=_sum(servers, "link_bytes_out"),
+        server_held_bytes=_sum(servers, "held_bytes"),
+        lost_workers=servers[0]["lost"] if servers else {},
     )

@@ -33,7 +33,7 @@ def check_resume(job: Job, num_steps: int, step: int, states: Sequence[Mapping[s
     """Raise, with the option to change, unless the job can go on from these states."""
     if step >= num_steps:
         raise TaskError(f"{step} steps are done already; give --steps more than that to go on")
-    before = states[0].get("settings", {})
+    before = _settings_of(states)
     for name in _MUST_BE_THE_SAME:
         if name in before and before[name] != settings(job)[name]:
             fits = f"--{name} {before[name]}"
@@ -48,12 +48,17 @@ def check_resume(job: Job, num_steps: int, step: int, states: Sequence[Mapping[s
 
 def remark(job: Job, states: Sequence[Mapping[str, Any]]) -> str:
     """The settings that are no longer those the run began with, in one line; nothing where there are none."""
-    before, now = states[0].get("settings", {}), settings(job)
+    before, now = _settings_of(states), settings(job)
     changed = [name for name in before if name in now and before[name] != now[name]]
     if not changed:
         return ""
     old, new = (", ".join(f"--{name} {of[name]}" for name in changed) for of in (before, now))
     return f"this run began with {old} and goes on with {new}"
+
+
+def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the worker that led wrote down."""
+    return next((dict(state["settings"]) for state in states if "settings" in state), {})
 
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:

@@ -6,18 +6,22 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from laconic.attach import serve
 from laconic.errors import TaskError
 from laconic.records import Recorder, forget_after
 from laconic.tasks import TASKS
+from laconic.train.interface import interface_bytes
 from laconic.train.job import Job
 from laconic.train.progress import Progress
-from laconic.train.result import Result, summarize
+from laconic.train.result import DIVERGED, Result, summarize
 from laconic.train.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
@@ -28,35 +32,85 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def work(job: Job) -> Result:
-    """Train and measure; every rank returns the result, in which the times are its own."""
+def work(job: Job, tell: Callable[[Result], None]) -> int:
+    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED."""
     _end_with_the_launcher()
+    if int(os.environ["RANK"]) < job.servers:
+        return _serve(job)
     torch.manual_seed(job.seed)
     device = _device(job)
     data = TASKS[job.task].load(job.data)
     with _process_group(job.backend):
         trainer = Trainer(job, data, device)
-        lead = dist.get_rank() == 0
-        folder = job.out if lead else None
         first = trainer.resume() if job.resume else 0
-        if first and folder is not None:
-            forget_after(folder, first)
-        with Recorder(folder, keeps_old=job.resume) as records, Progress(job, trainer, shown=lead) as progress:
-            records.write("job", **job.facts(), workers_seen=dist.get_world_size(), first_step=first)
+        if first and job.out is not None and trainer.council.place == 0:
+            forget_after(job.out, first)
+        with _Desk(job, trainer) as desk:
+            desk.write("job", **job.facts(), workers_seen=trainer.num_workers, first_step=first)
             if first == 0:
-                _evaluate(trainer, records, progress)
+                _evaluate(trainer, desk)
             for step in range(first, trainer.num_steps):
-                fact = trainer.step(step)
-                records.write("step", **fact)
-                progress.step(fact)
+                desk.step(trainer.step(step))
                 if (step + 1) % job.eval_every == 0 or step + 1 == trainer.num_steps:
-                    _evaluate(trainer, records, progress)
+                    _evaluate(trainer, desk)
                 if trainer.diverged_at is not None:
                     break
             result = summarize(trainer)
-            records.write("result", **result.as_dict())
+            desk.write("result", **result.as_dict())
+            if desk.leads:
+                tell(result)
             trainer.session.close()
-        return result
+        return 0 if result.diverged_at is None else DIVERGED
+
+
+def _serve(job: Job) -> int:
+    """Answer the workers of a job to its end; nothing to do under a scheme that asks no server."""
+    with _process_group(job.backend):
+        if job.asks_servers:
+            serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=_link_facts)
+    return 0
+
+
+def _link_facts() -> dict[str, int]:
+    seen = interface_bytes()
+    return {} if seen is None else {"link_bytes_out": seen[0], "link_bytes_in": seen[1]}
+
+
+class _Desk:
+    """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        self._job, self._trainer = job, trainer
+        self._open = ExitStack()
+        self.leads = False
+        self._sit_down(keeps_old=job.resume)
+
+    def _sit_down(self, *, keeps_old: bool) -> None:
+        self.leads = self._trainer.council.place == 0
+        folder = self._job.out if self.leads else None
+        self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
+        self._progress = self._open.enter_context(Progress(self._job, self._trainer, shown=self.leads))
+
+    def write(self, kind: str, **fact: Any) -> None:
+        if not self.leads and self._trainer.council.place == 0:
+            self._sit_down(keeps_old=True)
+        self._records.write(kind, **fact)
+
+    def step(self, fact: dict[str, Any]) -> None:
+        self.write("step", **fact)
+        self._progress.step(fact)
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        self.write("eval", **fact)
+        self._progress.evaluation(fact)
+
+    def __enter__(self) -> _Desk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
 
 def _end_with_the_launcher() -> None:
@@ -65,10 +119,8 @@ def _end_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _evaluate(trainer: Trainer, records: Recorder, progress: Progress) -> None:
-    fact = trainer.evaluate()
-    records.write("eval", **fact)
-    progress.evaluation(fact)
+def _evaluate(trainer: Trainer, desk: _Desk) -> None:
+    desk.evaluation(trainer.evaluate())
     trainer.save()
 
 

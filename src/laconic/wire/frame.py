@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +43,20 @@ class FrameShape:
     def __post_init__(self) -> None:
         if self.num_entries >= 2**31:
             raise SchemeError(f"a bucket of {self.num_entries} entries is too large for a frame; lower bucket_cap_mb")
+
+    @classmethod
+    def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[Quantizer], *, peer: int) -> FrameShape:
+        """The shape that a frame says it has, where only the number of entries is known beforehand."""
+        found = frame[: 4 * len(_HEADER)].view(torch.int32).tolist() if frame.numel() >= 4 * len(_HEADER) else []
+        by_id = {quantize.code_id: quantize for quantize in quantizers}
+        code_id = found[_CODECS] >> 16 & 0xFF if found else -1
+        if (
+            code_id not in by_id
+            or found[2] != num_entries
+            or not 0 <= min(found[3:5]) <= sum(found[3:5]) <= num_entries
+        ):
+            raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
+        return cls(num_entries, found[3], found[4], by_id[code_id])
 
     @cached_property
     def index_codec(self) -> type[IndexCodec]:
@@ -94,6 +109,7 @@ class FrameShape:
         positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
         raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
         values = self.quantize.decode(raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32))
+        values = values[: self.num_fixed + self.k]
         if not kernels.all_finite(values):
             raise FrameError("its values are not finite")
         return Contents(positions, values, False)
@@ -104,7 +120,7 @@ class FrameShape:
 
     @property
     def _num_value_bytes(self) -> int:
-        return (self.num_fixed + self.k) * self.quantize.code_dtype.itemsize
+        return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
         codecs = _VERSION | self.index_codec.codec_id << 8 | self.quantize.code_id << 16 | flags

@@ -1,0 +1,149 @@
+"""A worker's end towards dedicated servers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError, ServerLostError
+from laconic.exchange.medium import Answer
+from laconic.exchange.talk import (
+    CLOSE,
+    ECHO,
+    ERROR,
+    HEAD_BYTES,
+    HELLO,
+    LAYOUT,
+    LOAD,
+    PARTS,
+    STATE,
+    STATS,
+    TOTAL,
+    Message,
+    from_bytes,
+    receive,
+    send,
+    to_bytes,
+    tuned,
+)
+from laconic.exchange.traffic import Traffic
+from laconic.layout import Layout
+
+
+class Served:
+    """One of M workers whose entries are answered for by ranks that hold no data; what all of them say is in step.
+
+    `num_living` and `place`, this worker's among those, are as of the last answer. What the servers add up is over the
+    living; a sum over M is that, times M over their number.
+    """
+
+    owned_share: int | None = None
+
+    def __init__(
+        self, rank: int, num_workers: int, addresses: Sequence[tuple[str, int, str]], greeting: str, timeout_s: float
+    ) -> None:
+        self.rank, self.num_workers, self.num_shares = rank, num_workers, len(addresses)
+        self.num_living, self.place = num_workers, rank
+        self.traffic = Traffic()
+        self._timeout_s = timeout_s
+        self._told: dict[int, Layout] = {}  # by bucket
+        self._connections = []
+        for host, port, token in addresses:
+            connection = tuned(socket.create_connection((host, port), timeout_s), timeout_s)
+            send(connection, Message(HELLO, payload=(token + greeting).encode(), place=rank))
+            self._connections.append(connection)
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        if self._told.get(bucket) != layout:
+            self._told[bucket] = layout
+            text = json.dumps([[span.name, span.num_entries] for span in layout.spans]).encode()
+            self._ask(Message(LAYOUT, step, bucket), [text] * self.num_shares, "layout")
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        said = b"" if frame is None or self.rank != speaker else to_bytes(frame)
+        replies = self._ask(Message(ECHO), [said] + [b""] * (self.num_shares - 1), "broadcast")
+        return from_bytes(replies[0])
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+        step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says
+        replies = self._ask(Message(PARTS, step, bucket), [to_bytes(part) for part in parts], "")
+        return [from_bytes(reply).to(parts[0].device) for reply in replies]
+
+    def total(self, tensor: Tensor, kind: str = "total") -> Tensor:
+        """The sum over the living, on the CPU."""
+        flat = tensor.detach().to("cpu").contiguous().view(-1)
+        chunks = torch.tensor_split(flat, self.num_shares)
+        name = str(flat.dtype).removeprefix("torch.").encode().ljust(16)
+        replies = self._ask(Message(TOTAL), [name + to_bytes(chunk) for chunk in chunks], kind)
+        return torch.cat([from_bytes(reply, flat.dtype) for reply in replies]).view(tensor.shape)
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        total = self.total(tensor, kind)
+        if self.num_living != self.num_workers:
+            total *= self.num_workers / self.num_living
+        tensor.copy_(total)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
+
+    def server_states(self) -> list[bytes]:
+        """What each server keeps, for a checkpoint: told to the first of the living, empty for the others."""
+        return [bytes(reply) for reply in self._ask(Message(STATE), [b""] * self.num_shares, "state")]
+
+    def load_server_states(self, states: Sequence[bytes]) -> None:
+        """Give each server back what it kept; all workers make this call."""
+        self._ask(Message(LOAD), list(states) or [b""] * self.num_shares, "state")
+
+    def server_stats(self) -> list[dict[str, object]]:
+        """What each server counted so far."""
+        return [json.loads(bytes(reply)) for reply in self._ask(Message(STATS), [b""] * self.num_shares, "stats")]
+
+    def close(self) -> None:
+        """Tell the servers that this worker is done, and hang up."""
+        for connection in self._connections:
+            try:
+                send(connection, Message(CLOSE))
+                receive(connection)
+            except OSError:
+                pass  # it is gone, and so are we
+            connection.close()
+        self._connections = []
+
+    def _ask(self, about: Message, payloads: Sequence[bytes], kind: str) -> list[bytes | bytearray]:
+        """Send each server its payload and wait for all answers."""
+        out = heard = 0
+        replies = []
+        for number, connection in enumerate(self._connections):
+            try:
+                out += send(connection, Message(about.kind, about.step, about.bucket, payloads[number]))
+            except OSError as error:
+                raise self._lost(number, error) from None
+        for number, connection in enumerate(self._connections):
+            try:
+                reply = receive(connection)
+            except OSError as error:
+                raise self._lost(number, error) from None
+            if reply.kind == ERROR:
+                raise FrameError(f"server {number}: {bytes(reply.payload).decode(errors='replace')}")
+            heard += HEAD_BYTES + len(reply.payload)
+            self.num_living, self.place = reply.living, reply.place
+            replies.append(reply.payload)
+        if kind:
+            self.traffic.count(kind, out, out, heard)
+        else:
+            self.traffic.count("up", out, out, 0)
+            self.traffic.count("down", 0, 0, heard)
+        return replies
+
+    def _lost(self, number: int, error: OSError) -> ServerLostError:
+        how = f"has not answered for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+        return ServerLostError(
+            f"server {number} {how}, or has given this worker up; start again, with --resume from the last checkpoint"
+        )

@@ -1,0 +1,108 @@
+"""Messages between workers and dedicated servers, over sockets of our own.
+
+Not over Gloo: there one receive that times out fails every other connection of its group, and the point of a
+dedicated server is to outlive a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError
+
+HELLO, LAYOUT, PARTS, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(10)
+KINDS = ("hello", "layout", "parts", "total", "state", "load", "stats", "close", "error", "echo")
+
+_HEAD = struct.Struct("<4sBxHHxxiqq")  # magic, kind, living, place, bucket, step, length
+HEAD_BYTES = _HEAD.size
+_MAGIC = b"LACS"
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one end says to the other; a server adds how many workers live and which of them the hearer is."""
+
+    kind: int
+    step: int = -1
+    bucket: int = -1
+    payload: bytes | bytearray = b""
+    living: int = 0
+    place: int = 0
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """What all workers' messages of a round have in common."""
+        return self.kind, self.step, self.bucket
+
+    def __str__(self) -> str:
+        return KINDS[self.kind] + (f" of step {self.step}, bucket {self.bucket}" if self.step >= 0 else "")
+
+
+def send(connection: socket.socket, message: Message) -> int:
+    """Say it; returns the bytes that took."""
+    head = _HEAD.pack(
+        _MAGIC, message.kind, message.living, message.place, message.bucket, message.step, len(message.payload)
+    )
+    if len(message.payload) < 1 << 16:
+        connection.sendall(head + bytes(message.payload))
+    else:
+        connection.sendall(head)
+        connection.sendall(message.payload)
+    return HEAD_BYTES + len(message.payload)
+
+
+def receive(connection: socket.socket) -> Message:
+    """Hear the next message; ConnectionError where the other end is gone, TimeoutError where it is silent."""
+    magic, kind, living, place, bucket, step, length = _HEAD.unpack(_exactly(connection, HEAD_BYTES))
+    if magic != _MAGIC or kind >= len(KINDS) or length < 0:
+        raise FrameError("a message has no laconic header; run the same version on workers and servers")
+    return Message(kind, step, bucket, _exactly(connection, length), living, place)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    buffer = bytearray(count)
+    view, got = memoryview(buffer), 0
+    while got < count:
+        fresh = connection.recv_into(view[got:])
+        if fresh == 0:
+            raise ConnectionError("closed")
+        got += fresh
+    return buffer
+
+
+def tuned(connection: socket.socket, timeout_s: float) -> socket.socket:
+    """Small messages at once, and no wait longer than the timeout."""
+    connection.settimeout(timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
+def own_address() -> str:
+    """Where others find this process: the interface that Gloo was told to use, or the one towards MASTER_ADDR."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if name:
+            import fcntl  # not on every system, and only needed here
+
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(packed[20:24])
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))
+        return str(probe.getsockname()[0])
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """A tensor's bytes, from whatever device."""
+    return tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(payload: bytes | bytearray, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The inverse, on the CPU."""
+    return torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)

@@ -1,0 +1,59 @@
+"""Top-k by a score that pulls the workers' choices together, so that their union is small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from laconic.errors import SchemeError
+from laconic.layout import Layout
+from laconic.select.plan import Plan
+from laconic.select.randk import RandK
+from laconic.select.scores import SCORES, Score
+from laconic.select.topk import TopK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap(TopK):
+    """The k largest score(r, past), where the past is what all workers heard from the server (Wang et al., ICNCC 2018).
+
+    The scores are ours: see select/scores.py. A share `explore` of k goes round all entries in turn instead, the same
+    on every worker, so that none waits for ever.
+    """
+
+    score: str = "product"
+    strength: float = 0.0  # the score's own parameter (a, or e of product); 0: its default
+    explore: float = 0.02  # of k; every entry goes at least once in 1/(rho*explore) steps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score not in SCORES:
+            raise SchemeError(f"Overlap.score is {self.score!r}; give one of {', '.join(SCORES)}")
+        if self.strength < 0:
+            raise SchemeError(f"Overlap.strength is {self.strength}; give a number above 0, or 0 for the default")
+        if not 0 <= self.explore < 1:
+            raise SchemeError(f"Overlap.explore is {self.explore}; give a share in [0, 1)")
+
+    @property
+    def scored(self) -> Score:
+        """The score with the strength that was asked for."""
+        score = SCORES[self.score]
+        return replace(score, strength=self.strength) if self.strength else score
+
+    def plan(self, layout: Layout, density: float) -> Plan:
+        return super().plan(layout, density * (1 - self.explore))
+
+    def swept(self, layout: Layout, density: float, step: int, bucket: int, device: torch.device) -> Tensor:
+        """The entries whose turn it is, the same on every worker; ascending, int64."""
+        if not self.explore or self.score == "leader":
+            return torch.empty(0, dtype=torch.int64, device=device)
+        turn = RandK(rho=density * self.explore, mode="cycle", dense_below=self.dense_below)
+        rounds = [(layout, bucket, 0)]
+        if self.per == "parameter":  # each on its own, so that it does not matter which bucket it is in
+            spans = [span for span in layout.spans if span.num_entries]
+            rounds = [(Layout.of([s.name], [s.num_entries]), crc32(s.name.encode()), s.start) for s in spans]
+        found = [turn.positions(turn.plan(of, turn.rho), step, key, device) + start for of, key, start in rounds]
+        return torch.cat(found).sort().values

@@ -1,0 +1,73 @@
+"""A vote: the sign of the sum of the workers' signs, or of their signs weighted by how often each was right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.kernels.reference.nonzero import nonzero
+from laconic.wire import Contents
+
+_DECAY = 0.99  # of a record at each vote: a hundred votes back counts a third
+_PRIOR = 100.0  # votes on either side that a record begins with, so that it is slow to judge
+_MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a handful
+
+
+class Ballot:
+    """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
+
+    A worker agrees where its sign is that of the others' sum, its own left out: who votes alone is not right for that.
+    Records fade, and a worker that is wrong more often than right counts the other way round.
+    """
+
+    def __init__(self, *, weighted: bool) -> None:
+        self.weighted = weighted
+        self.records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
+
+    def weight(self, rank: int) -> float:
+        """What the sign of a worker counts."""
+        if not self.weighted or rank not in self.records:
+            return 1.0
+        agreed, differed = (count + _PRIOR for count in self.records[rank])
+        odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
+        return float(odds.clamp(-_MOST_LOG_ODDS, _MOST_LOG_ODDS))
+
+    def vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+        """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
+        signs = {rank: contents.values.sign() for rank, contents in heard.items()}
+        weights = {rank: self.weight(rank) for rank in heard}
+        for rank, sign in signs.items():
+            scratch[fixed] += weights[rank] * sign[: fixed.numel()]
+        sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
+        kernels.add_at_(scratch, [contents.positions for contents in heard.values()], sparse)
+        if self.weighted:
+            self._judge(heard, signs, weights, scratch, fixed)
+        at = nonzero(scratch != 0)
+        votes = scratch[at].sign()
+        scratch[at] = 0
+        return at.to(torch.int32), votes
+
+    def _judge(
+        self,
+        heard: Mapping[int, Contents],
+        signs: Mapping[int, Tensor],
+        weights: Mapping[int, float],
+        total: Tensor,
+        fixed: Tensor,
+    ) -> None:
+        """Enter into each worker's record how often it was of the others' opinion."""
+        for rank, contents in heard.items():
+            at = torch.cat([fixed, contents.positions.to(torch.int64)])
+            others = (total[at] - weights[rank] * signs[rank]).sign()
+            agreed, differed = self.records.get(rank, (0.0, 0.0))
+            right, wrong = int((others == signs[rank]).sum()), int((others == -signs[rank]).sum())
+            self.records[rank] = _DECAY * agreed + right, _DECAY * differed + wrong
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {str(rank): list(record) for rank, record in self.records.items()}
+
+    def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
+        self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}

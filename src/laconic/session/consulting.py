@@ -1,0 +1,226 @@
+"""The half of a session in which owners answer: each entry's owner hears of it from all workers and tells all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.exchange import Answer, Server, Shares
+from laconic.layout import Bucket, Layout
+from laconic.memory import Account, Due, Ledger
+from laconic.quantize import Marks, Sign, Trits
+from laconic.select import Overlap
+from laconic.session.bucket_plan import BucketPlan
+from laconic.session.owner import Owner
+from laconic.session.past import Boost, Past
+from laconic.session.summing import Summing
+from laconic.wire import FrameShape
+
+
+@dataclass
+class Unions:
+    """Sizes of unions and of what each worker sent to them, over all buckets and steps."""
+
+    num_sent: int = 0
+    num_answered: int = 0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a worker took out of an account, and what its parts say of it; all in the bucket's order."""
+
+    fixed: Tensor  # positions that go at every step
+    chosen: Tensor  # and those of this step, ascending
+    values: Tensor  # of both
+    said: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.cat([self.fixed, self.chosen])
+
+
+class Consulting(Summing):
+    """What a session needs to consult owners; Session sets it up and counts the steps."""
+
+    _owner: Owner | None  # of this worker's own share
+    _pasts: Ledger[Past] | None  # where a score looks at the past
+    _unions: Unions
+    _shares: dict[Layout, Shares]
+
+    def _consult_(self, bucket: Bucket, plan: BucketPlan, density: float) -> None:
+        """Deposit, choose, withdraw, send each owner its part; read the answers."""
+        flat, device = bucket.flat, bucket.flat.device
+        frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
+        account = self._ledger.open(bucket.layout, device)
+        past = None if self._pasts is None else self._pasts.open(bucket.layout, device)
+        if self._loss_scale is not None:
+            self._undo_later(account)
+            if past is not None:
+                self._undo_later(past)
+        shares = self._shares.setdefault(bucket.layout, Shares(bucket.layout, self.medium.num_shares))
+        with self._clock.time("select", device):
+            finite = kernels.all_finite(flat)
+            if finite:
+                chosen, values = self._choose(account, past, bucket, plan, density)
+            elif self._leads_or_follows:
+                self._follow(plan, None)  # the others wait for it
+        with self._clock.time("encode", device):
+            if finite:
+                parts, said = self._parts(plan, shares, chosen, values, frame_id)
+                sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said)
+            else:
+                parts = [_shape(shares, p, 0, 0, plan).write_overflow(device, **frame_id) for p in _all(shares)]
+        with self._clock.time("exchange", device):
+            self.medium.announce(bucket.layout, **frame_id)
+            answer = self._own_answer(bucket.layout, **frame_id)
+            answers = self.medium.consult(parts, answer)
+        with self._clock.time("decode", device):
+            heard = self._read(answers, plan, shares, frame_id)
+            if heard is None:
+                self._overflowed = True
+                if finite:
+                    account.refund_(sent.positions, sent.values)  # nobody will apply it
+                flat.fill_(torch.nan)
+                return
+            if self.scheme.memory.refunds:
+                account.refund_(sent.positions, sent.values - sent.said)
+            account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
+            self._apply_(flat, plan, sent, *heard, past)
+
+    def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
+        if self._owner is None:
+            return None
+        return partial(self._owner.answer, layout=layout, step=step, bucket=bucket)
+
+    def _choose(
+        self, account: Account, past: Past | None, bucket: Bucket, plan: BucketPlan, density: float
+    ) -> tuple[Tensor, Tensor]:
+        """Deposit the gradient; (chosen positions, values at the fixed ones and at those), without zeros."""
+        select = self.scheme.select
+        with self._held(account, bucket):
+            due = account.due_(bucket.flat, 1 / self._scale)
+            if self._leads_or_follows:
+                chosen, values = self._choose_alike(plan, account.balance, due)
+            elif past is None or not isinstance(select, Overlap):
+                chosen, values = plan.withdraw_(account.balance, due)
+            else:
+                turn = select.swept(bucket.layout, density, self._step, len(self._seen) - 1, bucket.flat.device)
+                chosen, values = _withdraw_scored_(plan, account.balance, due, select, past, turn)
+        num_fixed = plan.fixed.numel()
+        told = values[num_fixed:] != 0
+        return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
+
+    @property
+    def _leads_or_follows(self) -> bool:
+        return isinstance(self.scheme.select, Overlap) and self.scheme.select.score == "leader"
+
+    def _choose_alike(self, plan: BucketPlan, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
+        """Withdraw what worker (step mod M) would choose for itself; where it cannot say, everyone chooses."""
+        if self.medium.rank == self._step % self.medium.num_workers:
+            chosen, values = plan.withdraw_(balance, due)
+            self._follow(plan, chosen[values[plan.fixed.numel() :] != 0])
+            return chosen, values
+        told = self._follow(plan, None)
+        return plan.withdraw_(balance, due) if told is None else (told, plan.withdraw_at_(balance, due, told))
+
+    def _follow(self, plan: BucketPlan, mine: Tensor | None) -> Tensor | None:
+        """What the worker whose turn it is chose; `mine` where that is this one, None where it overflowed."""
+        n, leader = plan.plan.num_entries, self._step % self.medium.num_workers
+        frame_id, frame = {"step": self._step, "bucket": len(self._seen) - 1}, None
+        if mine is not None:
+            codes, scale = Marks().encode(torch.empty(0, device=mine.device))
+            frame = FrameShape(n, mine.numel(), 0, Marks()).write(mine, codes, scale, **frame_id)
+        heard = self.medium.broadcast(frame, leader)
+        if not heard.numel():
+            return None
+        return FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader).positions
+
+    def _parts(
+        self, plan: BucketPlan, shares: Shares, chosen: Tensor, values: Tensor, frame_id: dict[str, int]
+    ) -> tuple[list[Tensor], Tensor]:
+        """A frame for each owner, and what all of them together say, in the order of `values`."""
+        quantize, num_fixed = self.scheme.frame_answers[1], plan.fixed.numel()
+        fixed_order, fixed_places = shares.cut(plan.fixed)
+        order, places = shares.cut(chosen)
+        counts = [fixed.numel() for fixed in fixed_places], [place.numel() for place in places]
+        fixed_values = torch.split(values[:num_fixed][fixed_order], counts[0])
+        chosen_values = torch.split(values[num_fixed:][order], counts[1])
+        frames, said = [], torch.empty_like(values)
+        at = 0, 0
+        for p in _all(shares):
+            own = torch.cat([fixed_values[p], chosen_values[p]])
+            codes, scale = quantize.encode(own)
+            num_own, num_chosen = counts[0][p], counts[1][p]
+            frames.append(_shape(shares, p, num_chosen, num_own, plan).write(places[p], codes, scale, **frame_id))
+            decoded = quantize.decode(codes, scale)[: own.numel()]
+            said[fixed_order[at[0] : at[0] + num_own]] = decoded[:num_own]
+            said[num_fixed + order[at[1] : at[1] + num_chosen]] = decoded[num_own:]
+            at = at[0] + num_own, at[1] + num_chosen
+        return frames, said
+
+    def _read(
+        self, answers: Sequence[Tensor], plan: BucketPlan, shares: Shares, frame_id: dict[str, int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(positions, values) of all answers, fixed entries included; None if someone overflowed."""
+        server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
+        assert isinstance(server, Server)
+        positions, values = [], []
+        forms = [Sign(), Trits()] if server.votes else [quantize]
+        _, fixed_places = shares.cut(plan.fixed)
+        for p, frame in enumerate(answers):
+            n = shares.layouts[p].num_entries
+            shape = FrameShape.of(frame, n, [*forms, quantize], peer=p)
+            contents = shape.read(frame, **frame_id, peer=p)
+            if contents.overflow:
+                return None
+            places = torch.cat([fixed_places[p][: shape.num_fixed], contents.positions])
+            positions.append(shares.positions(p, places))
+            values.append(contents.values.sign() if server.votes else contents.values)
+        return torch.cat(positions), torch.cat(values)
+
+    def _apply_(
+        self, flat: Tensor, plan: BucketPlan, sent: _Sent, positions: Tensor, values: Tensor, past: Past | None
+    ) -> None:
+        """Overwrite the bucket with what the owners said, and learn from it."""
+        told = values != 0  # a dense answer, or trits, also say where nothing is
+        positions, values = positions[told], values[told]
+        flat.zero_()
+        flat[positions] = (values * self._scale).to(flat.dtype)
+        free = ~plan.is_fixed[positions]
+        positions, values = positions[free], values[free]
+        self._unions.num_sent += sent.chosen.numel()
+        self._unions.num_answered += positions.numel()
+        select = self.scheme.select
+        if past is not None and isinstance(select, Overlap):
+            past.note_(select.scored, positions, values)
+            past.sent_(sent.chosen, self._step)
+
+
+def _withdraw_scored_(
+    plan: BucketPlan, balance: Tensor, due: Due, select: Overlap, past: Past, turn: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take out the entries whose turn it is, then those with the largest scores."""
+    addend, factor = due
+    owed: Tensor | float = 0.0 if addend is None else addend[turn] * factor
+    swept = balance[turn] + owed
+    balance[turn] = -owed  # the addition leaves zeros, which have no score and are not chosen
+    boost = Boost(select, plan.plan, past, balance, due)
+    chosen, values = plan.withdraw_(balance, due)
+    num_fixed = plan.fixed.numel()
+    boost.take_back_(chosen, values[num_fixed:])
+    fresh = values[num_fixed:] != 0
+    chosen, order = torch.cat([turn.to(torch.int32), chosen[fresh]]).sort()
+    return chosen, torch.cat([values[:num_fixed], torch.cat([swept, values[num_fixed:][fresh]])[order]])
+
+
+def _shape(shares: Shares, share: int, k: int, num_fixed: int, plan: BucketPlan) -> FrameShape:
+    return FrameShape(shares.layouts[share].num_entries, k, num_fixed, plan.shape.quantize)
+
+
+def _all(shares: Shares) -> range:
+    return range(shares.num_shares)

@@ -1,0 +1,161 @@
+"""The owner of a share: adds up what the workers send of it, or takes their vote, and answers in the smallest form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import FrameError
+from laconic.exchange import Server, Shares
+from laconic.layout import Layout, positions_of
+from laconic.memory import Ledger, Residual
+from laconic.quantize import Sign, Trits
+from laconic.scheme import Scheme
+from laconic.session.ballot import Ballot
+from laconic.wire import Contents, FrameShape
+
+
+class Owner:
+    """Answers for one share of every bucket, and holds what its answers leave out: sums over workers, by parameter.
+
+    held += what was heard ; answer(held[U] / M) ; held[U] -= M * what the answer says
+
+    Where nothing is left out, `held` is zero between steps. `undoes` is for steps that a GradScaler may skip whole.
+    """
+
+    def __init__(self, scheme: Scheme, share: int, num_shares: int, *, undoes: bool = False) -> None:
+        assert isinstance(scheme.exchange, Server)
+        self._scheme, self._server, self._quantize = scheme, scheme.exchange, scheme.frame_answers[1]
+        self._share, self._num_shares = share, num_shares
+        self._held = Ledger(Residual())
+        self._fixed: dict[Layout, Tensor] = {}
+        self._searches: dict[Layout, Tensor] = {}
+        self.ballot = Ballot(weighted=scheme.exchange.combine == "weighted")
+        self._undoes = undoes
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._step, self._overflowed = -1, False
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds, at most its share of the model as float32."""
+        return self._held.num_bytes
+
+    def answer(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> Tensor:
+        """A frame for all workers: the mean or the vote over those who sent one, or that one of them overflowed."""
+        own = Shares(layout, self._num_shares).layouts[self._share]
+        device = next(iter(frames.values())).device
+        fixed = self._fixed_places(layout, own, device)
+        heard = {
+            rank: self._read(frame, own.num_entries, fixed.numel(), step=step, bucket=bucket, peer=rank)
+            for rank, frame in frames.items()
+        }
+        held = self._held.open(own, device).balance
+        self._remember(held, step)
+        if any(contents.overflow for contents in heard.values()):
+            self._overflowed = True
+            self._restore()
+            shape = FrameShape(own.num_entries, 0, 0, self._quantize)
+            return shape.write_overflow(device, step=step, bucket=bucket)
+        if self._server.votes:
+            shape, places, values = self._vote(heard, held, fixed)
+        else:
+            shape, places, values = self._mean(list(heard.values()), held, fixed, own)
+        codes, scale = shape.quantize.encode(values)
+        if self._scheme.holds:
+            said = shape.quantize.decode(codes, scale)[: values.numel()]
+            at = torch.cat([fixed[: shape.num_fixed], places.to(torch.int64)])
+            held[at] += (values - said) * len(heard)
+        if self._overflowed and self._undoes:
+            self._restore()  # workers undo this bucket too, at the end of the step
+        return shape.write(places, codes, scale, step=step, bucket=bucket)
+
+    def _mean(
+        self, heard: Sequence[Contents], held: Tensor, fixed: Tensor, own: Layout
+    ) -> tuple[FrameShape, Tensor, Tensor]:
+        """Add up, take out what is to be said: (shape, places, mean at the fixed entries and at those places)."""
+        num_fixed = fixed.numel()
+        for contents in heard:
+            held[fixed] += contents.values[:num_fixed]
+        kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
+        whole = held[fixed]
+        held[fixed] = 0
+        if self._server.down_rho and own.num_entries:
+            places, values = self._largest(held, own)
+        else:
+            places = union([one.positions for one in heard], own.num_entries)
+            values = held[places]
+            held[places] = 0
+        mean = torch.cat([whole, values]).div_(len(heard))
+        shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
+        dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)
+        if shape.num_bytes <= dense.num_bytes:
+            return shape, places, mean
+        everywhere = mean.new_zeros(own.num_entries)
+        everywhere[torch.cat([fixed, places])] = mean
+        return dense, torch.arange(own.num_entries, dtype=torch.int32, device=mean.device), everywhere
+
+    def _largest(self, held: Tensor, own: Layout) -> tuple[Tensor, Tensor]:
+        """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place."""
+        room = max(1, round(self._server.down_rho * own.num_entries))
+        if own not in self._searches:
+            self._searches[own] = kernels.new_search(own.num_entries, room, held.device)
+        places, values = kernels.withdraw_(held, None, room, self._searches[own])
+        return places[values != 0], values[values != 0]
+
+    def _vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[FrameShape, Tensor, Tensor]:
+        """The entries on which there is a majority, and its signs; as trits where that is smaller."""
+        n = scratch.numel()
+        places, votes = self.ballot.vote(heard, scratch, fixed)
+        shape = FrameShape(n, places.numel(), 0, Sign())
+        trits = FrameShape(n, n, 0, Trits())
+        if shape.num_bytes <= trits.num_bytes:
+            return shape, places, votes
+        everywhere = scratch.new_zeros(n)
+        everywhere[places] = votes
+        return trits, torch.arange(n, dtype=torch.int32, device=scratch.device), everywhere
+
+    def _read(self, frame: Tensor, n: int, num_fixed: int, *, step: int, bucket: int, peer: int) -> Contents:
+        shape = FrameShape.of(frame, n, [self._quantize], peer=peer)
+        contents = shape.read(frame, step=step, bucket=bucket, peer=peer)
+        if not contents.overflow and shape.num_fixed != num_fixed:
+            raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
+        return contents
+
+    def _fixed_places(self, layout: Layout, own: Layout, device: torch.device) -> Tensor:
+        """Where in the share the entries lie that all workers send at every step."""
+        if layout not in self._fixed:
+            whole = {span.name for span in self._scheme.select.plan(layout, self._scheme.select.density).fixed}
+            self._fixed[layout] = positions_of([span for span in own.spans if span.name in whole], device)
+        return self._fixed[layout]
+
+    def _remember(self, held: Tensor, step: int) -> None:
+        if step != self._step:
+            self._step, self._overflowed, self._undo = step, False, []
+        if self._undoes and self._scheme.holds:
+            self._undo.append((held, held.clone()))
+
+    def _restore(self) -> None:
+        for held, before in self._undo:
+            held.copy_(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held, this share's piece of each parameter, and the voters' records; empty where there is neither."""
+        held = self._held.state_dict()["residual"] if self._scheme.holds else {}
+        return {"num_shares": self._num_shares, "held": held, "records": self.ballot.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._held.load_state_dict({"residual": dict(saved["held"])})
+        self.ballot.load_state_dict(saved["records"])
+
+
+def union(positions: Sequence[Tensor], n: int) -> Tensor:
+    """Positions that occur in any of the ascending lists, ascending, int32: by a map of n bits, so without sorting."""
+    words = kernels.set_bits(positions[0], n)
+    for more in positions[1:]:
+        words |= kernels.set_bits(more, n)
+    return kernels.unpack_bits(words)

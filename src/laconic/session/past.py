@@ -1,0 +1,91 @@
+"""What a worker remembers of the answers it heard, by parameter: the same on all workers, but for its own sendings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.kernels.reference.nonzero import nonzero
+from laconic.memory import Due
+from laconic.select import Overlap, Plan
+from laconic.select.scores import Score
+
+
+class Past:
+    """The past of one bucket; `kept` are two flat float32 tensors, which it mutates."""
+
+    def __init__(self, kept: Sequence[Tensor]) -> None:
+        self.kept = kept
+        self.past, self.sent_at = kept  # what the score looks at; the number of the step that sent an entry last, or 0
+        self._where: Tensor | None = None  # where `past` is not zero
+
+    @property
+    def where(self) -> Tensor:
+        if self._where is None:
+            self._where = nonzero(self.past != 0)
+        return self._where
+
+    def restored(self) -> None:
+        """Someone has written to the kept tensors."""
+        self._where = None
+
+    def note_(self, score: Score, union: Tensor, aggregate: Tensor) -> None:
+        """Take in an answer: the entries in it, and its values there."""
+        if score.note_ is not None:
+            score.note_(self.past, self.where, union, aggregate)
+            self._where = None if score.fades else union.sort().values
+
+    def sent_(self, positions: Tensor, step: int) -> None:
+        """Note what this worker sent."""
+        self.sent_at[positions] = step + 1
+
+
+class Pasts:
+    """The frozen half of it, as a ledger wants it."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("past", "sent_at")
+    refunds: ClassVar[bool] = False
+
+    def open(self, kept: list[Tensor]) -> Past:
+        return Past(kept)
+
+
+class Boost:
+    """Lifts the entries that the past speaks of to their score while a selector looks, in |U| operations.
+
+    The kernel that adds the gradient and selects sees a balance that is off there by as much as makes it the score.
+    """
+
+    def __init__(self, select: Overlap, plan: Plan, past: Past, balance: Tensor, due: Due) -> None:
+        self._balance, self._at = balance, past.where
+        if not self._at.numel():
+            return
+        (addend, factor), sizes = due, past.past[self._at]
+        owed = torch.zeros_like(sizes) if addend is None else addend[self._at] * factor
+        self._own = balance[self._at] + owed
+        score, lifted = select.scored, self._own.clone()
+        borders = torch.tensor([[w.start, w.stop] for w in plan.windows], device=balance.device)
+        for window, (begin, end) in zip(plan.windows, torch.searchsorted(self._at, borders).tolist(), strict=True):
+            if begin == end:
+                continue
+            norm = 0.0
+            if score.needs_norm:
+                inside = slice(window.start, window.stop)
+                r = balance[inside] if addend is None else balance[inside].add(addend[inside], alpha=factor)
+                norm = float(r.norm())
+            some = slice(begin, end)
+            lifted[some] = score.of(self._own[some].abs(), sizes[some], score.strength, norm)
+        balance[self._at] = lifted - owed
+
+    def take_back_(self, chosen: Tensor, values: Tensor) -> None:
+        """Give the lifted entries their own values again: those chosen in `values`, the others in the balance."""
+        if not self._at.numel():
+            return
+        self._balance[self._at] = self._own
+        place = torch.searchsorted(self._at, chosen.to(torch.int64)).clamp_(max=self._at.numel() - 1)
+        lifted = self._at[place] == chosen
+        values[lifted] = self._own[place[lifted]]
+        self._balance[chosen] = 0

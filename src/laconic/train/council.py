@@ -1,0 +1,79 @@
+"""What the workers of a job tell each other outside the exchange of gradients: sums, and who is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.exchange import Served
+
+
+class Council(Protocol):
+    """The workers that are there; each makes the same calls in the same order."""
+
+    @property
+    def place(self) -> int:
+        """Which of them this one is, from 0; the first leads: it writes and prints."""
+
+    @property
+    def num_living(self) -> int:
+        """How many there are."""
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all of them, on the CPU."""
+
+    def share_(self, buffers: Iterable[Tensor]) -> None:
+        """Make a model's buffers the same everywhere."""
+
+    def server_facts(self) -> list[dict[str, Any]]:
+        """What each dedicated server counted."""
+
+
+class Circle:
+    """Workers that all live as long as the job, over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.place, self.num_living = dist.get_rank(group), dist.get_world_size(group)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        there = tensor.to(self._device)
+        dist.all_reduce(there, group=self._group)
+        return there.cpu()
+
+    def share_(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:  # each worker has its own since the last forward; DDP goes on with the first one's
+            dist.broadcast(buffer, group=self._group, group_src=0)
+
+    def server_facts(self) -> list[dict[str, Any]]:
+        return []
+
+
+class ServedCouncil:
+    """Workers some of whom may die, through the servers that notice."""
+
+    def __init__(self, medium: Served) -> None:
+        self._medium = medium
+
+    @property
+    def place(self) -> int:
+        return self._medium.place
+
+    @property
+    def num_living(self) -> int:
+        return self._medium.num_living
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._medium.total(tensor)
+
+    def share_(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                buffer.copy_(self._medium.total(buffer) / self._medium.num_living)
+
+    def server_facts(self) -> list[dict[str, Any]]:
+        return self._medium.server_stats()

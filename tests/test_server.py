@@ -1,0 +1,294 @@
+"""The server exchange: shares, answers, votes, unions; dedicated servers over real processes, and deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import virtual
+from laconic import FrameError, Scheme, ServerLostError, Session, parse, serve
+from laconic.attach.serve import meet
+from laconic.exchange import InProcess, Served, Shares, in_process
+from laconic.layout import Bucket, Layout
+from laconic.quantize import Sign, Trits
+from laconic.session.owner import Owner
+from laconic.wire import FrameShape
+from virtual import LAYOUTS, gradients, one_step
+from workers import WorkerPool
+
+
+def made(text: str) -> Scheme:
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    return scheme
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 64])
+def test_shares_are_pieces_of_every_parameter_and_lead_back(num_shares: int) -> None:
+    layout = Layout.of(["a", "empty", "b", "c", "d"], [1000, 0, 7, 1, 333])
+    shares = Shares(layout, num_shares)
+    for own in shares.layouts:
+        assert own.names == layout.names
+        assert all(
+            abs(mine.num_entries - all_.num_entries / num_shares) < 1
+            for mine, all_ in zip(own.spans, layout.spans, strict=True)
+        )
+    positions = torch.randperm(layout.num_entries, generator=torch.Generator().manual_seed(0))[:500].sort().values
+    order, places = shares.cut(positions)
+    back = torch.cat([shares.positions(share, at) for share, at in enumerate(places)])
+    assert torch.equal(back, positions[order])
+    assert all(bool((at[1:] > at[:-1]).all()) for at in places)
+    everything = torch.cat([shares.positions(p, torch.arange(own.num_entries)) for p, own in enumerate(shares.layouts)])
+    assert torch.equal(everything.sort().values, torch.arange(layout.num_entries))
+
+
+def _answer(text: str, given: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    """(what every worker applies, the bytes of the one answer)."""
+
+    def work(medium: InProcess) -> tuple[Tensor, int]:
+        session = Session(made(text), medium)
+        flat = given[medium.rank].clone()
+        session.exchange_(Bucket(0, layout, flat, is_last=True))
+        return flat, session.stats().by_kind["down"].bytes_in
+
+    (flat, num_bytes), *_ = in_process(len(given), work, num_servers=1)
+    return flat, torch.tensor(num_bytes)
+
+
+@pytest.mark.parametrize("rho", [0.001, 0.05, 0.3, 0.9])
+def test_answers_take_the_smallest_form(rho: float) -> None:
+    n = 4096
+    layout, draw = Layout.of(["w"], [n]), torch.Generator().manual_seed(1)
+    given = [torch.randn(n, generator=draw) for _ in range(3)]
+    flat, num_bytes = _answer(f"topk:rho={rho},quantize=none,exchange=server", given, layout)
+    size = int((flat != 0).sum())
+    quantize = made("topk:quantize=none").frame_answers[1]
+    assert num_bytes == min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes)
+    votes, num_bytes = _answer(f"sparse-sign:rho={rho}", given, layout)
+    decided = int((votes != 0).sum())
+    assert num_bytes == min(FrameShape(n, decided, 0, Sign()).num_bytes, FrameShape(n, n, 0, Trits()).num_bytes)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 5])
+def test_votes_are_the_sign_of_the_sum_of_signs_and_ties_are_zero(num_workers: int) -> None:
+    n = 999
+    layout, draw = Layout.of(["w"], [n]), torch.Generator().manual_seed(2)
+    given = [torch.randn(n, generator=draw) for _ in range(num_workers)]
+    votes, _ = _answer("sign", given, layout)
+    assert torch.equal(votes, torch.stack([g.sign() for g in given]).sum(0).sign())
+    sparse, _ = _answer("sparse-sign:rho=0.2", given, layout)
+    tops = [torch.where(g.abs() >= g.abs().topk(200).values.min(), g.sign(), torch.zeros(n)) for g in given]
+    assert torch.equal(sparse, torch.stack(tops).sum(0).sign())
+
+
+def test_a_weighted_vote_uses_a_minority_that_lies() -> None:
+    """Seven noisy workers, of whom three send the wrong sign: the majority is often wrong, their record tells."""
+    n, steps = 2000, 12
+    layout = Layout.of(["w"], [n])
+    truth = torch.randn(n, generator=torch.Generator().manual_seed(3)).sign()
+
+    def right(text: str) -> float:
+        def work(medium: InProcess) -> Tensor:
+            session, draw = Session(made(text), medium), torch.Generator().manual_seed(100 + medium.rank)
+            for _ in range(steps):
+                flat = truth + 1.5 * torch.randn(n, generator=draw)
+                flat = -flat if medium.rank < 3 else flat
+                session.exchange_(Bucket(0, layout, flat, is_last=True))
+            return flat
+
+        return float((in_process(7, work)[0] == truth).float().mean())
+
+    assert right("sign") < 0.75
+    assert right("sign:vote=weighted") > 0.9
+
+
+@pytest.mark.parametrize("score", ["member", "hits", "product", "sum", "leader"])
+def test_scores_make_unions_smaller_and_remember_alike(score: str) -> None:
+    def work(session: Session, rank: int) -> tuple[float, dict[str, Tensor]]:
+        for step in range(6):
+            steady = gradients(0, 0)  # what all workers see at every step, each with noise of its own
+            one_step(session, {name: steady[name] + noise for name, noise in gradients(rank, 100 + step).items()})
+        union = session.stats(ages=True).union
+        assert union is not None
+        return union, session.state_dict()["past"].get("past", {})
+
+    local = virtual.run(made("topk:rho=0.05,exchange=server"), 6, work)[0][0]
+    results = virtual.run(made(f"overlap:rho=0.05,score={score}"), 6, work)
+    assert results[0][0] < 0.95 * local
+    for _, past in results[1:]:
+        assert all(torch.equal(past[name], results[0][1][name]) for name in past)
+
+
+def test_exploring_reaches_every_entry_and_is_no_wider_than_its_share() -> None:
+    """rho 20 %, of which half go round: every entry within 10 steps, however small it stays."""
+    scheme = made("overlap:rho=0.2,explore=0.5")
+
+    def work(session: Session, rank: int) -> list[tuple[float | None, int | None]]:
+        told = []
+        for step in range(12):
+            given = {name: torch.ones_like(g) for name, g in gradients(rank, 0).items()}
+            given["a"][:300] *= 1000
+            one_step(session, given)
+            if step in (1, 11):
+                stats = session.stats(ages=True)
+                told.append((stats.never_sent, stats.oldest_residual))
+        return told
+
+    (early, _), (never, oldest) = virtual.run(scheme, 2, work)[0]
+    assert early is not None and early > 0.5 and never == 0
+    assert oldest is not None and oldest <= 12
+
+
+def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
+    n = 10_000
+    layout, draw = Layout.of(["w"], [n]), torch.Generator().manual_seed(5)
+    given = [torch.randn(n, generator=draw) for _ in range(8)]
+
+    def work(medium: InProcess) -> list[int]:
+        session = Session(made("topk:rho=0.05,exchange=server(down_rho=0.1)"), medium)
+        told = []
+        for _ in range(3):
+            flat = given[medium.rank].clone()
+            session.exchange_(Bucket(0, layout, flat, is_last=True))
+            told.append(int((flat != 0).sum()))
+        assert 0 < session.stats().held_bytes <= 4 * n
+        return told
+
+    assert in_process(8, work)[0] == [1000] * 3
+
+
+def _as_worker(text: str, timeout_s: float = 60) -> Session:
+    """This rank's session under rank 0, which serves."""
+    medium = Served(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), text, timeout_s)
+    return Session(made(text), medium)
+
+
+def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]:
+    outs: list[list[dict[str, Tensor]]] = []
+    for text in (str(made(text)) for text in texts):
+        if dist.get_rank() == 0:
+            stats = serve(text, servers=[0])
+            assert stats.steps == steps and not stats.lost
+            outs.append([])
+            continue
+        session = _as_worker(text)
+        outs.append([one_step(session, gradients(dist.get_rank() - 1, step)) for step in range(steps)])
+        session.medium.close()  # type: ignore[attr-defined]
+    return outs
+
+
+def test_a_dedicated_server_gives_the_numbers_of_virtual_workers(four_workers: WorkerPool) -> None:
+    texts = [
+        "overlap:rho=0.05,warmup=1",
+        "topk:rho=0.05,exchange=server(down_rho=0.1)",
+        "overlap:score=leader",
+        "sign:vote=weighted",
+    ]
+    served = four_workers.run(_steps_served, texts, 4)
+    for number, text in enumerate(texts):
+
+        def work(medium: InProcess, text: str = text) -> list[dict[str, Tensor]]:
+            session = Session(made(text), medium)
+            return [one_step(session, gradients(medium.rank, step)) for step in range(4)]
+
+        want = in_process(3, work, num_servers=1)[0]
+        for rank in (1, 2, 3):
+            for step, got in enumerate(served[rank][number]):
+                if "warmup" in text and step == 0:  # a dense step: floats, added in the same order here
+                    continue
+                assert all(torch.equal(got[name], want[step][name]) for name in got), (text, step)
+
+
+def _until_one_dies(text: str) -> Any:
+    text = str(made(text))
+    if dist.get_rank() == 0:
+        return serve(text, servers=[0]).as_dict()
+    session, sums = _as_worker(text), []
+    for step in range(6):
+        if step == 3 and dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums.append(
+            one_step(
+                session, {name: torch.full_like(g, float(dist.get_rank())) for name, g in gradients(0, step).items()}
+            )
+        )
+    living = session.medium.num_living  # type: ignore[attr-defined]
+    session.medium.close()  # type: ignore[attr-defined]
+    return [float(out["f"][0]) for out in sums], living
+
+
+def test_a_dedicated_server_goes_on_without_a_worker_that_was_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    pool = WorkerPool(4)
+    try:
+        for pipe in pool._pipes:
+            pipe.send((_until_one_dies, ("topk:rho=0.05,exchange=server",)))
+        told = []
+        for pipe in pool._pipes[:3]:
+            assert pipe.poll(120), "it hangs after a worker died"
+            ok, value = pipe.recv()
+            assert ok, value
+            told.append(value)
+    finally:
+        pool.close()
+    stats, first, second = told
+    assert stats["lost"] == {2: "is gone after step 2"} and stats["steps"] == 6
+    assert first == second == ([2.0, 2.0, 2.0, 1.5, 1.5, 1.5], 2)  # small parameters go whole: the mean over the living
+    assert capfd.readouterr().err.count("laconic: worker 2 is gone after step 2; going on with 2 of 3") == 1
+
+
+def _out_of_step(text: str) -> str:
+    text = str(made(text))
+    try:
+        if dist.get_rank() == 0:
+            serve(text, servers=[0])
+            return "served"
+        session = _as_worker(text)
+        if dist.get_rank() == 2:
+            session._step = 7
+        one_step(session, gradients(0, 0))
+    except FrameError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def _server_that_ends(text: str) -> str:
+    if dist.get_rank() == 0:
+        from laconic.exchange import Desk
+
+        desk = Desk(dist.get_world_size() - 1, 60)
+        meet([0], desk)
+        desk.welcome()
+        desk.hear()
+        desk.close()
+        return "server 0 is gone"
+    session = _as_worker(str(made(text)))
+    try:
+        one_step(session, gradients(0, 0))
+    except ServerLostError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def test_a_frame_of_the_wrong_step_names_the_worker_and_a_dead_server_is_one_line(four_workers: WorkerPool) -> None:
+    for said in four_workers.run(_out_of_step, "topk:rho=0.05,exchange=server"):
+        assert "worker 1 sent layout of step 7, bucket 0, but the others sent layout of step 0" in said
+    for said in four_workers.run(_server_that_ends, "topk:rho=0.05,exchange=server"):
+        assert "server 0 is gone" in said and "\n" not in said
+
+
+def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
+    layout = LAYOUTS[0]
+    owner = Owner(made("topk:rho=0.05,quantize=none,exchange=server"), 0, 1)
+    shape = FrameShape(layout.num_entries, 0, 10, made("topk:quantize=none").frame_answers[1])
+    frame = shape.write(torch.empty(0, dtype=torch.int32), torch.ones(10), torch.ones(()), step=0, bucket=0)
+    for spoilt in (frame[:-4], torch.cat([frame[:50], frame[50:51] ^ 1, frame[51:]]), frame[:20]):
+        with pytest.raises(FrameError, match="rank 5"):
+            owner.answer({0: frame, 5: spoilt}, layout, step=0, bucket=0)
+    with pytest.raises(FrameError, match="rank 5"):
+        owner.answer({0: frame, 5: shape.write_overflow(frame.device, step=1, bucket=0)}, layout, step=0, bucket=0)
