@@ -11,10 +11,12 @@ from laconic.errors import (
     LabError,
     LaconicError,
     LaunchError,
+    PeerError,
     SchemeError,
     StateError,
     TaskError,
 )
+from laconic.follow import Follower, FollowerStats, follow
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
 from laconic.session import Session, Stats
@@ -23,11 +25,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attached",
+    "Follower",
+    "FollowerStats",
     "FrameError",
     "KernelError",
     "LabError",
     "LaconicError",
     "LaunchError",
+    "PeerError",
     "Scheme",
     "SchemeError",
     "Session",
@@ -37,6 +42,7 @@ __all__ = [
     "TorchHook",
     "attach",
     "exchange",
+    "follow",
     "memory",
     "parse",
     "quantize",

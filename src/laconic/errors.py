@@ -3,6 +3,7 @@
 LaconicError
 +-- SchemeError     a scheme whose answers do not fit together, or a text that names none
 +-- FrameError      a frame from a peer that is damaged or not the one expected
++-- PeerError       a peer of a gossip that has died or cannot be reached
 +-- StateError      a saved state that does not fit this session
 +-- KernelError     a kernel backend that was asked for by name and is not there
 +-- TaskError       a task whose data or options are missing or wrong
@@ -21,6 +22,10 @@ class SchemeError(LaconicError, ValueError):
 
 class FrameError(LaconicError):
     """A frame is damaged, or belongs to another step, bucket or scheme."""
+
+
+class PeerError(LaconicError):
+    """A peer has died or cannot be reached; the others go on without it."""
 
 
 class StateError(LaconicError, ValueError):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from laconic.errors import SchemeError
-from laconic.exchange import PATTERNS, AllGather, AllReduce, Pattern, Silent, agreement_bytes, ring_bytes
+from laconic.exchange import PATTERNS, AllGather, AllReduce, Gossip, Pattern, Silent, agreement_bytes, ring_bytes
 from laconic.layout import Layout
 from laconic.memory import MEMORIES, Memory, Nothing
 from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Quantizer, carrier_for
 from laconic.select import SELECTORS, Everything, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
-from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
+from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
 from laconic.wire import FrameShape
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -60,10 +61,22 @@ class Scheme:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
             )
+        self._check_gossip()
         if isinstance(self.quantize, Grid):
             self._check_grid(self.quantize)
         elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
+
+    def _check_gossip(self) -> None:
+        gossips, name = isinstance(self.exchange, Gossip), type(self.trigger).__name__
+        if gossips and not isinstance(self.trigger, EveryStep | Speech):
+            raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
+        if not gossips and isinstance(self.trigger, Speech):
+            raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
+        if gossips and (self.select.density < 1 or self.memory.kinds or isinstance(self.quantize, Grid)):
+            raise SchemeError(
+                "Gossip exchanges whole tensors and keeps nothing; use Everything(), Nothing() and BF16()"
+            )
 
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
@@ -82,10 +95,20 @@ class Scheme:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
         if isinstance(self.exchange, Silent):
             return 0
+        if isinstance(self.exchange, Gossip):
+            return round(self._models_out() * layout.num_entries * self.frame_answers[1].code_dtype.itemsize)
         if self.exchange.adds_in_flight:
             return self._bytes_added(layout, num_workers)
         plan, (_, quantize) = self.select.plan(layout, self.select.density), self.frame_answers
         return (num_workers - 1) * FrameShape(plan.num_entries, plan.k, plan.num_fixed, quantize).num_bytes
+
+    def _models_out(self) -> float:
+        """Models that leave a worker per step of a gossip on average, asked and answering; NaN where change decides."""
+        if isinstance(self.trigger, TargetRate):
+            return self.trigger.rate
+        turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
+        assert isinstance(self.exchange, Gossip)
+        return turns if self.exchange.mode == "matched" else 2 * turns
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""

@@ -24,3 +24,6 @@ class Medium(Protocol):
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
+
+    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+        """Give `frame` to `peer`, who makes the same call, and get its frame; with oneself nothing is sent."""
