@@ -49,9 +49,11 @@ def launcher(spec: LabSpec | None) -> Iterator[Launcher]:
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
     """One launcher and one worker per host, as on machines of their own; only rank 0 prints results."""
     command = [sys.executable, "-m", "laconic", "train", *replace(job, workers=1).arguments()]
+    if job.is_gossip:  # torchrun would end all workers when one dies, and wait minutes for its launcher
+        command = ["sh", "-c", 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$@"', "sh", *command]
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
     env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
-    code = run_in_lab(lab, command, signals, env=env, marked=False)
+    code = run_in_lab(lab, command, signals, env=env, marked=False, outlives=job.is_gossip)
     if signals:
         raise KeyboardInterrupt
     if code and code != DIVERGED:

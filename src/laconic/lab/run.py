@@ -44,11 +44,14 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     marked: bool = True,
+    outlives: bool = False,
     grace_s: float = 5.0,
 ) -> int:
     """Run `argv` on every host to its end; the worst exit code, or 128 + the first of `signals`.
 
     Lines of output are `marked` with the number of their host.
+
+    Where the command `outlives` a host, one that is killed does not count, unless all are.
 
     A noted signal is passed on, and followed by SIGTERM and SIGKILL `grace_s` apart; so are the other hosts ended
     `grace_s` after one has failed.
@@ -64,7 +67,7 @@ def run(
         for pump in _pumps(f"[{host.index}] " if marked else "", process, signals)
     ]
     try:
-        worst = _wait(processes, signals, grace_s)
+        worst = _wait(processes, signals, grace_s, outlives)
     finally:
         for host in lab.hosts:
             host.kill(f"LACONIC_RUN={mark}")  # what a command left behind; the rest of a standing lab goes on
@@ -75,12 +78,12 @@ def run(
     return 128 + signals[0] if signals else worst
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], signals: list[int], grace_s: float) -> int:
+def _wait(processes: Sequence[subprocess.Popen[str]], signals: list[int], grace_s: float, outlives: bool) -> int:
     """Wait for all; the worst exit code among those that ended before any was told to."""
     heeded, rung, due, told, worst = 0, 0, math.inf, False, 0
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
-        worst = worst if told else _worst(processes)
+        worst = worst if told else _worst(processes, outlives)
         if len(signals) > heeded:  # a second Ctrl-C does not wait for the grace
             heeded, due = len(signals), now
             rung = max(rung, 0 if signals[-1] == signal.SIGINT else 1)
@@ -91,11 +94,13 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signals: list[int], grace_
                 os.killpg(process.pid, _RUNGS[min(rung, 2)])
             rung, due, told = rung + 1, now + grace_s, True
         time.sleep(_POLL_S)
-    return worst if told else _worst(processes)
+    return worst if told else _worst(processes, outlives)
 
 
-def _worst(processes: Sequence[subprocess.Popen[str]]) -> int:
+def _worst(processes: Sequence[subprocess.Popen[str]], outlives: bool) -> int:
     codes = [process.returncode for process in processes if process.returncode is not None]
+    if outlives and len(killed := [code for code in codes if code < 0]) < len(processes):
+        codes = [code for code in codes if code not in killed]
     return max((code if code >= 0 else 128 - code for code in codes), default=0)
 
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from laconic.errors import TaskError
 
 _FOLDER, _LATEST = "checkpoint", "latest"
 
 
-def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
+def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any], barrier: Callable[[], object]) -> None:
     """Write this rank's part; all ranks call it, and only when all parts are there does the checkpoint count."""
     home = folder / _FOLDER
     target = home / f"step-{step}"
     if rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # an earlier run may have had more ranks
         target.mkdir(parents=True)
-    dist.barrier()
+    barrier()
     torch.save(state, target / f"rank-{rank}.pt")
-    dist.barrier()
+    barrier()
     if rank == 0:
         fresh = home / "latest.new"
         fresh.write_text(target.name)

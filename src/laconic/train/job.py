@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
+from laconic.exchange import Gossip
 from laconic.recipes import parse
+from laconic.scheme import Scheme
 from laconic.tasks import TASKS
 
 DEFAULT_STEPS = 300
@@ -68,6 +70,12 @@ class Job:
             raise TaskError("--backend nccl needs --device cuda")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
+
+    @property
+    def is_gossip(self) -> bool:
+        """Whether each worker trains a model of its own, so that the others may outlive one."""
+        scheme = parse(self.scheme)
+        return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""

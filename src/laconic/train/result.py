@@ -6,8 +6,6 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from laconic.records import WARM_UP_STEPS
 from laconic.session import PHASES
 from laconic.train.trainer import Trainer
@@ -32,6 +30,12 @@ class Result:
     link_bytes_in: int | None
     ratio: float | None
     skipped_steps: int
+    seconds_slowest: float  # of the worker that took longest
+    worst_accuracy: float | None  # of gossip's replicas, of which `accuracy` is the mean's
+    consensus_distance: (
+        float | None
+    )  # ||x_i - mean|| / ||mean||, root mean square over the replicas, before the last average
+    lost: dict[str, str]  # peers that died, as rank 0 saw it
     diverged_at: int | None  # the step from which on the loss was no number; the run ended at the next evaluation
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,8 +56,7 @@ def summarize(trainer: Trainer) -> Result:
     facts = trainer.facts if not trainer.bytes_before["dense"] else []
     seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in facts) for way in ("out", "in")]
     mine = [*trainer.bytes_so_far().values(), *seen]
-    everyone: list[list[int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = trainer.gather(mine)
     out, into, dense, seen_out, seen_in = (round(statistics.fmean(column)) for column in zip(*everyone, strict=True))
     timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
     step_ms = statistics.median(fact["ms"] for fact in timed)
@@ -72,5 +75,9 @@ def summarize(trainer: Trainer) -> Result:
         link_bytes_in=seen_in or None,
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
+        seconds_slowest=max(seconds for (seconds,) in trainer.gather([trainer.seconds])),
+        worst_accuracy=trainer.last_evaluation.get("worst_accuracy"),
+        consensus_distance=trainer.last_evaluation.get("consensus_distance"),
+        lost={str(rank): why for rank, why in getattr(stats, "lost", {}).items()},
         diverged_at=trainer.diverged_at,
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.attach import attach
+from laconic.attach import Attached, attach
 from laconic.recipes import parse
-from laconic.scheme import TorchHook
+from laconic.scheme import AnyScheme, TorchHook
 from laconic.session import PHASES
 from laconic.tasks import Data
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
@@ -31,17 +31,17 @@ _EVAL_BATCH = 100
 class Trainer:
     """A model under DDP with a scheme attached, and this worker's share of the data."""
 
+    is_alone: ClassVar[bool] = False  # whether each worker's model and optimizer are its own
+
     def __init__(self, job: Job, data: Data, device: torch.device) -> None:
         self.job, self.device, self.data = job, device, data
         scheme = parse(job.scheme)
         self.rank, self.num_workers = dist.get_rank(), dist.get_world_size()
         self.course = Course(job, data, self.rank, self.num_workers)
         self.num_steps = self.course.num_steps
-        one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
-        model = self.course.model(device)
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None)
-        self.optimizer = self.course.optimizer(self.ddp)
-        self.session = attach(self.ddp, scheme)
+        self.model = self.course.model(device)
+        self.optimizer = self.course.optimizer(self.model)
+        self.net, self.session = self._join(scheme)
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
         self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
@@ -50,6 +50,28 @@ class Trainer:
         self.diverged_at: int | None = None  # the step from which on the loss was no number
         self._not_finite_since: int | None = None
 
+    def _join(self, scheme: AnyScheme) -> tuple[nn.Module, Attached]:
+        """(what a step calls, what it talks through); a call that all workers make."""
+        one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
+        ddp = DistributedDataParallel(self.model, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None)
+        return ddp, attach(ddp, scheme)
+
+    def _stepped(self) -> None:
+        """What comes after the optimizer's step: here nothing, since DDP has talked before it."""
+
+    def finish(self) -> None:
+        """What comes after the last step, on the clock."""
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        """The same numbers of all workers, in rank order; a call that all make."""
+        everyone: list[list[float]] = [[]] * self.num_workers
+        dist.all_gather_object(everyone, list(mine))
+        return everyone
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        dist.barrier()
+
     def step(self, number: int) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
         before, seen_before = self.session.stats(), interface_bytes()
@@ -57,9 +79,10 @@ class Trainer:
         self.course.set_rate_(self.optimizer, number)
         inputs, targets = (part.to(self.device) for part in self.course.examples(number))
         self.optimizer.zero_grad()
-        loss = loss_of(self.ddp(inputs), targets)
+        loss = loss_of(self.net(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        self._stepped()
         loss_value = float(loss.detach())  # on CUDA this waits for the step to end
         seconds = time.perf_counter() - start
         after, seen_after = self.session.stats(), interface_bytes()
@@ -84,18 +107,24 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data, which the workers share; every worker gets the same figures."""
-        model = self.ddp.module.eval()
-        for buffer in model.buffers():  # each worker has its own since the last forward; DDP goes on with rank 0's
+        for buffer in self.model.buffers():  # each worker has its own since the last forward; DDP goes on with rank 0's
             dist.broadcast(buffer, 0)
+        sums = torch.tensor(self.score(self.rank, self.num_workers), dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return self._evaluated(*sums.tolist())
+
+    def score(self, place: int, num_places: int) -> list[float]:
+        """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for inputs, targets in self._test_batches():
-            logits = model(inputs)
+        self.model.eval()
+        for inputs, targets in self._test_batches(place, num_places):
+            logits = self.model(inputs)
             right = (logits.argmax(-1) == targets).sum()
             sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
-        model.train()
-        sums = sums.to(self.device)
-        dist.all_reduce(sums)
-        right_total, loss_total, count = sums.tolist()
+        self.model.train()
+        return sums.tolist()
+
+    def _evaluated(self, right_total: float, loss_total: float, count: float, **more: Any) -> dict[str, Any]:
         if not math.isfinite(loss_total) and self.steps_done:  # the sum of all workers, who thus agree to stop
             self.diverged_at = self._not_finite_since or self.steps_done
         self.last_evaluation = {
@@ -104,6 +133,7 @@ class Trainer:
             "accuracy": right_total / count,
             "loss": loss_total / count,
             "bytes_out": self.bytes_so_far()["out"],
+            **more,
         }
         return self.last_evaluation
 
@@ -116,8 +146,8 @@ class Trainer:
             "dense": before["dense"] + stats.dense_bytes_out,
         }
 
-    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(self.rank * _EVAL_BATCH, len(self.data.test_targets), self.num_workers * _EVAL_BATCH):
+    def _test_batches(self, place: int, num_places: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(place * _EVAL_BATCH, len(self.data.test_targets), num_places * _EVAL_BATCH):
             part = slice(start, start + _EVAL_BATCH)
             inputs = self.data.prepare(self.data.test_inputs[part])
             yield inputs.to(self.device), self.data.test_targets[part].to(self.device)
@@ -126,10 +156,10 @@ class Trainer:
         """Write a checkpoint to --out, if there is one; that of a run which then diverged is kept."""
         if self.job.out is not None and not self.job.no_checkpoint and self.steps_done and self.diverged_at is None:
             state: dict[str, Any] = {"session": self.session.state_dict(), "bytes": self.bytes_so_far()}
-            if self.rank == 0:
-                state |= {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            if self.rank == 0 or self.is_alone:
+                state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
                 state |= {"seconds": self.seconds, "settings": settings(self.job)}
-            save_checkpoint(self.job.out, self.steps_done, self.rank, state)
+            save_checkpoint(self.job.out, self.steps_done, self.rank, state, self.barrier)
 
     def resume(self) -> int:
         """Load the newest checkpoint in --out; returns the first step still to do."""
@@ -138,8 +168,9 @@ class Trainer:
         check_resume(self.job, self.num_steps, step, states)
         if self.rank == 0 and (changed := remark(self.job, states)):
             print(f"laconic: {changed}", file=sys.stderr, flush=True)
-        self.ddp.module.load_state_dict(states[0]["model"])
-        self.optimizer.load_state_dict(states[0]["optimizer"])
+        mine = states[min(self.rank, len(states) - 1) if self.is_alone else 0]
+        self.model.load_state_dict(mine["model"])
+        self.optimizer.load_state_dict(mine["optimizer"])
         self.session.load_state_dict([state["session"] for state in states])
         self.seconds, self.steps_done = states[0]["seconds"], step
         for way in self.bytes_before:  # the number of workers may have changed, so each takes the mean

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from laconic.errors import TaskError
 from laconic.records import Recorder, forget_after
 from laconic.tasks import TASKS
+from laconic.train.gossip import trainer_for
 from laconic.train.job import Job
 from laconic.train.progress import Progress
 from laconic.train.result import Result, summarize
@@ -35,7 +36,7 @@ def work(job: Job) -> Result:
     device = _device(job)
     data = TASKS[job.task].load(job.data)
     with _process_group(job.backend):
-        trainer = Trainer(job, data, device)
+        trainer = trainer_for(job, data, device)
         lead = dist.get_rank() == 0
         folder = job.out if lead else None
         first = trainer.resume() if job.resume else 0
@@ -49,6 +50,8 @@ def work(job: Job) -> Result:
                 fact = trainer.step(step)
                 records.write("step", **fact)
                 progress.step(fact)
+                if step + 1 == trainer.num_steps:
+                    trainer.finish()
                 if (step + 1) % job.eval_every == 0 or step + 1 == trainer.num_steps:
                     _evaluate(trainer, records, progress)
                 if trainer.diverged_at is not None:
