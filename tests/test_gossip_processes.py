@@ -86,11 +86,9 @@ def test_processes_learn_and_average(four_workers: WorkerPool, text: str) -> Non
         assert gathered == [[0.0], [1.0], [2.0], [3.0]] and 0 <= distance < 0.5
 
 
-def _until_a_peer_dies(text: str, patience_s: float) -> dict[str, Any]:
+def _until_a_peer_dies(text: str) -> dict[str, Any]:
     """Rank 1 dies while it is asking and being asked; the others train on and average what is left."""
-    scheme = laconic.parse(text)
-    object.__setattr__(scheme.exchange, "patience", patience_s)  # type: ignore[union-attr]
-    learner = Learner(str(scheme), dist.get_rank(), lambda m, o, _: laconic.follow(m, o, scheme), 0.1)
+    learner = _learner(text)
     if dist.get_rank() == 1:
         threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
     losses = []
@@ -108,7 +106,7 @@ def test_a_killed_peer_is_dropped_and_the_others_finish() -> None:
     pool = WorkerPool(4)
     try:
         for pipe in pool._pipes:
-            pipe.send((_until_a_peer_dies, ("gossip-every", 0.5)))
+            pipe.send((_until_a_peer_dies, ("scheme:exchange=gossip(mode=wait,patience=0.5)",)))
         found = []
         for rank in (0, 2, 3):
             assert pool._pipes[rank].poll(120), f"rank {rank} hangs after its peer died"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic import kernels
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Group, own_group, ranks_that_differ
+from laconic.exchange import Gossip, Group, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -57,6 +57,8 @@ def attach(ddp: DistributedDataParallel, scheme: AnyScheme | str, *, grad_scaler
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
             "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
         )
+    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip):
+        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "

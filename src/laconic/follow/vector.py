@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from laconic.errors import SchemeError
 from laconic.layout import Layout, Span
 
+_SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
+_RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -59,6 +62,20 @@ class ModelVector:
         """A float32 copy of the named groups, end to end; of the whole model if none are named."""
         pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(groups)]
         return torch.cat([piece.to(torch.float32) for piece in pieces])
+
+    def sample(self, k: int) -> Tensor:
+        """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it."""
+        group = self.groups[k]
+        apart = group.num_trained // _SAMPLE_ENTRIES
+        spans = [s for s in self.layout.spans if group.start <= s.start and s.stop <= group.trained.stop]
+        pieces = []
+        for span in spans:
+            flat = self._tensors[span.name].detach().reshape(-1)
+            runs = span.num_entries // _RUN_ENTRIES
+            if apart > 1 and runs >= apart:
+                flat = flat[: runs * _RUN_ENTRIES].view(runs, _RUN_ENTRIES)[::apart].reshape(-1)
+            pieces.append(flat.to(torch.float32))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
 
     @torch.no_grad()
     def add_(self, delta: Tensor, groups: Sequence[int] | None = None) -> None:

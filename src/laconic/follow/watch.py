@@ -31,8 +31,9 @@ class _Look:
 class Watch:
     """Says at each step which groups have something to say.
 
-    A pass over a group is made only when it may have reached the bar: a distance d after g steps grows no faster than
-    g -> d*g/g on average, and half of the way to where that line meets the bar is slept through.
+    A group is looked at only when it may have reached the bar: what is d away after g steps is foretold to be at most
+    d*t/g away after t, and half of the way to where that line meets the bar is slept through. Of a large group a sample
+    is looked at. On CUDA the figures arrive a step or so later, and nothing waits for them.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Watch:
         self._peak_lr = 0.0
         self._share_sent = 0.0  # models sent since the last step
         self._look: _Look | None = None
-        self._last = vector.read() if isinstance(trigger, Change | TargetRate) else None
+        # What each group was after its last exchange, or a sample of it.
+        looks = isinstance(trigger, Change | TargetRate)
+        self._last = [vector.sample(k) for k in self._everything] if looks else None
         self.passes = 0.0  # over the model, in all
 
     def wants(self, step: int, lr: float, *, patiently: bool) -> list[int]:
@@ -74,13 +77,9 @@ class Watch:
     def _begin(self, groups: list[int], lr_ratio: float) -> _Look:
         """Start measuring; nothing here waits for the device."""
         assert self._last is not None
-        now, start, moved, lasts = self._vector.read(groups), 0, [], []
-        for k in groups:
-            group = self._vector.groups[k]
-            lasts.append(self._last[group.trained])
-            moved.append(now[start : start + group.num_trained] - lasts[-1])
-            start += group.num_entries
-        self.passes += now.numel() / self._vector.num_entries
+        lasts = [self._last[k] for k in groups]
+        moved = [self._vector.sample(k) - last for k, last in zip(groups, lasts, strict=True)]
+        self.passes += sum(last.numel() for last in lasts) / self._vector.num_entries
         figures = torch.stack([_squares(moved), _squares(lasts)])
         if figures.device.type != "cuda":
             return _Look(groups, [self._gaps[k] for k in groups], lr_ratio, figures, None)
@@ -92,16 +91,18 @@ class Watch:
     def _loud(self, patiently: bool) -> set[int]:
         """The groups whose measurement, if it has arrived, is above the bar; the others sleep on."""
         look, trigger = self._look, self._trigger
-        if look is None or isinstance(trigger, EveryStep | Period):
+        if look is None or self._last is None or isinstance(trigger, EveryStep | Period):
             return set()
         if look.arrived is not None and not look.arrived.query():  # type: ignore[no-untyped-call]
             if not patiently:
                 return set()
             look.arrived.synchronize()
         self._look = None
-        change, size = look.figures.double().tolist()
         counts = [max(1, self._vector.groups[k].num_trained) for k in look.groups]
-        levels = [trigger.loudness(*of, look.lr_ratio) for of in zip(change, size, counts, strict=True)]
+        levels = []
+        for k, n, change, size in zip(look.groups, counts, *look.figures.tolist(), strict=True):
+            looked_at = self._last[k].numel() / n
+            levels.append(trigger.loudness(change / looked_at, size / looked_at, n, look.lr_ratio))
         if self._bar is None:
             self._bar = _FIRST_BAR * sum(level * n for level, n in zip(levels, counts, strict=True)) / sum(counts)
             return set()
@@ -122,8 +123,8 @@ class Watch:
         """Note that these groups of the model have just been moved by an exchange."""
         for k in groups:
             self._gaps[k] = self._asleep_until[k] = 0
-        if self._last is not None and groups:
-            self._vector.place_(self._last, groups, self._vector.read(groups))
+            if self._last is not None:
+                self._last[k] = self._vector.sample(k)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; a measurement under way is made again after loading."""
@@ -133,7 +134,7 @@ class Watch:
             "bar": self._bar,
             "peak_lr": self._peak_lr,
             "share_sent": self._share_sent,
-            "last": None if self._last is None else self._last.to("cpu", copy=True),
+            "last": None if self._last is None else [last.to("cpu", copy=True) for last in self._last],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Watch:
         self._bar, self._peak_lr, self._share_sent = saved["bar"], saved["peak_lr"], saved["share_sent"]
         self._look = None
         if self._last is not None and saved["last"] is not None:
-            self._last.copy_(saved["last"])
+            self._last = [last.to(self._vector.device) for last in saved["last"]]
 
 
 def _squares(parts: list[Tensor]) -> Tensor:
