@@ -174,6 +174,21 @@ def test_a_target_rate_is_held_while_the_learning_rate_falls(rate: float, per: s
     assert watch.passes < steps  # the large tensor, which is most of the model, is looked at rarely
 
 
+def test_a_bar_does_not_fall_while_nothing_can_be_sent() -> None:
+    model = Small()
+    watch = _watch(TargetRate(rate=0.5), model)
+    assert watch.wants(0, 0.0, patiently=True) == []
+    assert watch.state_dict()["bar"] is None  # nothing has moved yet
+    with torch.no_grad():
+        model.body.weight.add_(1.0)
+    watch.wants(0, 1.0, patiently=True)
+    bars = []
+    for step in range(1, 40):
+        watch.wants(step, 1.0, patiently=True, held_up=step > 20)
+        bars.append(watch.state_dict()["bar"])
+    assert bars[18] < bars[0] and bars[19:] == [bars[19]] * len(bars[19:])
+
+
 def test_small_tensors_speak_more_often_under_a_target_rate() -> None:
     said, _ = _said(TargetRate(rate=0.05), 300)
     vector = ModelVector(Small(), "tensor")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.errors import PeerError
 from laconic.exchange.group import spans_world
-from laconic.exchange.traffic import Traffic
+from laconic.exchange.traffic import Count, Traffic
 
 Answer = Callable[[int, Tensor], Tensor]  # (who asks, what it says) -> what it is told, of the same length
 Combine = Callable[[list[Tensor]], Tensor]
@@ -57,7 +57,7 @@ class GlooMailbox:
 
     def __init__(self, group: dist.ProcessGroup, patience_s: float) -> None:
         self.rank, self.num_workers = group.rank(), group.size()
-        self.traffic = Traffic()
+        self.traffic = Traffic({"model": Count(), "average": Count()})  # of no new kinds while another thread reads it
         self._group, self._patience_s = group, patience_s
         self._lost: set[int] = set()
         self._counting = threading.Lock()
@@ -68,13 +68,15 @@ class GlooMailbox:
         threading.Thread(target=self._serve, args=(answer,), name="laconic-mailbox", daemon=True).start()
 
     def _serve(self, answer: Answer) -> None:
-        while True:
+        failures = 0
+        while failures <= self.num_workers:  # more than there are peers to lose: the group itself is gone
             knock = torch.empty(_KNOCK_WORDS, dtype=torch.int64)
             try:
                 work = self._group.recv_anysource([knock], _KNOCK)
                 work.wait()
             except RuntimeError:
-                return  # the group is gone
+                failures += 1
+                continue
             purpose, num_bytes = knock.tolist()
             if purpose == _ASKS and not self._closed:
                 arguments = (work._source_rank(), num_bytes, answer)

@@ -52,7 +52,7 @@ class Free:
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
         self._apply()
-        self._due |= set(self._watch.wants(step, lr, patiently=False))
+        self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
         if not self._due or self._is_asking():
             return
         pattern = self._pattern

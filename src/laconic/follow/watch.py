@@ -54,8 +54,11 @@ class Watch:
         self._last = [vector.sample(k) for k in self._everything] if looks else None
         self.passes = 0.0  # over the model, in all
 
-    def wants(self, step: int, lr: float, *, patiently: bool) -> list[int]:
-        """The groups that speak at this step; `patiently` waits for a measurement, so that reruns are equal."""
+    def wants(self, step: int, lr: float, *, patiently: bool, held_up: bool = False) -> list[int]:
+        """The groups that speak at this step; `patiently` waits for a measurement, so that reruns are equal.
+
+        While what was said before is `held_up`, a moving bar does not fall: it would not be heard for long afterwards.
+        """
         self._peak_lr = max(self._peak_lr, lr)
         trigger = self._trigger
         self._gaps = [gap + 1 for gap in self._gaps]
@@ -65,7 +68,8 @@ class Watch:
             turns = [math.floor((step + ahead) / trigger.steps + self._phase) for ahead in (0, 1)]
             return self._everything if turns[1] > turns[0] else []
         if isinstance(trigger, TargetRate) and self._bar is not None:
-            self._bar = trigger.moved(self._bar, self._share_sent)
+            moved = trigger.moved(self._bar, self._share_sent)
+            self._bar = max(self._bar, moved) if held_up else moved
         self._share_sent = 0.0
         must = [trigger.must(step, gap) for gap in self._gaps]
         due = [k for k in self._everything if must[k] is None and self._gaps[k] >= self._asleep_until[k]]
@@ -104,7 +108,8 @@ class Watch:
             looked_at = self._last[k].numel() / n
             levels.append(trigger.loudness(change / looked_at, size / looked_at, n, look.lr_ratio))
         if self._bar is None:
-            self._bar = _FIRST_BAR * sum(level * n for level, n in zip(levels, counts, strict=True)) / sum(counts)
+            mean = sum(level * n for level, n in zip(levels, counts, strict=True)) / sum(counts)
+            self._bar = _FIRST_BAR * mean or None  # a first step at a learning rate of zero tells nothing
             return set()
         loud = set()
         for k, gap, level in zip(look.groups, look.gaps, levels, strict=True):
