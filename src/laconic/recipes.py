@@ -184,7 +184,7 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.16,
+    rate: float = 0.12,
     per: str = "tensor",
     trigger: str = "",
     quantize: str = "none",
@@ -208,7 +208,7 @@ def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = 
 
 @recipe
 def gossip_period(
-    *, steps: float = 12, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
+    *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
 ) -> Scheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
     return gossip(trigger=f"period(steps={steps})", quantize=quantize, peers=peers, mode=mode, seed=seed)

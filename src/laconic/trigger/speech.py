@@ -96,7 +96,7 @@ class TargetRate(Gaps):
     moves: ClassVar[bool] = True
 
     per: str = "tensor"
-    rate: float = 0.04
+    rate: float = 0.12
 
     def __post_init__(self) -> None:
         super().__post_init__()
