@@ -30,13 +30,8 @@ class Free:
         self.traffic = mailbox.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._mailbox, self._pattern, self._vector, self._letters, self._watch = (
-            mailbox,
-            pattern,
-            vector,
-            letters,
-            watch,
-        )
+        self._mailbox, self._pattern = mailbox, pattern
+        self._vector, self._letters, self._watch = vector, letters, watch
         self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
         self._owed: Tensor | None = None  # what exchanges owe to the model
@@ -44,6 +39,7 @@ class Free:
         self._sent: list[list[int]] = []  # what left this worker since the last step
         self._asking: dict[int, tuple[threading.Thread, float]] = {}  # peer -> (its thread, since when)
         self._suspended: set[int] = set()
+        self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
@@ -60,8 +56,11 @@ class Free:
         if peer is None:
             return
         groups, self._due = sorted(self._due), set()
-        ready = torch.cuda.current_stream(self._vector.device).record_event() if self._stream else None
-        arguments = (peer, groups, self._vector.read(groups), ready)
+        values, ready = self._vector.read(groups), None
+        if self._stream is not None:
+            values.record_stream(self._stream)
+            ready = torch.cuda.current_stream(self._vector.device).record_event()
+        arguments = (peer, groups, values, ready)
         thread = threading.Thread(target=self._ask, args=arguments, name="laconic-ask", daemon=True)
         self._asking[peer] = (thread, time.monotonic())
         thread.start()
@@ -89,8 +88,7 @@ class Free:
                 self.asked += 1
                 self._owe(groups, (self._letters.read(reply, peer) - mine.values) / 2)
         except FrameError as error:
-            self.refused += 1
-            _say(self._mailbox.rank, f"an exchange with rank {peer} was left out: {error}")
+            self._refused(peer, error)
         except PeerError as error:
             self._drop(peer, str(error))
         finally:
@@ -102,8 +100,7 @@ class Free:
         try:
             theirs, groups = self._letters.read(message, peer), self._letters.groups(message)
         except FrameError as error:
-            self.refused += 1
-            _say(self._mailbox.rank, f"an exchange with rank {peer} was left out: {error}")
+            self._refused(peer, error)
             return self._letters.refuse(message)
         with self._lock, self._beside(None):
             mine = self._tell(groups)
@@ -153,6 +150,12 @@ class Free:
                 self._stream.wait_event(ready)
             yield
             self._stream.synchronize()
+
+    def _refused(self, peer: int, error: FrameError) -> None:
+        self.refused += 1
+        if peer not in self._complained_of:
+            self._complained_of.add(peer)
+            _say(self._mailbox.rank, f"exchanges with rank {peer} are left out while {error}")
 
     def _drop(self, peer: int, why: str) -> None:
         self._reachable.discard(peer)

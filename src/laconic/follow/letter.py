@@ -58,7 +58,7 @@ class Letters:
         frame = message[self._num_named :].clone()  # its own memory: views of words must begin on a whole word
         contents = self._shape(self.groups(message)).read(frame, step=0, bucket=0, peer=peer)
         if contents.overflow:
-            raise FrameError(f"rank {peer} holds values that are not finite, or was told such")
+            raise FrameError("one of the two models is not finite")
         return contents.values.to(self._vector.device)
 
     @property
