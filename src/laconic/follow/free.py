@@ -98,7 +98,8 @@ class Free:
     def _answer(self, peer: int, message: Tensor) -> Tensor:
         """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
         try:
-            theirs, groups = self._letters.read(message, peer), self._letters.groups(message)
+            with self._beside(None):
+                theirs, groups = self._letters.read(message, peer), self._letters.groups(message)
         except FrameError as error:
             self._refused(peer, error)
             return self._letters.refuse(message)

@@ -40,7 +40,7 @@ class Letters:
             values = self._quantize.decode(codes, scale)
         else:
             frame = shape.write_overflow(values.device, step=0, bucket=0)
-        return Letter(torch.cat([named, frame.cpu()]), values)
+        return Letter(torch.cat([named, _on_host(frame)]), values)
 
     def refuse(self, message: Tensor) -> Tensor:
         """An answer of the same length that says: nothing of this was taken."""
@@ -59,7 +59,9 @@ class Letters:
         contents = self._shape(self.groups(message)).read(frame, step=0, bucket=0, peer=peer)
         if contents.overflow:
             raise FrameError("one of the two models is not finite")
-        return contents.values.to(self._vector.device)
+        if self._vector.device.type == "cuda":
+            return contents.values.pin_memory().to(self._vector.device, non_blocking=True)
+        return contents.values
 
     @property
     def _num_named(self) -> int:
@@ -68,3 +70,13 @@ class Letters:
     def _shape(self, groups: Sequence[int]) -> FrameShape:
         count = self._vector.count(groups)
         return FrameShape(count, count, 0, self._quantize)
+
+
+def _on_host(frame: Tensor) -> Tensor:
+    """A frame in the host's memory; on CUDA through pinned memory, waiting for this thread's stream alone."""
+    if frame.device.type != "cuda":
+        return frame
+    host = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)
+    host.copy_(frame, non_blocking=True)
+    torch.cuda.current_stream(frame.device).synchronize()
+    return host
