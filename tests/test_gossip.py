@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, free, learner_at, matched
-from laconic import SchemeError, StateError, attach, follow, parse
-from laconic.exchange import check_peers, local_mailboxes, matching, neighbours, pick
+from laconic import Follower, SchemeError, StateError, attach, follow, parse
+from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
 from laconic.exchange.peers import GRAPHS
 from laconic.follow.vector import ModelVector
 from laconic.follow.watch import Watch
@@ -247,6 +247,20 @@ def test_a_matched_run_is_had_again_bit_for_bit(text: str) -> None:
     assert [learner.follower.stats().bytes_out for learner in first] == [
         learner.follower.stats().bytes_out for learner in again
     ]
+
+
+@pytest.mark.parametrize("text", MATCHED)
+def test_frozen_matched_workers_keep_the_mean_of_all_models(text: str) -> None:
+    def work(medium: InProcess) -> tuple[Tensor, Tensor]:
+        learner = Learner(text, medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
+        learner.drift(0)
+        before = learner.follower.read()
+        for _ in range(20):
+            learner.follower.step()
+        return before, learner.follower.read()
+
+    before, after = (torch.stack(rows).double() for rows in zip(*in_process(4, work), strict=True))
+    torch.testing.assert_close(after.mean(0), before.mean(0), atol=2e-6, rtol=0)  # float32 additions to values near 1
 
 
 @pytest.mark.parametrize("text", MATCHED)
