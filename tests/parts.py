@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laconic import Scheme, TorchHook, parse
+from laconic.exchange import Gossip
 from laconic.quantize import Grid
 
 # One text for each recipe, at settings that a model of a few thousand entries can show.
@@ -20,6 +21,9 @@ RECIPE_TEXTS = {
     "multiscale": "multiscale:bits=4",
     "randk-maxnorm": "randk-maxnorm:rho=0.5",
     "randk-multiscale": "randk-multiscale:rho=0.5,share=1",
+    "gossip": "gossip:rate=0.3",
+    "gossip-every": "gossip-every",
+    "gossip-period": "gossip-period:steps=3",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
 }
@@ -53,12 +57,31 @@ COMPOSED_TEXTS = (
     "randk-multiscale:rho=0.5,mode=cycle,warmup=2,stages=2",
 )
 
-ALL_TEXTS = (*RECIPE_TEXTS.values(), *COMPOSED_TEXTS)
+# Compositions of gossip that no recipe has as its default.
+GOSSIP_TEXTS = (
+    "gossip:rate=0.3,per=model,peers=ring,quantize=bf16",
+    "gossip:trigger=change(threshold=0.05),peers=exponential,mode=matched",
+    "gossip:rate=0.3,mode=matched,seed=4",
+    "gossip-every:mode=matched,quantize=bf16,peers=ring",
+    "gossip-period:steps=2.5,mode=matched",
+)
+
+# What DDP's gradients can go through; models that gossip have laws of their own.
+ALL_TEXTS = (*(text for text in RECIPE_TEXTS.values() if not text.startswith("gossip")), *COMPOSED_TEXTS)
 
 
 def own_schemes() -> list[Scheme]:
-    """Every scheme of the table that is a composition of ours."""
+    """Every scheme of the table that is a composition of ours and exchanges gradients."""
     return [scheme for scheme in map(parse, ALL_TEXTS) if isinstance(scheme, Scheme)]
+
+
+def gossip_texts() -> list[str]:
+    """Every scheme of the table that exchanges models."""
+    return [text for text in (*RECIPE_TEXTS.values(), *GOSSIP_TEXTS) if gossips(parse(text))]
+
+
+def gossips(scheme: object) -> bool:
+    return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
 
 
 def talking_schemes() -> list[Scheme]:

@@ -19,7 +19,7 @@ from laconic import Scheme, Session, kernels
 from laconic.bench import bench_wire
 from laconic.quantize import QUANTIZERS
 from laconic.wire import Bitmap, EliasFano, FrameShape
-from parts import ALL_TEXTS, talking_schemes
+from parts import ALL_TEXTS, gossip_texts, talking_schemes
 from virtual import gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters, free_port
 
@@ -102,6 +102,31 @@ def test_ddp_over_gloo_stages_through_the_host(two_workers: WorkerPool, text: st
         assert result["falls"] or "memory=none" in text
         assert result["equal"] == (text != "silent")
         assert result["messages"] >= 3 * 29 or text == "silent" or "powersgd" in text
+
+
+def _gossip(text: str) -> dict[str, Any]:
+    torch.manual_seed(7)
+    torch.cuda.set_device(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
+    follower = laconic.follow(net, torch.optim.SGD(net.parameters(), lr=0.05), text)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank())).cuda())
+    before = follower.read().cpu()
+    for _ in range(40):
+        follower.step()
+    follower._side.settle()
+    stats, after = follower.stats(), follower.read().cpu()
+    follower.close()
+    return {"before": before, "after": after, "exchanges": stats.asked + stats.answered}
+
+
+@pytest.mark.parametrize("text", gossip_texts())
+def test_models_on_the_gpu_gossip_and_keep_their_mean(two_workers: WorkerPool, text: str) -> None:
+    found = two_workers.run(_gossip, text)
+    before, after = (torch.stack([one[when] for one in found]).double() for when in ("before", "after"))
+    torch.testing.assert_close(after.mean(0), before.mean(0), atol=5e-6, rtol=0)  # some float32 additions
+    assert found[0]["exchanges"] or "change" in text or "rate" in text  # what does not move has nothing to say
 
 
 @pytest.fixture(scope="module")

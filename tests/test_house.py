@@ -20,7 +20,7 @@ FLOORS = (
     ("select", "quantize", "memory", "wire", "exchange", "trigger"),
     ("scheme",),
     ("session", "recipes"),
-    ("attach",),
+    ("attach", "follow"),
     ("tasks", "records"),
     ("train", "bench"),
     ("compare", "inspect", "lab", "report"),

@@ -19,6 +19,7 @@ from parts import (
     RECIPE_TEXTS,
     adds_exactly,
     conserving_schemes,
+    gossip_texts,
     own_schemes,
     remembering_schemes,
     talking_schemes,
@@ -33,12 +34,13 @@ def test_the_table_is_complete() -> None:
     """Every recipe and every answer to every question stands in the table."""
     assert set(RECIPE_TEXTS) == set(recipes.RECIPES)
     for question, answers in PARTS.items():
-        used = {type(getattr(scheme, question)) for scheme in own_schemes()}
+        gossips = [scheme for scheme in map(parse, gossip_texts()) if isinstance(scheme, Scheme)]
+        used = {type(getattr(scheme, question)) for scheme in (*own_schemes(), *gossips)}
         assert used == set(answers.values()), f"no scheme of the table has every answer to {question}"
     assert {hook.hook for hook in torch_hooks()} == {"fp16", "powersgd"}
 
 
-@pytest.mark.parametrize("text", ALL_TEXTS)
+@pytest.mark.parametrize("text", [*ALL_TEXTS, *gossip_texts()])
 def test_a_printed_scheme_parses_back(text: str) -> None:
     scheme = parse(text)
     assert parse(str(scheme)) == scheme

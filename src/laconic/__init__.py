@@ -11,11 +11,13 @@ from laconic.errors import (
     LabError,
     LaconicError,
     LaunchError,
+    PeerError,
     SchemeError,
     ServerLostError,
     StateError,
     TaskError,
 )
+from laconic.follow import Follower, FollowerStats, follow
 from laconic.recipes import parse
 from laconic.scheme import Scheme, TorchHook
 from laconic.session import Session, Stats
@@ -24,11 +26,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attached",
+    "Follower",
+    "FollowerStats",
     "FrameError",
     "KernelError",
     "LabError",
     "LaconicError",
     "LaunchError",
+    "PeerError",
     "Scheme",
     "SchemeError",
     "ServerLostError",
@@ -40,6 +45,7 @@ __all__ = [
     "TorchHook",
     "attach",
     "exchange",
+    "follow",
     "memory",
     "parse",
     "quantize",

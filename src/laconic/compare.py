@@ -31,6 +31,8 @@ class Row:
     link_bytes_in: int | None
     link_use: float | None  # share of the link's rate used while exchanging
     ratio: float | None
+    worst_accuracy: float | None  # of gossip's replicas; `accuracy` is that of their mean
+    consensus_distance: float | None  # between them, before the last average
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
     diverged_at: int | None  # the step from which on some round's loss was no number
@@ -122,8 +124,10 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         bytes_in=per_step["bytes_in"] or 0,
         link_bytes_out=per_step["link_bytes_out"],
         link_bytes_in=per_step["link_bytes_in"],
-        link_use=_link_use([fact for run in runs for fact in run.steps], link_bits_per_s),
+        link_use=_link_use(runs, link_bits_per_s),
         ratio=first["ratio"],
+        worst_accuracy=_median([run.result.get("worst_accuracy") for run in runs]),
+        consensus_distance=_median([run.result.get("consensus_distance") for run in runs]),
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
         diverged_at=_diverged_at(runs),
@@ -142,7 +146,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
-def _link_use(steps: Sequence[dict[str, Any]], link_bits_per_s: int | None) -> float | None:
+def _link_use(runs: Sequence[Run], link_bits_per_s: int | None) -> float | None:
+    if runs[0].result.get("worst_accuracy") is not None:
+        return None  # gossip talks while it trains, so for how long is not known
+    steps = [fact for run in runs for fact in run.steps]
     sent_bits = 8 * sum(fact.get("link_bytes_out", 0) for fact in steps)
     exchange_s = sum(fact["exchange_ms"] for fact in steps) / 1e3
     return sent_bits / exchange_s / link_bits_per_s if sent_bits and exchange_s and link_bits_per_s else None

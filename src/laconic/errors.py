@@ -4,6 +4,7 @@ LaconicError
 +-- SchemeError     a scheme whose answers do not fit together, or a text that names none
 +-- FrameError      a frame from a peer that is damaged or not the one expected
 +-- ServerLostError a dedicated server that is gone, or has given this worker up
++-- PeerError       a peer of a gossip that has died or cannot be reached
 +-- StateError      a saved state that does not fit this session
 +-- KernelError     a kernel backend that was asked for by name and is not there
 +-- TaskError       a task whose data or options are missing or wrong
@@ -26,6 +27,10 @@ class FrameError(LaconicError):
 
 class ServerLostError(LaconicError):
     """A dedicated server is gone, or silent, or has given this worker up."""
+
+
+class PeerError(LaconicError):
+    """A peer has died or cannot be reached; the others go on without it."""
 
 
 class StateError(LaconicError, ValueError):

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from laconic.errors import SchemeError
-from laconic.exchange import AllGather, AllReduce, Server, Silent
+from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, MaxNorm, MultiScale, Sign
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
-from laconic.trigger import EveryStep, Ramp, Trigger, WarmUp
+from laconic.trigger import EveryStep, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 
@@ -231,6 +231,39 @@ def randk_multiscale(
         bits=bits, levels=levels, block=block, scales=scales, ratio=ratio, share=share, stages=stages, seed=seed
     )
     return _random_share(everywhere, rho, mode, seed, memory, warmup)
+
+
+@recipe
+def gossip(
+    *,
+    rate: float = 0.12,
+    per: str = "tensor",
+    trigger: str = "",
+    quantize: str = "none",
+    peers: str = "uniform",
+    mode: str = "free",
+    seed: int = 0,
+) -> Scheme:
+    """Models exchanged with a peer when they have changed enough: `rate` of them a step, or by a `trigger`."""
+    return Scheme(
+        quantize=part("quantize", quantize),
+        exchange=Gossip(peers=peers, mode=mode, seed=seed),
+        trigger=part("trigger", trigger) if trigger else TargetRate(rate=rate, per=per),
+    )
+
+
+@recipe
+def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> Scheme:
+    """Gossip at every step, waiting for the answer: the published baseline of `gossip`."""
+    return gossip(trigger="every-step", quantize=quantize, peers=peers, mode=mode, seed=seed)
+
+
+@recipe
+def gossip_period(
+    *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
+) -> Scheme:
+    """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
+    return gossip(trigger=f"period(steps={steps})", quantize=quantize, peers=peers, mode=mode, seed=seed)
 
 
 @recipe

@@ -13,6 +13,7 @@ from laconic.exchange import (
     PATTERNS,
     AllGather,
     AllReduce,
+    Gossip,
     Pattern,
     Server,
     Shares,
@@ -25,7 +26,7 @@ from laconic.memory import MEMORIES, Memory, Nothing
 from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Levels, Quantizer, Sign, Trits, carrier_for
 from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
-from laconic.trigger import TRIGGERS, EveryStep, Ramp, Trigger
+from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
 from laconic.wire import FrameShape
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -82,6 +83,7 @@ class Scheme:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if isinstance(self.exchange, Server):
             self._check_server(self.exchange)
+        self._check_gossip()
         if isinstance(self.quantize, Grid):
             self._check_grid(self.quantize)
         elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
@@ -105,6 +107,17 @@ class Scheme:
             return False
         return server.down_rho > 0 or not isinstance(self.quantize, Exact)
 
+    def _check_gossip(self) -> None:
+        gossips, name = isinstance(self.exchange, Gossip), type(self.trigger).__name__
+        if gossips and not isinstance(self.trigger, EveryStep | Speech):
+            raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
+        if not gossips and isinstance(self.trigger, Speech):
+            raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
+        if gossips and (self.select.density < 1 or self.memory.kinds or isinstance(self.quantize, Grid)):
+            raise SchemeError(
+                "Gossip exchanges whole tensors and keeps nothing; use Everything(), Nothing() and BF16()"
+            )
+
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
         if not self.exchange.adds_in_flight:
@@ -122,6 +135,8 @@ class Scheme:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
         if isinstance(self.exchange, Silent):
             return 0
+        if isinstance(self.exchange, Gossip):
+            return round(self._models_out() * layout.num_entries * self.frame_answers[1].code_dtype.itemsize)
         if self.exchange.adds_in_flight:
             return self._bytes_added(layout, num_workers)
         if isinstance(self.exchange, Server):
@@ -156,6 +171,14 @@ class Scheme:
                 forms = [FrameShape(n, decided, 0, quantize), FrameShape(n, n, 0, Trits())]
             down += min(form.num_bytes for form in forms)
         return up, down
+
+    def _models_out(self) -> float:
+        """Models that leave a worker per step of a gossip on average, asked and answering; NaN where change decides."""
+        if isinstance(self.trigger, TargetRate):
+            return self.trigger.rate
+        turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
+        assert isinstance(self.exchange, Gossip)
+        return turns if self.exchange.mode == "matched" else 2 * turns
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""

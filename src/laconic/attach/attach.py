@@ -16,7 +16,7 @@ from laconic import kernels
 from laconic.attach.serve import TIMEOUT_S, UNDOES, meet, served_scheme
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Group, Served, own_group, ranks_that_differ
+from laconic.exchange import Gossip, Group, Served, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -86,6 +86,8 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> AnyScheme
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
             "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
         )
+    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip):
+        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "

@@ -120,6 +120,8 @@ def _text(found: Comparison) -> str:
         "in/step",
     ]
     head += ["on the link", "link use"] if in_lab else []
+    gossips = any(row.worst_accuracy is not None for row in found.rows)
+    last = ["ratio", "vs dense", "vs bf16", *(["worst replica", "apart"] if gossips else [])]
     rows = []
     for row in found.rows:
         first, third = row.step_ms_quartiles
@@ -132,5 +134,8 @@ def _text(found: Comparison) -> str:
             use = None if row.link_use is None else 100 * row.link_use
             cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]
         cells += [number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")]
+        if gossips:
+            worst, apart = row.worst_accuracy, row.consensus_distance
+            cells += [number(worst and 100 * worst, ".2f", " %"), number(apart and 100 * apart, ".2f", " %")]
         rows.append(cells)
-    return table([*head, "ratio", "vs dense", "vs bf16"], rows)
+    return table([*head, *last], rows)

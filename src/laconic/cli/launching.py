@@ -69,13 +69,13 @@ def say(text: str) -> None:
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
     """One launcher and one worker per host, as on machines of their own; only the worker that leads prints results.
 
-    With servers, which come first, a host's worker stands for itself: its launcher would wait at the end, in torchrun's
-    exit barrier, for those of hosts that have died.
+    Where workers may die, each host's stands for itself: its launcher would wait at the end, in torchrun's exit
+    barrier, for those of hosts that have died. Servers come first.
     """
     one = replace(job, workers=1)
     threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
     env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
-    if job.servers:
+    if job.outlives_workers:
         command = ["sh", "-c", _AS_RANK, *worker_command(one)]
         code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
     else:

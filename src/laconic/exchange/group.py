@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.errors import SchemeError
 from laconic.exchange.medium import Answer
 from laconic.exchange.traffic import Traffic
 from laconic.layout import Layout
@@ -106,10 +107,31 @@ class Group:
         # A message may begin anywhere, its words may not.
         return [part.clone() for part in torch.split(incoming.to(outgoing.device), list(heard))]
 
+    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+        if peer == self.rank:
+            return frame
+        self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.nbytes)
+        mine = frame
+        if self._staged:
+            mine = self._host("mine", frame.numel(), frame.dtype)
+            mine.copy_(frame)
+        theirs = torch.empty_like(mine)
+        ops = [
+            dist.P2POp(dist.isend, mine, group=self._group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return theirs.to(frame.device)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with rank 0's; not counted, since it comes before any step."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
         # A group of some ranks is named after them, and a later one would meet the old one's keys in the store.
-        if _spans_world(self._group):
+        if spans_world(self._group):
             with suppress(ValueError):  # destroy_process_group() without arguments took it along
                 dist.destroy_process_group(self._group)
 
@@ -129,10 +151,18 @@ def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         ranks=dist.get_process_group_ranks(like),
         timeout=getattr(options, "_timeout", None),  # the user's, not the backend's default of 30 minutes
         backend=backend_for(like, device),
-        use_local_synchronization=not _spans_world(like),  # only the group's own ranks make this call
+        use_local_synchronization=not spans_world(like),  # only the group's own ranks make this call
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    if not dist.is_initialized():
+        raise SchemeError("there is no process group yet; call torch.distributed.init_process_group() first")
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    return dist.group.WORLD
 
 
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
@@ -142,7 +172,8 @@ def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str)
     return [rank for rank, other in enumerate(everyone) if not torch.equal(other, digest)]
 
 
-def _spans_world(group: dist.ProcessGroup) -> bool:
+def spans_world(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks are in it."""
     return dist.is_initialized() and group.size() == dist.get_world_size()
 
 

@@ -92,6 +92,14 @@ class InProcess:
         self._table.barrier.wait()
         return answers
 
+    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+        """Unlike over processes, a call that all workers make at once, those without a peer with themselves."""
+        if peer != self.rank:
+            self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.nbytes)
+        theirs = self._lay_down(frame)[peer].clone()
+        self._table.barrier.wait()
+        return theirs
+
     def _lay_down(self, tensor: Tensor) -> list[Tensor]:
         self._table.laid[self.rank] = tensor
         self._table.barrier.wait()

@@ -42,3 +42,6 @@ class Medium(Protocol):
 
         `answer` is this worker's own, for the share it owns.
         """
+
+    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+        """Give `frame` to `peer`, who makes the same call, and get its frame; with oneself nothing is sent."""

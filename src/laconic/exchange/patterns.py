@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from laconic.errors import SchemeError
+from laconic.exchange.peers import GRAPHS, pairs_of
+
+MODES = ("free", "wait", "matched")
 
 _COMBINES = ("mean", "majority", "weighted")
 
@@ -67,3 +70,27 @@ class Server(Pattern):
 @dataclass(frozen=True, kw_only=True)
 class Silent(Pattern):
     """Nothing is sent and every worker keeps its own gradient: the upper bound on speed, not a way to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(Pattern):
+    """Two workers at a time exchange models and both move to the middle; the sum over the two is unchanged.
+
+    i sends x_i; j answers with x_j and adds (x_i - x_j)/2 to its model; i adds (x_j - x_i as sent)/2 to whatever its
+    model is by then (after Ho, Wu, Liu, CCGRID 2018; the exchange without a barrier is ours). `free` asks and trains
+    on; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each step, and pairs
+    drawn from (seed, step) exchange where one of the two wants to.
+    """
+
+    peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
+    mode: str = "free"
+    patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peers not in GRAPHS:
+            pairs_of(self.peers)
+        if self.mode not in MODES:
+            raise SchemeError(f"Gossip.mode is {self.mode!r}; give one of {', '.join(MODES)}")
+        if not self.patience > 0:
+            raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError, TaskError
-from laconic.exchange import InProcess, in_process
+from laconic.exchange import Gossip, InProcess, in_process
 from laconic.inspect.fit import Fit, fit
 from laconic.inspect.tail import tail
 from laconic.layout import Bucket, Layout
@@ -102,6 +102,8 @@ def _checked(job: Job, rho: float) -> Scheme:
     scheme = parse(job.scheme)
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} keeps its state inside PyTorch, where inspect cannot look; use topk:rho={rho}")
+    if isinstance(scheme.exchange, Gossip):
+        raise SchemeError(f"{scheme} exchanges models, and inspect looks at gradients; use topk:rho={rho}")
     return scheme
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,9 @@ class Council(Protocol):
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all of them, on the CPU."""
 
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        """The same numbers of all of them, by place."""
+
     def share_(self, buffers: Iterable[Tensor]) -> None:
         """Make a model's buffers the same everywhere."""
 
@@ -44,6 +47,9 @@ class Circle:
         there = tensor.to(self._device)
         dist.all_reduce(there, group=self._group)
         return there.cpu()
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        return _rows(self, mine)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:  # each worker has its own since the last forward; DDP goes on with the first one's
@@ -70,6 +76,9 @@ class ServedCouncil:
     def total(self, tensor: Tensor) -> Tensor:
         return self._medium.total(tensor)
 
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        return _rows(self, mine)
+
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
             if buffer.is_floating_point():
@@ -77,3 +86,11 @@ class ServedCouncil:
 
     def server_facts(self) -> list[dict[str, Any]]:
         return self._medium.server_stats()
+
+
+def _rows(council: Council, mine: Sequence[float]) -> list[list[float]]:
+    """One row from each: the sum of tables in which only one's own row is filled."""
+    table = torch.zeros(council.num_living, len(mine), dtype=torch.float64)
+    table[council.place] = torch.tensor(mine, dtype=torch.float64)
+    rows: list[list[float]] = council.total(table).tolist()
+    return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from laconic.attach.serve import TIMEOUT_S
 from laconic.errors import TaskError
-from laconic.exchange import Server
+from laconic.exchange import Gossip, Server
 from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.tasks import TASKS
@@ -90,6 +90,17 @@ class Job:
         """Whether the servers of this job have something to do."""
         scheme = parse(self.scheme)
         return self.servers > 0 and isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
+
+    @property
+    def outlives_workers(self) -> bool:
+        """Whether a worker may die without the others."""
+        return self.servers > 0 or self.is_gossip
+
+    @property
+    def is_gossip(self) -> bool:
+        """Whether each worker trains a model of its own."""
+        scheme = parse(self.scheme)
+        return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""

@@ -36,10 +36,10 @@ sys.exit(main())
 def launch(job: Job) -> int:
     """Run `laconic train ...` in job.workers processes and wait for them all; 0, or DIVERGED.
 
-    Like torchrun, it is one node of several where PET_NNODES and the like say so. With servers each process stands for
-    itself instead: torchrun ends all of its workers when one dies, which is what a server is there to survive.
+    Like torchrun, it is one node of several where PET_NNODES and the like say so. Where workers may die, each process
+    stands for itself instead: torchrun ends all of its workers when one dies.
     """
-    if job.servers:
+    if job.servers or (job.is_gossip and os.environ.get("PET_NNODES", "1") == "1"):
         return _launch_apart(job)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -65,14 +65,14 @@ def launch(job: Job) -> int:
 
 
 def verdict(codes: Sequence[int | None], job: Job) -> int:
-    """The exit code of a job with servers, as far as it is known; `codes` are by rank, None while a process runs.
+    """The exit code of a job that outlives workers, so far; `codes` are by rank, None while a process runs.
 
     Servers must not fail. Workers may, as long as one of them comes to an end.
     """
     ended = [0 if code is None else code if code >= 0 else 128 - code for code in codes]
-    must = ended[: job.servers] if job.asks_servers else ended
+    must = ended[: job.servers] if job.asks_servers or job.is_gossip else ended
     if any(must) or None in codes:
-        return max(must)
+        return max(must, default=0)
     return min(ended[job.servers :])
 
 

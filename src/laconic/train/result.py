@@ -34,13 +34,16 @@ class Result:
     ratio: float | None
     skipped_steps: int
     diverged_at: int | None  # the step from which on the loss was no number; the run ended at the next evaluation
+    seconds_slowest: float | None = None  # of the worker that took longest
+    worst_accuracy: float | None = None  # of gossip's replicas, of which `accuracy` is the mean's
+    consensus_distance: float | None = None  # ||x_i - mean|| / ||mean||, root mean square, before the last average
     union: float | None = None  # |U|/k at a server, over all steps
     oldest_residual: int | None = None
     never_sent: float | None = None
     server_bytes_out: int | None = None  # of all dedicated servers, all steps
     server_link_bytes_out: int | None = None  # the same, as their network interfaces saw it
     server_held_bytes: int | None = None  # what they keep between steps
-    lost_workers: dict[str, str] = field(default_factory=dict)  # that a server went on without, and why
+    lost_workers: dict[str, str] = field(default_factory=dict)  # that died while the others went on, and how
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +88,9 @@ def summarize(trainer: Trainer) -> Result:
         link_bytes_in=seen_in or None,
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
+        seconds_slowest=max(seconds for (seconds,) in trainer.council.gather([trainer.seconds])),
+        worst_accuracy=trainer.last_evaluation.get("worst_accuracy"),
+        consensus_distance=trainer.last_evaluation.get("consensus_distance"),
         diverged_at=trainer.diverged_at,
         union=stats.union,
         oldest_residual=stats.oldest_residual,
@@ -92,5 +98,5 @@ def summarize(trainer: Trainer) -> Result:
         server_bytes_out=_sum(servers, "bytes_out"),
         server_link_bytes_out=_sum(servers, "link_bytes_out"),
         server_held_bytes=_sum(servers, "held_bytes"),
-        lost_workers=servers[0]["lost"] if servers else {},
+        lost_workers=servers[0]["lost"] if servers else {str(r): why for r, why in getattr(stats, "lost", {}).items()},
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laconic.errors import TaskError
+from laconic.exchange import Gossip
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 from laconic.tasks import TASKS
@@ -63,4 +64,6 @@ def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:
     """The kinds of tensors a session keeps; PyTorch's own hooks go on under the very same scheme only."""
-    return scheme.memory.kinds if isinstance(scheme, Scheme) else (str(scheme),)
+    if not isinstance(scheme, Scheme):
+        return (str(scheme),)
+    return ("a model of each worker's own",) if isinstance(scheme.exchange, Gossip) else scheme.memory.kinds

@@ -6,19 +6,19 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.attach import attach
+from laconic.attach import Attached, attach
 from laconic.attach.attach import DdpSession
 from laconic.errors import LaconicError
 from laconic.exchange import Served
 from laconic.recipes import parse
-from laconic.scheme import TorchHook
+from laconic.scheme import AnyScheme, TorchHook
 from laconic.session import PHASES, Session, Stats
 from laconic.tasks import Data
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
@@ -35,29 +35,17 @@ _EVAL_BATCH = 100
 class Trainer:
     """A model under DDP with a scheme attached, and this worker's share of the data."""
 
+    is_alone: ClassVar[bool] = False  # whether each worker's model and optimizer are its own
+
     def __init__(self, job: Job, data: Data, device: torch.device) -> None:
         self.job, self.device, self.data = job, device, data
         scheme = parse(job.scheme)
         self.rank, self.num_workers = dist.get_rank() - job.servers, dist.get_world_size() - job.servers
         self.course = Course(job, data, self.rank, self.num_workers)
         self.num_steps = self.course.num_steps
-        one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
-        model = self.course.model(device)
-        ranks = range(job.servers, dist.get_world_size())
-        group = dist.new_group(list(ranks), use_local_synchronization=True) if job.servers else dist.group.WORLD
-        self.ddp = DistributedDataParallel(
-            model,
-            process_group=group,
-            bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
-        )
-        # Broadcasting them at every step would end with the first worker that dies.
-        self.ddp.broadcast_buffers = not job.asks_servers
-        self.optimizer = self.course.optimizer(self.ddp)
-        servers = range(job.servers) if job.asks_servers else ()
-        self.session = attach(self.ddp, scheme, servers=servers, timeout_s=job.server_timeout)
-        self.council: Council = Circle(group, device)
-        if isinstance(self.session, Session) and isinstance(self.session.medium, Served):
-            self.council = ServedCouncil(self.session.medium)
+        self.model = self.course.model(device)
+        self.optimizer = self.course.optimizer(self.model)
+        self.net, self.session, self.council = self._join(scheme)
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
         self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
@@ -66,6 +54,34 @@ class Trainer:
         self.diverged_at: int | None = None  # the step from which on the loss was no number
         self._not_finite_since: int | None = None
 
+    def _join(self, scheme: AnyScheme) -> tuple[nn.Module, Attached, Council]:
+        """(what a step calls, what it talks through, what the workers meet in); a call that all workers make."""
+        job, group = self.job, self._workers()
+        one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
+        ddp = DistributedDataParallel(
+            self.model, process_group=group, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None
+        )
+        # Broadcasting them at every step would end with the first worker that dies.
+        ddp.broadcast_buffers = not job.asks_servers
+        servers = range(job.servers) if job.asks_servers else ()
+        session = attach(ddp, scheme, servers=servers, timeout_s=job.server_timeout)
+        if isinstance(session, Session) and isinstance(session.medium, Served):
+            return ddp, session, ServedCouncil(session.medium)
+        return ddp, session, Circle(group, self.device)
+
+    def _workers(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that do not serve."""
+        if not self.job.servers:
+            return dist.group.WORLD
+        ranks = list(range(self.job.servers, dist.get_world_size()))
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    def _stepped(self) -> None:
+        """What comes after the optimizer's step: here nothing, since DDP has talked before it."""
+
+    def finish(self) -> None:
+        """What comes after the last step, on the clock."""
+
     def step(self, number: int) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
         before, seen_before = self.session.stats(), interface_bytes()
@@ -73,9 +89,10 @@ class Trainer:
         self.course.set_rate_(self.optimizer, number)
         inputs, targets = (part.to(self.device) for part in self.course.examples(number))
         self.optimizer.zero_grad()
-        loss = loss_of(self.ddp(inputs), targets)
+        loss = loss_of(self.net(inputs), targets)
         self._backward(-loss if self.rank >= self.num_workers - self.job.flipped else loss)
         self.optimizer.step()
+        self._stepped()
         loss_value = float(loss.detach())  # on CUDA this waits for the step to end
         seconds = time.perf_counter() - start
         after, seen_after = self.session.stats(), interface_bytes()
@@ -110,15 +127,22 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data, which the workers share; every worker gets the same figures."""
-        model = self.ddp.module.eval()
-        self.council.share_(model.buffers())
+        self.council.share_(self.model.buffers())
+        sums = torch.tensor(self.score(self.council.place, self.council.num_living), dtype=torch.float64)
+        return self._evaluated(*self.council.total(sums).tolist())
+
+    def score(self, place: int, num_places: int) -> list[float]:
+        """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for inputs, targets in self._test_batches():
-            logits = model(inputs)
+        self.model.eval()
+        for inputs, targets in self._test_batches(place, num_places):
+            logits = self.model(inputs)
             right = (logits.argmax(-1) == targets).sum()
             sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
-        model.train()
-        right_total, loss_total, count = self.council.total(sums).tolist()
+        self.model.train()
+        return sums.tolist()
+
+    def _evaluated(self, right_total: float, loss_total: float, count: float, **more: Any) -> dict[str, Any]:
         if not math.isfinite(loss_total) and self.steps_done:  # the sum of all workers, who thus agree to stop
             self.diverged_at = self._not_finite_since or self.steps_done
         self.last_evaluation = {
@@ -127,6 +151,7 @@ class Trainer:
             "accuracy": right_total / count,
             "loss": loss_total / count,
             "bytes_out": self.bytes_so_far()["out"],
+            **more,
         }
         return self.last_evaluation
 
@@ -143,9 +168,8 @@ class Trainer:
             "dense": before["dense"] + stats.dense_bytes_out,
         }
 
-    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        num_examples = len(self.data.test_targets)
-        for start in range(self.council.place * _EVAL_BATCH, num_examples, self.council.num_living * _EVAL_BATCH):
+    def _test_batches(self, place: int, num_places: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(place * _EVAL_BATCH, len(self.data.test_targets), num_places * _EVAL_BATCH):
             part = slice(start, start + _EVAL_BATCH)
             inputs = self.data.prepare(self.data.test_inputs[part])
             yield inputs.to(self.device), self.data.test_targets[part].to(self.device)
@@ -154,8 +178,8 @@ class Trainer:
         """Write a checkpoint to --out, if there is one; that of a run which then diverged is kept."""
         if self.job.out is not None and not self.job.no_checkpoint and self.steps_done and self.diverged_at is None:
             state: dict[str, Any] = {"session": self.session.state_dict(), "bytes": self.bytes_so_far()}
-            if self.council.place == 0:
-                state |= {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            if self.council.place == 0 or self.is_alone:
+                state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
                 state |= {"seconds": self.seconds, "settings": settings(self.job)}
             save_checkpoint(self.job.out, self.steps_done, self.rank, state, self.council)
 
@@ -167,7 +191,9 @@ class Trainer:
         if self.rank == 0 and (changed := remark(self.job, states)):
             print(f"laconic: {changed}", file=sys.stderr, flush=True)
         lead = next(state for state in states if "model" in state)
-        self.ddp.module.load_state_dict(lead["model"])
+        if self.is_alone:
+            lead = next((state for state in states if state["session"].get("rank") == self.rank), lead)
+        self.model.load_state_dict(lead["model"])
         self.optimizer.load_state_dict(lead["optimizer"])
         self.session.load_state_dict([state["session"] for state in states])
         self.seconds, self.steps_done = lead["seconds"], step

@@ -18,6 +18,7 @@ from laconic.attach import serve
 from laconic.errors import TaskError
 from laconic.records import Recorder, forget_after
 from laconic.tasks import TASKS
+from laconic.train.gossip import trainer_for
 from laconic.train.interface import interface_bytes
 from laconic.train.job import Job
 from laconic.train.progress import Progress
@@ -41,7 +42,7 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
     device = _device(job)
     data = TASKS[job.task].load(job.data)
     with _process_group(job.backend):
-        trainer = Trainer(job, data, device)
+        trainer = trainer_for(job, data, device)
         first = trainer.resume() if job.resume else 0
         if first and job.out is not None and trainer.council.place == 0:
             forget_after(job.out, first)
@@ -51,6 +52,8 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
                 _evaluate(trainer, desk)
             for step in range(first, trainer.num_steps):
                 desk.step(trainer.step(step))
+                if step + 1 == trainer.num_steps:
+                    trainer.finish()
                 if (step + 1) % job.eval_every == 0 or step + 1 == trainer.num_steps:
                     _evaluate(trainer, desk)
                 if trainer.diverged_at is not None:

@@ -1,7 +1,15 @@
-"""When it goes: how much may be sent at a given step."""
+"""When it goes: how much may be sent at a given step, or whether a worker speaks at all."""
 
 from laconic.trigger.schedule import EveryStep, Ramp, Trigger, WarmUp
+from laconic.trigger.speech import Change, Period, Speech, TargetRate
 
-TRIGGERS: dict[str, type[Trigger]] = {"every-step": EveryStep, "warm-up": WarmUp, "ramp": Ramp}
+TRIGGERS: dict[str, type[Trigger]] = {
+    "every-step": EveryStep,
+    "warm-up": WarmUp,
+    "ramp": Ramp,
+    "period": Period,
+    "change": Change,
+    "target-rate": TargetRate,
+}
 
-__all__ = ["TRIGGERS", "EveryStep", "Ramp", "Trigger", "WarmUp"]
+__all__ = ["TRIGGERS", "Change", "EveryStep", "Period", "Ramp", "Speech", "TargetRate", "Trigger", "WarmUp"]

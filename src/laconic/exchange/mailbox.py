@@ -1,0 +1,198 @@
+"""Point to point, without a barrier: one worker asks another, whose mailbox thread answers while it trains on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.errors import PeerError
+from laconic.exchange.group import spans_world
+from laconic.exchange.traffic import Count, Traffic
+
+Answer = Callable[[int, Tensor], Tensor]  # (who asks, what it says) -> what it is told, of the same length
+Combine = Callable[[list[Tensor]], Tensor]
+
+# Gloo closes every pair of a group when one wait on it times out, so nothing here ever does; 24.8 days overflow it.
+_NEVER = timedelta(days=20)
+_KNOCK, _BODY, _REPLY, _UP, _DOWN = range(5)  # tags
+_ASKS, _PROBES = 0, 1  # what a knock is for
+_HELD_KNOCKS = 64  # at one per `patience_s`, enough for any pause that TCP survives
+_KNOCK_WORDS = 2  # int64: what for, and the bytes that follow
+
+
+class Mailbox(Protocol):
+    """One worker's end of a network on which any worker may ask any other at any time."""
+
+    rank: int
+    num_workers: int
+    traffic: Traffic
+
+    def serve(self, answer: Answer) -> None:
+        """Answer whoever asks from now on, in threads of the mailbox's own."""
+
+    def ask(self, peer: int, said: Tensor) -> Tensor:
+        """What `peer` answers; PeerError if it has died. A slow peer is waited for."""
+
+    def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
+        """combine(the tensors of all that are alive, in rank order), equal on each; uncounted if it has no kind."""
+
+    def close(self) -> None:
+        """Say no more."""
+
+
+class GlooMailbox:
+    """Over a Gloo group of its own; messages are uint8 on the CPU.
+
+    A knock of 16 bytes may come from any source. What follows it is received from its sender alone, in a thread of
+    its own, so that a slow peer holds up nobody else.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, patience_s: float) -> None:
+        self.rank, self.num_workers = group.rank(), group.size()
+        self.traffic = Traffic({"model": Count(), "average": Count()})  # of no new kinds while another thread reads it
+        self._group, self._patience_s = group, patience_s
+        self._lost: set[int] = set()
+        self._counting = threading.Lock()
+        self._knocks: dict[int, deque[dist.Work]] = {}  # Gloo drops what nobody holds
+        self._closed = False
+
+    def serve(self, answer: Answer) -> None:
+        threading.Thread(target=self._serve, args=(answer,), name="laconic-mailbox", daemon=True).start()
+
+    def _serve(self, answer: Answer) -> None:
+        failures = 0
+        while failures <= self.num_workers:  # more than there are peers to lose: the group itself is gone
+            knock = torch.empty(_KNOCK_WORDS, dtype=torch.int64)
+            try:
+                work = self._group.recv_anysource([knock], _KNOCK)
+                work.wait()
+            except RuntimeError:
+                failures += 1
+                continue
+            purpose, num_bytes = knock.tolist()
+            if purpose == _ASKS and not self._closed:
+                arguments = (work._source_rank(), num_bytes, answer)
+                threading.Thread(target=self._answer, args=arguments, name="laconic-answer", daemon=True).start()
+
+    def _answer(self, peer: int, num_bytes: int, answer: Answer) -> None:
+        with suppress(PeerError):  # who asks anew, finds out; who does not, need not know
+            reply = answer(peer, self._receive(peer, num_bytes, _BODY))
+            self._deliver(peer, reply, _REPLY)
+            self._count("model", reply.nbytes, num_bytes)
+
+    def ask(self, peer: int, said: Tensor) -> Tensor:
+        self._knock(peer, _ASKS, said.nbytes)
+        self._deliver(peer, said, _BODY)
+        reply = self._receive(peer, said.nbytes, _REPLY)
+        self._count("model", said.nbytes, reply.nbytes)
+        return reply
+
+    def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
+        """The lowest rank that is alive combines for all; the next takes its place when it is not."""
+        said = mine.contiguous().view(-1).view(torch.uint8)
+        for leader in range(self.rank):
+            with suppress(PeerError):
+                self._deliver(leader, said, _UP)
+                (num_bytes,) = self._receive(leader, 8, _DOWN).view(torch.int64).tolist()
+                told = self._receive(leader, num_bytes, _DOWN)
+                self._count(kind, said.nbytes, told.nbytes)
+                return told.view(mine.dtype)
+        heard = {self.rank: mine}
+        for peer in range(self.rank + 1, self.num_workers):
+            with suppress(PeerError):
+                heard[peer] = self._receive(peer, said.nbytes, _UP).view(mine.dtype).view(mine.shape)
+        result = combine([heard[rank] for rank in sorted(heard)])
+        told = result.contiguous().view(-1).view(torch.uint8)
+        for peer in heard:
+            if peer != self.rank:
+                with suppress(PeerError):
+                    self._deliver(peer, torch.tensor([told.nbytes]).view(torch.uint8), _DOWN)
+                    self._deliver(peer, told, _DOWN)
+                    self._count(kind, told.nbytes, said.nbytes)
+        return told.view(mine.dtype)
+
+    def close(self) -> None:
+        """The thread that waits for knocks waits on, for nobody: Gloo has no way to end it, and needs none."""
+        self._closed = True
+
+    def _knock(self, peer: int, purpose: int, num_bytes: int = 0) -> None:
+        work = self._send(peer, torch.tensor([purpose, num_bytes]), _KNOCK)
+        self._knocks.setdefault(peer, deque(maxlen=_HELD_KNOCKS)).append(work)
+
+    def _deliver(self, peer: int, message: Tensor, tag: int) -> None:
+        self._wait(self._send(peer, message, tag), peer)
+
+    def _receive(self, peer: int, num_bytes: int, tag: int) -> Tensor:
+        message = torch.empty(num_bytes, dtype=torch.uint8)
+        if peer in self._lost:
+            raise PeerError(f"rank {peer} was lost before")
+        try:
+            work = self._group.recv([message], peer, tag)
+        except RuntimeError as error:
+            raise self._gone(peer, error) from None
+        self._wait(work, peer)
+        return message
+
+    def _send(self, peer: int, message: Tensor, tag: int) -> dist.Work:
+        if peer in self._lost:
+            raise PeerError(f"rank {peer} was lost before")
+        try:
+            return self._group.send([message], peer, tag)
+        except RuntimeError as error:
+            raise self._gone(peer, error) from None
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        """Wait for as long as the peer is there.
+
+        A message whose sender dies half-way leaves Gloo waiting for ever, but the next send on that pair fails: so the
+        waiting is a thread's, which is then left behind, and a knock each `patience_s` finds out.
+        """
+        failed: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=wait, name="laconic-wait", daemon=True)
+        waiting.start()
+        while True:
+            waiting.join(self._patience_s)
+            if not waiting.is_alive():
+                break
+            self._knock(peer, _PROBES)
+        if failed:
+            raise self._gone(peer, failed[0])
+
+    def _gone(self, peer: int, error: RuntimeError) -> PeerError:
+        self._lost.add(peer)
+        cause = str(error).rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0]  # Gloo's first sentence
+        return PeerError(f"rank {peer} is gone ({cause or type(error).__name__})")
+
+    def _count(self, kind: str | None, bytes_out: int, bytes_in: int) -> None:
+        if kind is not None:
+            with self._counting:
+                self.traffic.count(kind, bytes_out, bytes_out, bytes_in)
+
+
+def open_mailbox(like: dist.ProcessGroup | None, patience_s: float) -> GlooMailbox:
+    """A mailbox over the ranks of a group, or of all; a call that all of those ranks make."""
+    like = like or dist.group.WORLD
+    assert isinstance(like, dist.ProcessGroup)
+    group = dist.new_group(
+        ranks=dist.get_process_group_ranks(like),
+        timeout=_NEVER,
+        backend="gloo",
+        use_local_synchronization=not spans_world(like),
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return GlooMailbox(group, patience_s)

@@ -1,0 +1,76 @@
+"""Who talks to whom in gossip: pure functions of (seed, step, rank), the same on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from laconic.errors import SchemeError
+from laconic.kernels.draws import hash_64
+
+GRAPHS = ("uniform", "ring", "exponential")
+_PICK, _MATCH = 0, 1  # streams of draws
+
+
+def neighbours(peers: str, rank: int, num_workers: int) -> tuple[int, ...]:
+    """Those that `rank` may ask, ascending, itself never among them.
+
+    `uniform` is everyone; `ring` the two beside it; `exponential` those at distances 1, 2, 4, ... around the ring
+    (Ying et al., NeurIPS 2021); otherwise a list of pairs like 0-1+1-2.
+    """
+    if peers == "uniform":
+        found = set(range(num_workers))
+    elif peers == "ring":
+        found = {(rank + hop) % num_workers for hop in (-1, 1)}
+    elif peers == "exponential":
+        hops = [1 << power for power in range((num_workers - 1).bit_length())]
+        found = {(rank + way * hop) % num_workers for hop in hops for way in (-1, 1)}
+    else:
+        found = {one for pair in pairs_of(peers) if rank in pair for one in pair}
+    return tuple(sorted(found - {rank}))
+
+
+def pairs_of(peers: str) -> list[tuple[int, int]]:
+    """The pairs that a list like 0-1+1-2 names."""
+    found = []
+    for text in peers.split("+"):
+        one, _, other = text.partition("-")
+        if not (one.isdecimal() and other.isdecimal()) or int(one) == int(other):
+            raise SchemeError(f"peers is {peers!r}; give {', '.join(GRAPHS)}, or pairs of ranks like 0-1+1-2")
+        found.append((int(one), int(other)))
+    return found
+
+
+def check_peers(peers: str, num_workers: int) -> None:
+    """SchemeError unless the graph joins all workers, so that what one learns can reach every other."""
+    if peers not in GRAPHS and (strange := [rank for pair in pairs_of(peers) for rank in pair if rank >= num_workers]):
+        raise SchemeError(f"peers names rank {strange[0]}, but the ranks are 0 to {num_workers - 1}")
+    reached, fresh = {0}, {0}
+    while fresh:
+        fresh = {peer for rank in fresh for peer in neighbours(peers, rank, num_workers)} - reached
+        reached |= fresh
+    if alone := sorted(set(range(num_workers)) - reached):
+        raise SchemeError(f"no way leads from rank 0 to rank {alone[0]}; add a pair to peers={peers}")
+
+
+def pick(among: Collection[int], seed: int, step: int, rank: int) -> int | None:
+    """The one that `rank` asks at a step, each as likely as the next; None if there is nobody."""
+    ordered = sorted(among)
+    return ordered[hash_64(seed, _PICK, step, rank) % len(ordered)] if ordered else None
+
+
+def matching(peers: str, seed: int, step: int, num_workers: int) -> list[int]:
+    """Each worker's partner at a step, itself where it has none: disjoint pairs of the graph, in random order.
+
+    Pairs are taken as long as both are free, so nobody stays alone beside a free neighbour.
+    """
+    partner = list(range(num_workers))
+    if peers == "uniform":
+        order = sorted(range(num_workers), key=lambda rank: hash_64(seed, _MATCH, step, rank))
+        edges = list(zip(order[::2], order[1::2], strict=False))
+    else:
+        graph = {(a, b) for a in range(num_workers) for b in neighbours(peers, a, num_workers) if a < b}
+        edges = sorted(graph, key=lambda pair: hash_64(seed, _MATCH, step, *pair))
+    for one, other in edges:
+        if partner[one] == one and partner[other] == other:
+            partner[one], partner[other] = other, one
+    return partner

@@ -1,0 +1,208 @@
+"""Gossip without a barrier: ask a peer, train on, and move when the answer comes; answer whoever asks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError, PeerError
+from laconic.exchange import Gossip, Mailbox, neighbours, pick
+from laconic.follow.letter import Letter, Letters
+from laconic.follow.vector import ModelVector
+from laconic.follow.watch import Watch
+
+
+class Free:
+    """One worker's side: `step` in the training thread, one thread for the question under way, and the mailbox's.
+
+    Only the training thread writes to the model, between its steps. Exchanges leave what they owe in a vector; what a
+    peer is told of a model that is being stepped may be half old, half new, and the sum over both ends is still
+    unchanged, because both move by what was told.
+    """
+
+    def __init__(self, mailbox: Mailbox, pattern: Gossip, vector: ModelVector, letters: Letters, watch: Watch) -> None:
+        self.traffic = mailbox.traffic
+        self.asked = self.answered = self.refused = self.late = 0
+        self.lost: dict[int, str] = {}
+        self._mailbox, self._pattern = mailbox, pattern
+        self._vector, self._letters, self._watch = vector, letters, watch
+        self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
+        self._lock = threading.Lock()
+        self._owed: Tensor | None = None  # what exchanges owe to the model
+        self._touched: set[int] = set()  # the groups in which they do
+        self._sent: list[list[int]] = []  # what left this worker since the last step
+        self._asking: dict[int, tuple[threading.Thread, float]] = {}  # peer -> (its thread, since when)
+        self._suspended: set[int] = set()
+        self._complained_of: set[int] = set()
+        self._due: set[int] = set()  # groups that wait until they may speak
+        on_cuda = vector.device.type == "cuda"
+        self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        mailbox.serve(self._answer)
+
+    def step(self, step: int, lr: float) -> None:
+        """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
+        self._apply()
+        self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
+        if not self._due or self._is_asking():
+            return
+        pattern = self._pattern
+        peer = pick(self._reachable - set(self._asking), pattern.seed, step, self._mailbox.rank)
+        if peer is None:
+            return
+        groups, self._due = sorted(self._due), set()
+        values, ready = self._vector.read(groups), None
+        if self._stream is not None:
+            values.record_stream(self._stream)
+            ready = torch.cuda.current_stream(self._vector.device).record_event()
+        arguments = (peer, groups, values, ready)
+        thread = threading.Thread(target=self._ask, args=arguments, name="laconic-ask", daemon=True)
+        self._asking[peer] = (thread, time.monotonic())
+        thread.start()
+        if pattern.mode == "wait":
+            thread.join(pattern.patience)
+            self._apply()
+
+    def _is_asking(self) -> bool:
+        """Whether an answer is still waited for; one that takes longer than the patience is no longer."""
+        now = time.monotonic()
+        with self._lock:
+            asking = dict(self._asking)
+        slow = {peer for peer, (_, since) in asking.items() if now - since > self._pattern.patience}
+        self.late += len(slow - self._suspended)
+        self._suspended = slow
+        return len(asking) > len(slow)
+
+    def _ask(self, peer: int, groups: list[int], values: Tensor, ready: torch.cuda.Event | None) -> None:
+        """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
+        try:
+            with self._beside(ready):
+                mine = self._letters.write(groups, values)
+            reply = self._mailbox.ask(peer, mine.message)
+            with self._lock, self._beside(None):
+                self.asked += 1
+                self._owe(groups, (self._letters.read(reply, peer) - mine.values) / 2)
+        except FrameError as error:
+            self._refused(peer, error)
+        except PeerError as error:
+            self._drop(peer, str(error))
+        finally:
+            with self._lock:
+                del self._asking[peer]
+
+    def _answer(self, peer: int, message: Tensor) -> Tensor:
+        """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
+        try:
+            with self._beside(None):
+                theirs, groups = self._letters.read(message, peer), self._letters.groups(message)
+        except FrameError as error:
+            self._refused(peer, error)
+            return self._letters.refuse(message)
+        with self._lock, self._beside(None):
+            mine = self._tell(groups)
+            if not torch.isfinite(mine.values).all():
+                return self._letters.refuse(message)
+            self.answered += 1
+            self._owe(groups, (theirs - mine.values) / 2)
+        return mine.message
+
+    def _tell(self, groups: Sequence[int]) -> Letter:
+        values = self._vector.read(groups)
+        return self._letters.write(
+            groups, values if self._owed is None else values + self._vector.cut(self._owed, groups)
+        )
+
+    def _owe(self, groups: list[int], delta: Tensor) -> None:
+        if self._owed is None:
+            self._owed = torch.zeros(self._vector.num_entries, device=self._vector.device)
+        self._vector.place_(self._owed, groups, self._vector.cut(self._owed, groups) + delta)
+        self._touched |= set(groups)
+        self._sent.append(groups)
+
+    def _apply(self) -> None:
+        """x += what is owed; in the training thread, between its steps."""
+        with self._lock:
+            if self._owed is not None:
+                groups = sorted(self._touched)
+                if self._stream is not None:
+                    self._owed.record_stream(torch.cuda.current_stream(self._vector.device))
+                self._vector.add_(self._vector.cut(self._owed, groups), groups)
+                self._watch.exchanged(groups)
+                self._owed, self._touched = None, set()
+                if self._stream is not None:  # what the mailbox reads next is the model after this
+                    self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
+            for groups in self._sent:
+                self._watch.sent(groups)
+            self._sent = []
+
+    @contextmanager
+    def _beside(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """On CUDA, work on a stream of our own once `ready` has happened, and end with it done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._vector.device), torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            yield
+            self._stream.synchronize()
+
+    def _refused(self, peer: int, error: FrameError) -> None:
+        self.refused += 1
+        if peer not in self._complained_of:
+            self._complained_of.add(peer)
+            _say(self._mailbox.rank, f"exchanges with rank {peer} are left out while {error}")
+
+    def _drop(self, peer: int, why: str) -> None:
+        self._reachable.discard(peer)
+        self.lost[peer] = why
+        _say(self._mailbox.rank, f"{why}; going on without it")
+
+    def settle(self) -> None:
+        """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
+        for thread, _ in list(self._asking.values()):
+            thread.join()
+        self._mailbox.meet(torch.zeros(1), lambda parts: parts[0], None)  # from here on nobody asks
+        self._apply()
+
+    def mean(self, mine: Tensor, kind: str | None) -> Tensor:
+        """The mean over all that are alive."""
+        told = self._mailbox.meet(mine.cpu(), _mean, kind)
+        return told.to(mine.device)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Those of all that are alive, in rank order; not counted."""
+        return self._mailbox.meet(mine.cpu(), torch.stack, None).view(-1, mine.numel())
+
+    @property
+    def owed(self) -> Tensor | None:
+        with self._lock:
+            return None if self._owed is None else self._owed.to("cpu", copy=True)
+
+    def owe(self, owed: Tensor | None) -> None:
+        """Take over what was owed when a state was saved."""
+        with self._lock:
+            self._owed = None if owed is None else owed.to(self._vector.device)
+            self._touched = set() if owed is None else set(range(len(self._vector.groups)))
+
+    def close(self) -> None:
+        for thread, _ in list(self._asking.values()):
+            thread.join(self._pattern.patience)
+        self._mailbox.close()
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0], dtype=torch.float64)
+    for part in parts:
+        total += part
+    return (total / len(parts)).to(parts[0].dtype)
+
+
+def _say(rank: int, message: str) -> None:
+    sys.stderr.write(f"laconic: rank {rank}: {message}\n")  # in one piece: other workers write there too
+    sys.stderr.flush()

@@ -1,0 +1,74 @@
+"""Gossip in step, for runs that can be had again bit for bit: flags are gathered, pairs drawn from (seed, step)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.exchange import Gossip, Medium, matching
+from laconic.follow.letter import Letters
+from laconic.follow.vector import ModelVector
+from laconic.follow.watch import Watch
+
+
+class Matched:
+    """One worker's side; every worker calls each method at the same time."""
+
+    def __init__(self, medium: Medium, pattern: Gossip, vector: ModelVector, letters: Letters, watch: Watch) -> None:
+        self.medium = medium
+        self.traffic = medium.traffic
+        self.asked = self.answered = self.refused = self.late = 0
+        self.lost: dict[int, str] = {}
+        self._pattern, self._vector, self._letters, self._watch = pattern, vector, letters, watch
+
+    def step(self, step: int, lr: float) -> None:
+        """x += (x_peer - x)/2 for the groups that one of a pair wants to exchange."""
+        medium, pattern = self.medium, self._pattern
+        wanted = self._watch.wants(step, lr, patiently=True)
+        flags = torch.zeros(len(self._vector.groups), dtype=torch.uint8)
+        flags[torch.tensor(wanted, dtype=torch.int64)] = 1
+        everyone = medium.all_gather(flags.to(self._vector.device), "flags").cpu()
+        partner = matching(pattern.peers, pattern.seed, step, medium.num_workers)[medium.rank]
+        groups = torch.nonzero(everyone[medium.rank] | everyone[partner]).view(-1).tolist()
+        if partner == medium.rank or not groups:
+            medium.swap(flags[:0].to(self._vector.device), medium.rank, "model")
+            return
+        mine = self._letters.write(groups, self._vector.read(groups))
+        theirs = medium.swap(mine.message.to(self._vector.device), partner, "model").cpu()
+        self._vector.add_((self._letters.read(theirs, partner) - mine.values) / 2, groups)
+        self._watch.sent(groups)
+        self._watch.exchanged(groups)
+        if wanted:
+            self.asked += 1
+        else:
+            self.answered += 1
+
+    def settle(self) -> None:
+        """Nothing is ever under way between two steps."""
+
+    def mean(self, mine: Tensor, kind: str | None) -> Tensor:
+        """The mean over all workers."""
+        total = mine.clone()
+        if kind is None:
+            before = self.traffic.copy()
+        self.medium.all_reduce_(total, kind or "measured")
+        if kind is None:
+            self.traffic.by_kind = before
+        return total / self.medium.num_workers
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Everyone's, in rank order; not counted."""
+        before = self.traffic.copy()
+        gathered = self.medium.all_gather(mine.to(self._vector.device), "measured").to(mine.device)
+        self.traffic.by_kind = before
+        return gathered
+
+    @property
+    def owed(self) -> Tensor | None:
+        return None
+
+    def owe(self, owed: Tensor | None) -> None:
+        """Nothing is ever owed between two steps."""
+
+    def close(self) -> None:
+        """The medium belongs to whoever made it."""

@@ -1,0 +1,133 @@
+"""A model as one vector, cut into groups that may travel on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import SchemeError
+from laconic.layout import Layout, Span
+
+_SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
+_RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Neighbours in the vector that travel together: parameters, and the normalisation buffers that go with them."""
+
+    start: int
+    stop: int
+    num_trained: int  # entries of parameters, which come first; buffers follow their weights but do not count as change
+
+    @property
+    def num_entries(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def trained(self) -> slice:
+        return slice(self.start, self.start + self.num_trained)
+
+
+class ModelVector:
+    """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local."""
+
+    def __init__(self, model: nn.Module, per: str) -> None:
+        # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
+        trained = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+        running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if b.is_floating_point()}
+        devices = {tensor.device for tensor in trained.values()}
+        if len(devices) != 1:
+            raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
+        if strange := [name for name, p in trained.items() if not p.is_floating_point()]:
+            raise SchemeError(f"{strange[0]!r} is {trained[strange[0]].dtype}; laconic exchanges real numbers only")
+        self.device = devices.pop()
+        families = _by_tensor(trained, running) if per == "tensor" else [(list(trained), list(running))]
+        self._tensors: dict[str, Tensor] = {}
+        groups, start = [], 0
+        for weights, buffers in families:
+            self._tensors |= {name: trained[name] for name in weights} | {name: running[name] for name in buffers}
+            num_trained = sum(trained[name].numel() for name in weights)
+            stop = start + num_trained + sum(running[name].numel() for name in buffers)
+            groups.append(TensorGroup(start, stop, num_trained))
+            start = stop
+        self.groups = tuple(groups)
+        self.layout = Layout.of(list(self._tensors), [t.numel() for t in self._tensors.values()])
+        self.num_entries = start
+
+    def read(self, groups: Sequence[int] | None = None) -> Tensor:
+        """A float32 copy of the named groups, end to end; of the whole model if none are named."""
+        pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(groups)]
+        return torch.cat([piece.to(torch.float32) for piece in pieces])
+
+    def sample(self, k: int) -> Tensor:
+        """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it."""
+        group = self.groups[k]
+        apart = group.num_trained // _SAMPLE_ENTRIES
+        spans = [s for s in self.layout.spans if group.start <= s.start and s.stop <= group.trained.stop]
+        pieces = []
+        for span in spans:
+            flat = self._tensors[span.name].detach().reshape(-1)
+            runs = span.num_entries // _RUN_ENTRIES
+            if apart > 1 and runs >= apart:
+                flat = flat[: runs * _RUN_ENTRIES].view(runs, _RUN_ENTRIES)[::apart].reshape(-1)
+            pieces.append(flat.to(torch.float32))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+
+    @torch.no_grad()
+    def add_(self, delta: Tensor, groups: Sequence[int] | None = None) -> None:
+        """Add a vector like that of `read` to the model."""
+        for tensor, piece in self._pieces(delta, groups):
+            tensor.add_(piece)
+
+    @torch.no_grad()
+    def write_(self, values: Tensor) -> None:
+        """Overwrite the whole model."""
+        for tensor, piece in self._pieces(values, None):
+            tensor.copy_(piece)
+
+    def cut(self, flat: Tensor, groups: Sequence[int]) -> Tensor:
+        """The entries of these groups, end to end, out of a vector of the whole model."""
+        return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in groups])
+
+    def place_(self, flat: Tensor, groups: Sequence[int], values: Tensor) -> None:
+        """Overwrite the entries of these groups in a vector of the whole model."""
+        start = 0
+        for k in groups:
+            group = self.groups[k]
+            flat[group.start : group.stop] = values[start : start + group.num_entries]
+            start += group.num_entries
+
+    def count(self, groups: Sequence[int]) -> int:
+        """The entries of these groups."""
+        return sum(self.groups[k].num_entries for k in groups)
+
+    def _spans(self, groups: Sequence[int] | None) -> list[Span]:
+        if groups is None:
+            return list(self.layout.spans)
+        wanted = [self.groups[k] for k in groups]
+        return [
+            s for g in wanted for s in self.layout.spans if g.start <= s.start and s.stop <= g.stop and s.stop > s.start
+        ]
+
+    def _pieces(self, flat: Tensor, groups: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
+        found, start = [], 0
+        for span in self._spans(groups):
+            tensor = self._tensors[span.name]
+            found.append((tensor, flat[start : start + span.num_entries].view(tensor.shape)))
+            start += span.num_entries
+        return found
+
+
+def _by_tensor(trained: Mapping[str, Tensor], running: Mapping[str, Tensor]) -> list[tuple[list[str], list[str]]]:
+    """A group for each parameter; a module's buffers go with its first, or with the model's where it has none."""
+    families: dict[str, list[str]] = {name: [] for name in trained}
+    first: dict[str, str] = {}
+    for name in trained:
+        first.setdefault(name.rpartition(".")[0], name)
+    for name in running:
+        families[first.get(name.rpartition(".")[0], next(iter(trained)))].append(name)
+    return [([name], buffers) for name, buffers in families.items()]

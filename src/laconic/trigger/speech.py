@@ -1,0 +1,119 @@
+"""When a worker of a gossip has something to say: by the clock, or by how far its model has moved.
+
+Distances are squares: change_k = ||x_k - last_k||^2 and size_k = ||last_k||^2 of a tensor group k with n_k entries,
+where last_k is the group after its last exchange; `lr_ratio` is the learning rate over its largest so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from laconic.errors import SchemeError
+
+_PER = ("model", "tensor")
+_GAIN = 4.0  # one model sent multiplies a moving bar by this; 16 was no better
+_LEAST_LR_RATIO = 1e-3  # a schedule that ends at zero would let everything speak in its last step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """Every `steps` steps, whatever has changed; a worker's first turn is drawn, so that not all speak at once."""
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps < math.inf:
+            raise SchemeError(f"Period.steps is {self.steps}; give 1 or more")
+
+    def density(self, step: int, target: float) -> float:
+        return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """What bounds a trigger that looks at the model: whole groups of it, and the shortest and longest silence."""
+
+    per: str = "model"  # what speaks on its own: the model, or each tensor
+    shortest: int = 1  # steps between two exchanges of a group at least
+    longest: int = 200  # and at most
+    warmup: int = 0  # steps at the start, in each of which everything speaks
+    moves: ClassVar[bool] = False  # whether the bar follows what is spent
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if self.per not in _PER:
+            raise SchemeError(f"{name}.per is {self.per!r}; give {' or '.join(_PER)}")
+        if not 1 <= self.shortest <= self.longest:
+            raise SchemeError(
+                f"{name} has shortest={self.shortest} and longest={self.longest}; give 1 <= shortest <= longest"
+            )
+        if self.warmup < 0:
+            raise SchemeError(f"{name}.warmup is {self.warmup}; give 0 or more steps")
+
+    def density(self, step: int, target: float) -> float:
+        return target
+
+    def must(self, step: int, gap: int) -> bool | None:
+        """Whether a group speaks whatever it changed, `gap` steps after its last exchange; None: look at it."""
+        if step < self.warmup or gap >= self.longest:
+            return True
+        return False if gap < self.shortest else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Gaps):
+    """||x - last|| > threshold * lr_ratio * ||last||: the model has moved enough (after Ho, Wu, Liu, CCGRID 2018).
+
+    A constant bar would go silent as the learning rate falls and leave the replicas unequal, hence lr_ratio (ours).
+    """
+
+    threshold: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.threshold > 0:
+            raise SchemeError(f"Change.threshold is {self.threshold}; give a relative change above 0")
+
+    def loudness(self, change: float, size: float, num_entries: int, lr_ratio: float) -> float:
+        """(||x - last|| / (lr_ratio * ||last||))^2, to be held against the bar."""
+        return change / max(size, 1e-30) / _floor(lr_ratio)
+
+    @property
+    def bar(self) -> float:
+        return self.threshold**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRate(Gaps):
+    """change_k / n_k^1.5 > bar * lr_ratio^2, the bar moving so that `rate` models leave a worker per step (ours).
+
+    An exchange of a group takes about change_k of disagreement away and costs n_k entries, so those groups speak in
+    which an entry sent does most; small tensors weigh more than their entries, hence 1.5. bar *= 4^(sent - rate).
+    """
+
+    moves: ClassVar[bool] = True
+
+    per: str = "tensor"
+    rate: float = 0.12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rate <= 2:
+            raise SchemeError(f"TargetRate.rate is {self.rate}; give models sent per step and worker, in (0, 2]")
+
+    def loudness(self, change: float, size: float, num_entries: int, lr_ratio: float) -> float:
+        """change_k / (n_k^1.5 * lr_ratio^2), to be held against the bar."""
+        return change / (num_entries * math.sqrt(num_entries)) / _floor(lr_ratio)
+
+    def moved(self, bar: float, share_sent: float) -> float:
+        """The bar after a step in which this worker sent `share_sent` models, asked or answering."""
+        return bar * math.pow(_GAIN, share_sent - self.rate)
+
+
+Speech = Period | Change | TargetRate
+
+
+def _floor(lr_ratio: float) -> float:
+    return max(lr_ratio, _LEAST_LR_RATIO) ** 2

@@ -1,0 +1,396 @@
+"""Gossip: who talks to whom, when, and that the sum over all models is unchanged whatever the delays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossiping import Learner, Small, free, learner_at, matched
+from laconic import Follower, SchemeError, StateError, attach, follow, parse
+from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
+from laconic.exchange.peers import GRAPHS
+from laconic.follow.vector import ModelVector
+from laconic.follow.watch import Watch
+from laconic.trigger import Change, EveryStep, Period, TargetRate
+from parts import gossip_texts
+
+LIST = "0-1+1-2+2-3+3-4+4-5+5-6+6-7"
+FREE = [text for text in gossip_texts() if "mode=matched" not in text]
+MATCHED = [text for text in gossip_texts() if "mode=matched" in text]
+
+
+# Who talks to whom
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("peers", GRAPHS)
+def test_neighbours_know_each_other_and_reach_everyone(peers: str, num_workers: int) -> None:
+    check_peers(peers, num_workers)
+    for rank in range(num_workers):
+        for peer in neighbours(peers, rank, num_workers):
+            assert peer != rank and rank in neighbours(peers, peer, num_workers)
+    at_most = {"uniform": num_workers - 1, "ring": 2, "exponential": 2 * math.ceil(math.log2(num_workers or 1))}
+    assert all(len(neighbours(peers, rank, num_workers)) <= at_most[peers] for rank in range(num_workers))
+
+
+@pytest.mark.parametrize("peers,num_workers", [*itertools.product(GRAPHS, [1, 2, 5, 8]), (LIST, 8)])
+def test_a_matching_is_made_of_disjoint_pairs_of_neighbours(peers: str, num_workers: int) -> None:
+    met = set()
+    for step in range(60):
+        partner = matching(peers, 3, step, num_workers)
+        assert partner == matching(peers, 3, step, num_workers)
+        assert all(partner[partner[rank]] == rank for rank in range(num_workers))
+        pairs = {(a, b) for a, b in enumerate(partner) if a != b}
+        assert all(b in neighbours(peers, a, num_workers) for a, b in pairs)
+        alone = [rank for rank in range(num_workers) if partner[rank] == rank]
+        assert not any(b in neighbours(peers, a, num_workers) for a, b in itertools.combinations(alone, 2))
+        met |= pairs
+    assert met == {(a, b) for a in range(num_workers) for b in neighbours(peers, a, num_workers)}
+
+
+def test_a_pick_is_even_and_depends_on_seed_step_and_rank_alone() -> None:
+    picked = [pick({1, 4, 6}, 7, step, 2) for step in range(3000)]
+    assert picked == [pick([6, 1, 4], 7, step, 2) for step in range(3000)]
+    # 1,000 expected of each; the deviation of such a count is 26.
+    assert all(abs(picked.count(peer) - 1000) < 130 for peer in (1, 4, 6))
+    assert picked != [pick({1, 4, 6}, 8, step, 2) for step in range(3000)]
+    assert picked != [pick({1, 4, 6}, 7, step, 3) for step in range(3000)]
+    assert pick([], 0, 0, 0) is None
+
+
+def test_a_wrong_list_of_peers_says_what_to_write() -> None:
+    for text, cure in {"0-1+2": "like 0-1+1-2", "0-0": "like 0-1+1-2", "star": "uniform, ring, exponential"}.items():
+        with pytest.raises(SchemeError, match=cure.replace("+", r"\+")):
+            parse(f"gossip:peers={text}")
+    with pytest.raises(SchemeError, match="ranks are 0 to 2"):
+        check_peers("0-1+1-3", 3)
+    with pytest.raises(SchemeError, match="to rank 2; add a pair"):
+        check_peers("0-1+2-3", 4)
+
+
+# When
+
+
+def _watch(trigger: EveryStep | Period | Change | TargetRate, model: nn.Module, rank: int = 0) -> Watch:
+    return Watch(trigger, ModelVector(model, getattr(trigger, "per", "model")), 0, rank)
+
+
+def _said(
+    trigger: EveryStep | Period | Change | TargetRate, steps: int, rates: list[float] | None = None
+) -> tuple[list[list[int]], Watch]:
+    """What a model that takes steps of a random direction says; each thing said is exchanged at once."""
+    torch.manual_seed(0)
+    model = Small()
+    watch, said = _watch(trigger, model), []
+    for step in range(steps):
+        lr = rates[step] if rates else 1.0
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p), alpha=0.001 * lr)
+        groups = watch.wants(step, lr, patiently=True)
+        watch.sent(groups)
+        watch.exchanged(groups)
+        said.append(groups)
+    return said, watch
+
+
+def test_every_step_and_every_nth() -> None:
+    assert all(groups == [0] for groups in _said(EveryStep(), 5)[0])
+    for steps in (1, 3, 7.5):
+        said = [bool(groups) for groups in _said(Period(steps=steps), 60)[0]]
+        assert abs(sum(said) - 60 / steps) <= 1
+        gaps = [b - a for a, b in itertools.pairwise([t for t, spoke in enumerate(said) if spoke])]
+        assert all(abs(gap - steps) < 1 for gap in gaps)
+    first = {_first_turn(rank) for rank in range(8)}
+    assert len(first) > 3  # not all workers speak at once
+
+
+def _first_turn(rank: int) -> int:
+    watch = _watch(Period(steps=20), Small(), rank)
+    return next(t for t in range(21) if watch.wants(t, 1.0, patiently=True))
+
+
+@pytest.mark.parametrize("per", ["model", "tensor"])
+def test_change_speaks_when_the_model_has_moved_by_the_threshold(per: str) -> None:
+    """Looking rarely finds the same step as looking always, to a tenth of the way on average; and never before."""
+    torch.manual_seed(0)
+    model = Small()
+    vector = ModelVector(model, per)
+    watch, last = _watch(Change(threshold=0.05, per=per, longest=1000), model), vector.read()
+    spoke, late = dict.fromkeys(range(len(vector.groups)), -1), []
+    over: dict[int, int] = {}
+    for step in range(300):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p), alpha=0.001)
+        now = vector.read()
+        for k, group in enumerate(vector.groups):
+            moved = (now[group.trained] - last[group.trained]).norm() / last[group.trained].norm()
+            if moved > 0.05:
+                over.setdefault(k, step)
+        for k in (said := watch.wants(step, 1.0, patiently=True)):
+            assert k in over, "it spoke before it had moved so far"
+            late.append((step - over.pop(k)) / (step - spoke[k]))
+            spoke[k] = step
+            group = vector.groups[k]
+            last[group.start : group.stop] = now[group.start : group.stop]
+        watch.exchanged(said)
+    # Half of the foretold way is slept through, and a few entries may go it faster than foretold.
+    assert late and max(late) <= 0.6 and sum(late) / len(late) < 0.1
+    assert watch.passes < 200  # of 300 steps
+
+
+def test_change_follows_the_learning_rate() -> None:
+    """A model that moves as its learning rate does speaks as often at a hundredth of it; without the factor never."""
+    rates = [1.0] * 200 + [0.01] * 200
+    said, _ = _said(Change(threshold=0.02, longest=1000), 400, rates)
+    early, late = (sum(map(bool, part)) for part in (said[20:200], said[220:]))
+    assert early > 4 and 0.6 < late / early < 1.7
+
+
+def test_shortest_longest_and_warm_up() -> None:
+    said, _ = _said(Change(threshold=1e-6, shortest=4), 60)
+    assert [t for t, groups in enumerate(said) if groups] == list(range(3, 60, 4))
+    said, _ = _said(Change(threshold=1e6, longest=10, warmup=3), 33)
+    assert [t for t, groups in enumerate(said) if groups] == [0, 1, 2, 12, 22, 32]
+
+
+@pytest.mark.parametrize("per", ["model", "tensor"])
+@pytest.mark.parametrize("rate", [0.3, 0.05])
+def test_a_target_rate_is_held_while_the_learning_rate_falls(rate: float, per: str) -> None:
+    steps = 600
+    rates = [0.5 * (1 + math.cos(math.pi * t / steps)) for t in range(steps)]
+    said, watch = _said(TargetRate(rate=rate, per=per), steps, rates)
+    vector = ModelVector(Small(), per)
+    half = [
+        sum(vector.count(groups) for groups in part) / vector.num_entries / len(part)
+        for part in (said[100:350], said[350:])
+    ]
+    assert all(0.7 * rate < found < 1.4 * rate for found in half), half
+    assert watch.passes < steps  # the large tensor, which is most of the model, is looked at rarely
+
+
+def test_a_bar_does_not_fall_while_nothing_can_be_sent() -> None:
+    model = Small()
+    watch = _watch(TargetRate(rate=0.5), model)
+    assert watch.wants(0, 0.0, patiently=True) == []
+    assert watch.state_dict()["bar"] is None  # nothing has moved yet
+    with torch.no_grad():
+        model.body.weight.add_(1.0)
+    watch.wants(0, 1.0, patiently=True)
+    bars = []
+    for step in range(1, 40):
+        watch.wants(step, 1.0, patiently=True, held_up=step > 20)
+        bars.append(watch.state_dict()["bar"])
+    assert bars[18] < bars[0] and bars[19:] == [bars[19]] * len(bars[19:])
+
+
+def test_small_tensors_speak_more_often_under_a_target_rate() -> None:
+    said, _ = _said(TargetRate(rate=0.05), 300)
+    vector = ModelVector(Small(), "tensor")
+    count = {group.num_entries: sum(k in groups for groups in said) for k, group in enumerate(vector.groups)}
+    assert count[5] > count[200] > count[1200] > 0
+
+
+# What travels
+
+
+def test_buffers_travel_with_the_weights_of_their_module() -> None:
+    vector = ModelVector(Small(), "tensor")
+    sizes = dict(zip([group.num_trained for group in vector.groups], vector.groups, strict=True))
+    assert len(vector.groups) == 6 and vector.num_entries == 1200 + 40 + 80 + 80 + 205
+    norm = next(group for group in vector.groups if group.num_entries == 120)
+    assert norm.num_trained == 40 and sizes  # the weight, then running mean and variance
+    assert len(ModelVector(Small(), "model").groups) == 1
+
+
+def test_a_large_group_is_measured_by_a_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1500, 1500)
+    vector = ModelVector(model, "tensor")
+    before = [vector.sample(k) for k in range(2)]
+    assert 65_536 <= before[0].numel() < 80_000 and before[1].numel() == 1500
+    with torch.no_grad():
+        model.weight.add_(torch.randn_like(model.weight), alpha=0.01)
+    moved = (vector.sample(0) - before[0]).square().mean().sqrt()
+    assert abs(moved / 0.01 - 1) < 0.01  # 66,000 draws: a deviation of 0.3 %
+
+
+def test_a_vector_reads_and_adds_groups() -> None:
+    torch.manual_seed(1)
+    model = Small()
+    vector = ModelVector(model, "tensor")
+    before, groups = vector.read(), [1, 4]
+    vector.add_(torch.ones(vector.count(groups)), groups)
+    moved = vector.read() - before
+    assert torch.equal(vector.cut(moved, groups).round(), torch.ones(vector.count(groups)))
+    assert int(moved.round().sum()) == vector.count(groups)
+    vector.write_(before)
+    assert torch.equal(vector.read(), before)
+
+
+# In step
+
+
+def _vectors(learners: list[Learner]) -> Tensor:
+    return torch.stack([learner.follower.read() for learner in learners])
+
+
+@pytest.mark.parametrize("text", MATCHED)
+def test_a_matched_run_is_had_again_bit_for_bit(text: str) -> None:
+    first, again = ([learner for learner, _ in matched(text, 4, 12)] for _ in range(2))
+    assert torch.equal(_vectors(first), _vectors(again))
+    assert [learner.follower.stats().bytes_out for learner in first] == [
+        learner.follower.stats().bytes_out for learner in again
+    ]
+
+
+@pytest.mark.parametrize("text", MATCHED)
+def test_frozen_matched_workers_keep_the_mean_of_all_models(text: str) -> None:
+    def work(medium: InProcess) -> tuple[Tensor, Tensor]:
+        learner = Learner(text, medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
+        learner.drift(0)
+        before = learner.follower.read()
+        for _ in range(20):
+            learner.follower.step()
+        return before, learner.follower.read()
+
+    before, after = (torch.stack(rows).double() for rows in zip(*in_process(4, work), strict=True))
+    torch.testing.assert_close(after.mean(0), before.mean(0), atol=2e-6, rtol=0)  # float32 additions to values near 1
+
+
+@pytest.mark.parametrize("text", MATCHED)
+def test_matched_workers_learn_and_agree(text: str) -> None:
+    results = matched(text, 4, 60)
+    for _, losses in results:
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    models = _vectors([learner for learner, _ in results])
+    spread = (models - models.mean(0)).norm() / models.mean(0).norm()
+    assert spread < 0.5
+
+
+@pytest.mark.parametrize("text", MATCHED)
+def test_five_matched_steps_saved_and_five_more_are_ten(text: str) -> None:
+    half = [learner for learner, _ in matched(text, 4, 5)]
+    saved = [
+        {
+            "model": learner.model.state_dict(),
+            "optimizer": learner.optimizer.state_dict(),
+            "follower": learner.follower.state_dict(),
+        }
+        for learner in half
+    ]
+    rest = [learner for learner, _ in matched(text, 4, 5, first=5, load=saved)]
+    whole = [learner for learner, _ in matched(text, 4, 10)]
+    assert torch.equal(_vectors(rest), _vectors(whole))
+    assert rest[0].follower.state_dict().keys() == whole[0].follower.state_dict().keys()
+
+
+# Without a barrier
+
+
+@pytest.mark.parametrize("text", FREE)
+def test_frozen_workers_keep_the_mean_of_all_models_whatever_the_delays(text: str) -> None:
+    """Learning is frozen, models begin apart; exchanges cross each other, and the mean stays, to float rounding."""
+    starts: dict[int, Tensor] = {}
+
+    def work(learner: Learner) -> None:
+        with torch.no_grad():
+            for p in learner.model.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(learner.rank)))
+        starts[learner.rank] = learner.follower.read()
+        for _ in range(80):
+            learner.follower.step()
+        learner.follower._side.settle()
+
+    learners = free(text, 5, work, lr=0.1, longest_delay_s=0.001)
+    before, after = torch.stack([starts[r] for r in range(5)]), _vectors(learners)
+    stats = [learner.follower.stats() for learner in learners]
+    assert sum(s.asked for s in stats) == sum(s.answered for s in stats) > 0
+    # A few hundred float32 additions to values up to 4: each errs by 2e-7 at most.
+    torch.testing.assert_close(after.double().mean(0), before.double().mean(0), atol=5e-6, rtol=0)
+    assert sum(s.bytes_out for s in stats) == sum(s.bytes_in for s in stats)
+    if "every" in text:  # enough exchanges to see them meet
+        assert (after - after.mean(0)).norm() < 0.5 * (before - before.mean(0)).norm()
+
+
+def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
+    losses: dict[int, list[float]] = {}
+
+    def work(learner: Learner) -> None:
+        losses[learner.rank] = [learner.step(number) for number in range(60)]
+        learner.follower.average_()
+
+    learners = free("gossip:rate=0.3", 4, work, lr=0.1)
+    models = _vectors(learners)
+    assert all(torch.equal(models[0], model) for model in models)
+    assert all(sum(of[-5:]) < 0.5 * sum(of[:5]) for of in losses.values())
+    assert "4 workers" in str(learners[0].follower.stats())
+
+
+def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    boxes = local_mailboxes(3)
+    learners = [learner_at(box, "gossip-every", 0.1) for box in boxes]
+    learners[2].follower.close()
+    for number in range(12):
+        for learner in learners[:2]:
+            learner.step(number)
+    for learner in learners[:2]:
+        stats = learner.follower.stats()
+        assert list(stats.lost) == [2] and stats.asked >= 10
+        assert "without rank 2" in str(stats)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("rank 2 is gone" in line and "going on without it" in line for line in said)
+
+
+def test_a_model_that_is_not_finite_is_not_taken_in(capsys: pytest.CaptureFixture[str]) -> None:
+    boxes = local_mailboxes(2)
+    learners = [learner_at(box, "gossip-every", 0.1) for box in boxes]
+    with torch.no_grad():
+        next(learners[1].model.parameters())[0] = torch.nan
+    for learner in learners:
+        learner.follower.step()
+    assert torch.isfinite(learners[0].follower.read()).all()
+    assert sum(learner.follower.stats().refused for learner in learners) >= 2
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_states_are_checked() -> None:
+    box = local_mailboxes(1)[0]
+    learner = learner_at(box, "gossip", 0.1)
+    saved = learner.follower.state_dict()
+    learner.follower.load_state_dict(saved)
+    with pytest.raises(StateError, match="same number of workers"):
+        learner.follower.load_state_dict({**saved, "num_workers": 3})
+    with pytest.raises(StateError, match="another model"):
+        learner.follower.load_state_dict({**saved, "groups": [5]})
+    with pytest.raises(StateError, match="no state of a follower"):
+        learner.follower.load_state_dict({"format": 1})
+
+
+def test_gossip_is_followed_not_attached() -> None:
+    model = Small()
+    with pytest.raises(SchemeError, match=r"use laconic.follow\(model, optimizer, scheme\)"):
+        attach(model, "gossip")  # type: ignore[arg-type]
+    with pytest.raises(SchemeError, match=r"use laconic.attach"):
+        follow(model, torch.optim.SGD(model.parameters(), lr=0.1), "dense")
+    with pytest.raises(SchemeError, match=r"init_process_group\(\) first"):
+        follow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_wrong_compositions_name_their_cure() -> None:
+    for text, cure in {
+        "scheme:exchange=gossip,trigger=warm-up(steps=3)": "TargetRate",
+        "scheme:trigger=period(steps=3)": "EveryStep",
+        "scheme:exchange=gossip,select=topk(rho=0.1)": "Everything",
+        "gossip:mode=fast": "free, wait, matched",
+        "gossip:rate=0": r"in \(0, 2\]",
+        "gossip:trigger=change(per=layer)": "model or tensor",
+        "gossip-period:steps=0.5": "1 or more",
+    }.items():
+        with pytest.raises(SchemeError, match=cure):
+            parse(text)
