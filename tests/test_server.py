@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import virtual
-from laconic import FrameError, Scheme, ServerLostError, Session, parse, serve
+from ddp_training import start
+from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
 from laconic.attach.serve import meet
 from laconic.exchange import InProcess, Served, Shares, in_process
 from laconic.layout import Bucket, Layout
@@ -20,7 +22,7 @@ from laconic.quantize import Sign, Trits
 from laconic.session.owner import Owner
 from laconic.wire import FrameShape
 from virtual import LAYOUTS, gradients, one_step
-from workers import WorkerPool
+from workers import WorkerPool, flat_parameters
 
 
 def made(text: str) -> Scheme:
@@ -292,3 +294,34 @@ def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
             owner.answer({0: frame, 5: spoilt}, layout, step=0, bucket=0)
     with pytest.raises(FrameError, match="rank 5"):
         owner.answer({0: frame, 5: shape.write_overflow(frame.device, step=1, bucket=0)}, layout, step=0, bucket=0)
+
+
+def _ten_steps_or_five_and_five(text: str) -> bool:
+    """Whether weights and states are the same after ten steps and after five, a checkpoint, and five more."""
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            serve(text, servers=[0])
+        return True
+    workers = dist.new_group([1, 2, 3], use_local_synchronization=True)
+    ends: list[tuple[Tensor, Tensor]] = []
+    saved: dict[str, Any] = {}
+    for first in (0, 5):
+        run = start(None, process_group=workers)
+        session = attach(run.ddp, text, servers=[0])
+        if first:
+            run.ddp.module.load_state_dict(saved["model"])
+            session.load_state_dict(saved["session"])
+        for step in range(first, 10):
+            if step == 5 and not first:
+                saved = {"model": copy.deepcopy(run.ddp.module.state_dict()), "session": session.state_dict()}
+            run.step(step)
+        state = session.state_dict()
+        if dist.get_rank() == 1:
+            assert len(state["servers"]) == 1 and state["servers"][0].numel() > 4 * 1000
+        ends.append((flat_parameters(run.ddp), state["memory"]["residual"]["body.weight"]))
+        session.close()
+    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(four_workers: WorkerPool) -> None:
+    assert all(four_workers.run(_ten_steps_or_five_and_five, "overlap:rho=0.05,per=parameter,down_rho=0.1"))
