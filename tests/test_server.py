@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from laconic.attach.serve import meet
 from laconic.exchange import InProcess, Served, Shares, in_process
 from laconic.layout import Bucket, Layout
 from laconic.quantize import Sign, Trits
+from laconic.records import read
 from laconic.session.owner import Owner
+from laconic.train import Job, verdict, work_in_process
+from laconic.train.result import Result
 from laconic.wire import FrameShape
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, flat_parameters
@@ -48,6 +52,25 @@ def test_shares_are_pieces_of_every_parameter_and_lead_back(num_shares: int) -> 
     assert all(bool((at[1:] > at[:-1]).all()) for at in places)
     everything = torch.cat([shares.positions(p, torch.arange(own.num_entries)) for p, own in enumerate(shares.layouts)])
     assert torch.equal(everything.sort().values, torch.arange(layout.num_entries))
+
+
+def test_a_job_with_servers_fails_with_a_server_or_with_all_workers() -> None:
+    job = Job(scheme="overlap", servers=1, workers=3)
+    assert verdict([None, -9, None, 0], job) == verdict([0, -9, 0, 1], job) == 0
+    assert verdict([-9, None, None, None], job) == 137 and verdict([0, -9, 1, 1], job) == 1
+    assert verdict([0, 3, 3, 3], job) == 3
+    assert verdict([0, -9, None, None], Job(scheme="dense", servers=1, workers=3)) == 137  # nobody there to notice
+
+
+def test_virtual_workers_train_and_lie_on_request(tmp_path: Path) -> None:
+    told: list[Result] = []
+    for flipped in (0, 3):
+        out = tmp_path / str(flipped)
+        job = Job(scheme="sign", workers=3, servers=1, steps=3, batch=2, in_process=True, flipped=flipped, out=out)
+        assert work_in_process(job, told.append, lambda said: None) == 0
+        assert [fact["step"] for fact in read(out, "step")] == [1, 2, 3]
+    honest, lying = told
+    assert honest.loss < lying.loss and honest.server_bytes_out == 3 * honest.bytes_in
 
 
 def _answer(text: str, given: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
