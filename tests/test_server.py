@@ -94,10 +94,14 @@ def test_answers_take_the_smallest_form(rho: float) -> None:
     flat, num_bytes = _answer(f"topk:rho={rho},quantize=none,exchange=server", given, layout)
     size = int((flat != 0).sum())
     quantize = made("topk:quantize=none").frame_answers[1]
-    assert num_bytes == min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes)
+    assert (
+        0.8 < num_bytes / min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes) <= 1
+    )
     votes, num_bytes = _answer(f"sparse-sign:rho={rho}", given, layout)
     decided = int((votes != 0).sum())
-    assert num_bytes == min(FrameShape(n, decided, 0, Sign()).num_bytes, FrameShape(n, n, 0, Trits()).num_bytes)
+    assert (
+        0.8 < num_bytes / min(FrameShape(n, decided, 0, Sign()).num_bytes, FrameShape(n, n, 0, Trits()).num_bytes) <= 1
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 4, 5])
