@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import virtual
-from laconic import FrameError, Scheme, ServerLostError, Session, parse, serve
+from ddp_training import start
+from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
 from laconic.attach.serve import meet
 from laconic.exchange import InProcess, Served, Shares, in_process
 from laconic.layout import Bucket, Layout
 from laconic.quantize import Sign, Trits
+from laconic.records import read
 from laconic.session.owner import Owner
+from laconic.train import Job, verdict, work_in_process
+from laconic.train.result import Result
 from laconic.wire import FrameShape
 from virtual import LAYOUTS, gradients, one_step
-from workers import WorkerPool
+from workers import WorkerPool, flat_parameters
 
 
 def made(text: str) -> Scheme:
@@ -48,6 +54,25 @@ def test_shares_are_pieces_of_every_parameter_and_lead_back(num_shares: int) -> 
     assert torch.equal(everything.sort().values, torch.arange(layout.num_entries))
 
 
+def test_a_job_with_servers_fails_with_a_server_or_with_all_workers() -> None:
+    job = Job(scheme="overlap", servers=1, workers=3)
+    assert verdict([None, -9, None, 0], job) == verdict([0, -9, 0, 1], job) == 0
+    assert verdict([-9, None, None, None], job) == 137 and verdict([0, -9, 1, 1], job) == 1
+    assert verdict([0, 3, 3, 3], job) == 3
+    assert verdict([0, -9, None, None], Job(scheme="dense", servers=1, workers=3)) == 137  # nobody there to notice
+
+
+def test_virtual_workers_train_and_lie_on_request(tmp_path: Path) -> None:
+    told: list[Result] = []
+    for flipped in (0, 3):
+        out = tmp_path / str(flipped)
+        job = Job(scheme="sign", workers=3, servers=1, steps=3, batch=2, in_process=True, flipped=flipped, out=out)
+        assert work_in_process(job, told.append, lambda said: None) == 0
+        assert [fact["step"] for fact in read(out, "step")] == [1, 2, 3]
+    honest, lying = told
+    assert honest.loss < lying.loss and honest.server_bytes_out == 3 * honest.bytes_in
+
+
 def _answer(text: str, given: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
     """(what every worker applies, the bytes of the one answer)."""
 
@@ -69,10 +94,14 @@ def test_answers_take_the_smallest_form(rho: float) -> None:
     flat, num_bytes = _answer(f"topk:rho={rho},quantize=none,exchange=server", given, layout)
     size = int((flat != 0).sum())
     quantize = made("topk:quantize=none").frame_answers[1]
-    assert num_bytes == min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes)
+    assert (
+        0.8 < num_bytes / min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes) <= 1
+    )
     votes, num_bytes = _answer(f"sparse-sign:rho={rho}", given, layout)
     decided = int((votes != 0).sum())
-    assert num_bytes == min(FrameShape(n, decided, 0, Sign()).num_bytes, FrameShape(n, n, 0, Trits()).num_bytes)
+    assert (
+        0.8 < num_bytes / min(FrameShape(n, decided, 0, Sign()).num_bytes, FrameShape(n, n, 0, Trits()).num_bytes) <= 1
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 4, 5])
@@ -292,3 +321,34 @@ def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
             owner.answer({0: frame, 5: spoilt}, layout, step=0, bucket=0)
     with pytest.raises(FrameError, match="rank 5"):
         owner.answer({0: frame, 5: shape.write_overflow(frame.device, step=1, bucket=0)}, layout, step=0, bucket=0)
+
+
+def _ten_steps_or_five_and_five(text: str) -> bool:
+    """Whether weights and states are the same after ten steps and after five, a checkpoint, and five more."""
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            serve(text, servers=[0])
+        return True
+    workers = dist.new_group([1, 2, 3], use_local_synchronization=True)
+    ends: list[tuple[Tensor, Tensor]] = []
+    saved: dict[str, Any] = {}
+    for first in (0, 5):
+        run = start(None, process_group=workers)
+        session = attach(run.ddp, text, servers=[0])
+        if first:
+            run.ddp.module.load_state_dict(saved["model"])
+            session.load_state_dict(saved["session"])
+        for step in range(first, 10):
+            if step == 5 and not first:
+                saved = {"model": copy.deepcopy(run.ddp.module.state_dict()), "session": session.state_dict()}
+            run.step(step)
+        state = session.state_dict()
+        if dist.get_rank() == 1:
+            assert len(state["servers"]) == 1 and state["servers"][0].numel() > 4 * 1000
+        ends.append((flat_parameters(run.ddp), state["memory"]["residual"]["body.weight"]))
+        session.close()
+    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(four_workers: WorkerPool) -> None:
+    assert all(four_workers.run(_ten_steps_or_five_and_five, "overlap:rho=0.05,per=parameter,down_rho=0.1"))

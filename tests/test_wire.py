@@ -21,6 +21,7 @@ from laconic.wire import (
     floor_bits,
     smallest_index_codec,
 )
+from laconic.wire.rice import Rice
 
 
 def _positions(n: int, k: int, seed: int) -> Tensor:
@@ -100,6 +101,31 @@ def test_frames_round_trip_at_the_foretold_length(quantizer: str, k: int, fixed:
     assert torch.equal(contents.positions, positions) and torch.equal(contents.values, values) and not contents.overflow
     silent = shape.write_overflow(frame.device, step=7, bucket=2)
     assert silent.numel() == shape.num_bytes and shape.read(silent, step=7, bucket=2, peer=0).overflow
+
+
+@pytest.mark.parametrize("k", [1, 2, 20, 100, 250, 490])
+@pytest.mark.parametrize("clustered", [False, True])
+def test_rice_frames_round_trip_and_are_no_longer(k: int, clustered: bool) -> None:
+    quantize = QUANTIZERS["bf16"]()
+    shape = FrameShape(500, k, 3, quantize)
+    positions = torch.arange(k, dtype=torch.int32) if clustered else _positions(500, k, 1)
+    codes, scale = quantize.encode(torch.randn(3 + k, generator=torch.Generator().manual_seed(2)))
+    frame = shape.write_smallest(positions, codes, scale, step=7, bucket=2)
+    assert frame.numel() <= shape.num_bytes
+    found = FrameShape.of(frame, 500, [quantize], peer=5)
+    contents = found.read(frame, step=7, bucket=2, peer=5)
+    assert torch.equal(contents.positions, positions) and torch.equal(contents.values, quantize.decode(codes, scale))
+    for byte in range(frame.numel()):
+        damaged = frame.clone()
+        damaged[byte] ^= 1 << byte % 8
+        with pytest.raises(FrameError, match="from rank 5"):
+            FrameShape.of(damaged, 500, [quantize], peer=5).read(damaged, step=7, bucket=2, peer=5)
+
+
+def test_rice_is_near_the_floor_for_random_positions() -> None:
+    for n, k in ((100_000, 10_000), (1_000_000, 10_000)):
+        words = Rice.encode(_positions(n, k, 1), n)
+        assert 32 * words.numel() < 1.03 * floor_bits(n, k)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)

@@ -36,6 +36,8 @@ class Row:
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
     diverged_at: int | None  # the step from which on some round's loss was no number
+    union: float | None = None  # |U|/k at a server
+    server_bytes_out: int | None = None  # of dedicated servers, a step: as their interfaces saw it, or as counted
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +114,7 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         name: round(first[name] / steps) if first[name] is not None else None
         for name in ("bytes_out", "bytes_in", "link_bytes_out", "link_bytes_in")
     }
+    served = first.get("server_link_bytes_out") or first.get("server_bytes_out")
     return Row(
         scheme=scheme,
         folder=folder_of(scheme),
@@ -131,6 +134,8 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
         diverged_at=_diverged_at(runs),
+        union=first.get("union"),
+        server_bytes_out=round(served / steps) if served is not None else None,
     )
 
 

@@ -120,6 +120,9 @@ def _text(found: Comparison) -> str:
         "in/step",
     ]
     head += ["on the link", "link use"] if in_lab else []
+    unions = any(row.union is not None for row in found.rows)
+    served = any(row.server_bytes_out is not None for row in found.rows)
+    head += ["|U|/k"] * unions + ["servers out/step"] * served
     gossips = any(row.worst_accuracy is not None for row in found.rows)
     last = ["ratio", "vs dense", "vs bf16", *(["worst replica", "apart"] if gossips else [])]
     rows = []
@@ -133,6 +136,7 @@ def _text(found: Comparison) -> str:
         if in_lab:
             use = None if row.link_use is None else 100 * row.link_use
             cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]
+        cells += [number(row.union, ".2f")] * unions + [number(row.server_bytes_out, ",")] * served
         cells += [number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")]
         if gossips:
             worst, apart = row.worst_accuracy, row.consensus_distance

@@ -77,5 +77,14 @@ def _text(result: Result) -> str:
     return (
         f"{result.scheme}: accuracy {100 * result.accuracy:.2f} %, loss {result.loss:.4f} after {result.steps} steps "
         f"in {result.seconds:.1f} s; {result.step_ms:.1f} ms a step ({split}); "
-        f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}"
+        f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}{_served_text(result)}"
     )
+
+
+def _served_text(result: Result) -> str:
+    """What there is to say of a server."""
+    told = [f"|U|/k {result.union:.2f}"] if result.union is not None else []
+    if result.server_bytes_out is not None:
+        told.append(f"{result.server_bytes_out:,} bytes out of servers")
+    told += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
+    return "".join(f"; {text}" for text in told)

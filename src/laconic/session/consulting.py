@@ -134,7 +134,7 @@ class Consulting(Summing):
         frame_id, frame = {"step": self._step, "bucket": len(self._seen) - 1}, None
         if mine is not None:
             codes, scale = Marks().encode(torch.empty(0, device=mine.device))
-            frame = FrameShape(n, mine.numel(), 0, Marks()).write(mine, codes, scale, **frame_id)
+            frame = FrameShape(n, mine.numel(), 0, Marks()).write_smallest(mine, codes, scale, **frame_id)
         heard = self.medium.broadcast(frame, leader)
         if not heard.numel():
             return None
@@ -156,7 +156,9 @@ class Consulting(Summing):
             own = torch.cat([fixed_values[p], chosen_values[p]])
             codes, scale = quantize.encode(own)
             num_own, num_chosen = counts[0][p], counts[1][p]
-            frames.append(_shape(shares, p, num_chosen, num_own, plan).write(places[p], codes, scale, **frame_id))
+            frames.append(
+                _shape(shares, p, num_chosen, num_own, plan).write_smallest(places[p], codes, scale, **frame_id)
+            )
             decoded = quantize.decode(codes, scale)[: own.numel()]
             said[fixed_order[at[0] : at[0] + num_own]] = decoded[:num_own]
             said[num_fixed + order[at[1] : at[1] + num_chosen]] = decoded[num_own:]

@@ -71,7 +71,7 @@ class Owner:
             held[at] += (values - said) * len(heard)
         if self._overflowed and self._undoes:
             self._restore()  # workers undo this bucket too, at the end of the step
-        return shape.write(places, codes, scale, step=step, bucket=bucket)
+        return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)
 
     def _mean(
         self, heard: Sequence[Contents], held: Tensor, fixed: Tensor, own: Layout

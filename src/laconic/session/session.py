@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Medium, Server, Silent, ring_bytes
+from laconic.exchange import Medium, Served, Server, Silent, ring_bytes
 from laconic.layout import Bucket, Layout, positions_of
 from laconic.memory import Ledger
 from laconic.quantize import Grid
@@ -184,6 +184,7 @@ class Session(Consulting):
             union=self._unions.num_answered / self._unions.num_sent if self._unions.num_sent else None,
             oldest_residual=oldest,
             never_sent=never,
+            num_living=self.medium.num_living if isinstance(self.medium, Served) else None,
             held_bytes=self._owner.num_bytes if self._owner is not None and self.scheme.holds else 0,
         )
 

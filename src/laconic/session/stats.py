@@ -34,6 +34,7 @@ class Stats:
     union: float | None = None  # |U|/k: entries that owners answered for each that a worker sent them
     oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; told on request
     never_sent: float | None = None  # share of entries that this worker has never sent; told on request
+    num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
     held_bytes: int = 0  # what this worker holds as the owner of a share
 
     @property
@@ -57,9 +58,10 @@ class Stats:
         if self.oldest_residual is not None and self.never_sent is not None:
             union += f", {100 * self.never_sent:.1f} % of entries never sent, one owed for {self.oldest_residual} steps"
         ratio += f", {self.bits_per_entry:.3g} bits an entry"
+        lost = f" ({self.num_living} living)" if self.num_living not in (None, self.num_workers) else ""
         phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
         return (
-            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
+            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers{lost}, "
             f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
             f"ms per step: {phases}; {self.kernels} kernels{passes}{union}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,6 +14,7 @@ from laconic.errors import FrameError, SchemeError
 from laconic.quantize import Quantizer
 from laconic.wire.choose import smallest_index_codec
 from laconic.wire.index_codec import IndexCodec
+from laconic.wire.rice import Rice
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
@@ -39,6 +40,7 @@ class FrameShape:
     k: int
     num_fixed: int
     quantize: Quantizer
+    num_rice_words: int | None = None  # of an index block in Rice's code, whose length is its own
 
     def __post_init__(self) -> None:
         if self.num_entries >= 2**31:
@@ -49,22 +51,32 @@ class FrameShape:
         """The shape that a frame says it has, where only the number of entries is known beforehand."""
         found = frame[: 4 * len(_HEADER)].view(torch.int32).tolist() if frame.numel() >= 4 * len(_HEADER) else []
         by_id = {quantize.code_id: quantize for quantize in quantizers}
-        code_id = found[_CODECS] >> 16 & 0xFF if found else -1
+        codec_id, code_id = (found[_CODECS] >> 8 & 0xFF, found[_CODECS] >> 16 & 0xFF) if found else (-1, -1)
         if (
             code_id not in by_id
             or found[2] != num_entries
             or not 0 <= min(found[3:5]) <= sum(found[3:5]) <= num_entries
         ):
             raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
-        return cls(num_entries, found[3], found[4], by_id[code_id])
+        shape = cls(num_entries, found[3], found[4], by_id[code_id])
+        if codec_id != Rice.codec_id:
+            return shape
+        num_words = (frame.numel() - shape.num_bytes) // 4 + shape.num_index_words
+        if num_words < 1 or shape.k < 1:
+            raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
+        return replace(shape, num_rice_words=num_words)
 
     @cached_property
-    def index_codec(self) -> type[IndexCodec]:
+    def index_codec(self) -> type[IndexCodec] | type[Rice]:
+        if self.num_rice_words is not None:
+            return Rice
         return smallest_index_codec(self.num_entries, self.k)
 
     @cached_property
     def num_index_words(self) -> int:
-        return self.index_codec.num_words(self.num_entries, self.k)
+        if self.num_rice_words is not None:
+            return self.num_rice_words
+        return smallest_index_codec(self.num_entries, self.k).num_words(self.num_entries, self.k)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -73,10 +85,21 @@ class FrameShape:
 
     def write(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
         """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`."""
+        return self._write(self.index_codec.encode(positions, self.num_entries), codes, scale, step, bucket)
+
+    def write_smallest(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
+        """The same, in Rice's code where that is smaller: for a reader who need not know its length beforehand."""
+        if 0 < self.k < self.num_entries:
+            words = Rice.encode(positions, self.num_entries)
+            if words.numel() < self.num_index_words:
+                return replace(self, num_rice_words=words.numel())._write(words, codes, scale, step, bucket)
+        return self.write(positions, codes, scale, step=step, bucket=bucket)
+
+    def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         frame = self._blank(self._header(step, bucket), codes.device)
         words = frame.view(torch.int32)
         words[_SCALE] = scale.view(torch.int32)
-        words[len(_HEADER) : self._end_of_index] = self.index_codec.encode(positions, self.num_entries)
+        words[len(_HEADER) : self._end_of_index] = index
         raw = codes.contiguous().view(torch.uint8)
         frame[4 * self._end_of_index :][: raw.numel()] = raw
         return _signed_(frame)
