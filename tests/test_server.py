@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from laconic.attach.serve import meet
 from laconic.exchange import InProcess, Served, Shares, in_process
 from laconic.layout import Bucket, Layout
 from laconic.quantize import Sign, Trits
-from laconic.records import read
+from laconic.records import RECORDS, read
 from laconic.session.owner import Owner
 from laconic.train import Job, verdict, work_in_process
 from laconic.train.result import Result
@@ -352,3 +356,32 @@ def _ten_steps_or_five_and_five(text: str) -> bool:
 
 def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(four_workers: WorkerPool) -> None:
     assert all(four_workers.run(_ten_steps_or_five_and_five, "overlap:rho=0.05,per=parameter,down_rho=0.1"))
+
+
+@pytest.mark.slow
+def test_training_outlives_a_killed_worker_and_resumes_after_a_killed_server(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "laconic", "train", "--workers", "3", "--servers", "1", "--steps", "40"]
+    words += ["--eval-every", "10", "--batch", "8", "--scheme", "overlap:rho=0.01", "--json"]
+    whole = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    code, said, result = _train_and_kill(words, tmp_path / "worker", rank=1)
+    assert code == 0 and said.count("worker 0 is gone after step") == 1
+    assert result["steps"] == 40 and list(result["lost_workers"]) == ["0"]
+    code, said, _ = _train_and_kill(words, tmp_path / "server", rank=0)
+    assert code == 2 and said.count("server 0 is gone") == 3 and "Traceback" not in said
+    resumed = subprocess.run([*words, "--out", str(tmp_path / "server"), "--resume"], capture_output=True, check=True)
+    assert json.loads(resumed.stdout)["loss"] == whole["loss"]
+
+
+def _train_and_kill(words: list[str], out: Path, rank: int) -> tuple[int, str, dict[str, Any]]:
+    """Kill one rank with signal 9 after step 13: (exit code, what was said, the result)."""
+    run = subprocess.Popen([*words, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while run.poll() is None and not (
+        (out / RECORDS).exists() and any(fact["step"] >= 13 for fact in read(out, "step"))
+    ):
+        time.sleep(0.05)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    mark = f"RANK={rank}".encode()
+    (victim,) = [int(pid) for pid in children if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    os.kill(victim, signal.SIGKILL)
+    told, said = run.communicate(timeout=300)
+    return run.returncode, said, json.loads(told) if told else {}

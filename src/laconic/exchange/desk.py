@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from laconic.errors import FrameError
-from laconic.exchange.talk import CLOSE, ERROR, HELLO, Message, own_address, receive, send, tuned
+from laconic.exchange.talk import CLOSE, ERROR, HEAD_BYTES, HELLO, Message, own_address, receive, send, tuned
 from laconic.exchange.traffic import Traffic
 
 _HELLO_TIMEOUT_S = 300.0  # workers may still be loading their data
@@ -63,7 +63,7 @@ class Desk:
                 heard[rank] = receive(self._connections[rank])
             except (OSError, FrameError) as error:
                 self._lose(rank, error)
-        total = sum(len(message.payload) for message in heard.values())
+        total = sum(HEAD_BYTES + len(message.payload) for message in heard.values())
         self.traffic.count("up", 0, 0, total)
         if heard:
             (usual, _), *_ = Counter(message.id for message in heard.values()).most_common(1)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ from laconic.train.result import DIVERGED, Result, summarize
 from laconic.train.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
+_AS_LONG_AS_IT_TAKES = timedelta(days=30)
 
 
 def is_worker() -> bool:
@@ -63,14 +65,18 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
             if desk.leads:
                 tell(result)
             trainer.session.close()
+            if job.servers and not job.asks_servers:
+                dist.barrier()  # lets the servers go, which stood by
         return 0 if result.diverged_at is None else DIVERGED
 
 
 def _serve(job: Job) -> int:
-    """Answer the workers of a job to its end; nothing to do under a scheme that asks no server."""
-    with _process_group(job.backend):
+    """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
+    with _process_group(job.backend, timeout=_AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
             serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=_link_facts)
+        else:
+            dist.barrier()
     return 0
 
 
@@ -138,8 +144,8 @@ def _device(job: Job) -> torch.device:
 
 
 @contextmanager
-def _process_group(backend: str) -> Iterator[None]:
-    dist.init_process_group(backend)
+def _process_group(backend: str, timeout: timedelta | None = None) -> Iterator[None]:
+    dist.init_process_group(backend, timeout=timeout)
     try:
         yield
     finally:
