@@ -347,7 +347,7 @@ def test_what_was_exchanged_is_not_said_again() -> None:
         learners[0].model.body.weight.add_(1.0)
     for _ in range(5):
         learners[0].follower.step()
-    assert arrived.is_set()
+    assert arrived.wait(30)
     released.set()
     learners[0].follower._side.close()
     for _ in range(5):
