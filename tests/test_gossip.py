@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -330,6 +331,28 @@ def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
     assert all(torch.equal(models[0], model) for model in models)
     assert all(sum(of[-5:]) < 0.5 * sum(of[:5]) for of in losses.values())
     assert "4 workers" in str(learners[0].follower.stats())
+
+
+def test_what_was_exchanged_is_not_said_again() -> None:
+    """While an answer is under way a group stays loud; once it has come there is nothing left to say."""
+    arrived, released = threading.Event(), threading.Event()
+
+    def delay() -> None:
+        arrived.set()
+        released.wait()
+
+    boxes = local_mailboxes(2, delay)
+    learners = [learner_at(box, "gossip:trigger=change(threshold=0.1)", 0.1) for box in boxes]
+    with torch.no_grad():
+        learners[0].model.body.weight.add_(1.0)
+    for _ in range(5):
+        learners[0].follower.step()
+    assert arrived.wait(30)
+    released.set()
+    learners[0].follower._side.close()
+    for _ in range(5):
+        learners[0].follower.step()
+    assert learners[0].follower.stats().asked == 1
 
 
 def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,8 @@ class Free:
                     self._owed.record_stream(torch.cuda.current_stream(self._vector.device))
                 self._vector.add_(self._vector.cut(self._owed, groups), groups)
                 self._watch.exchanged(groups)
+                if self._watch.looks:
+                    self._due -= self._touched
                 self._owed, self._touched = None, set()
                 if self._stream is not None:  # what the mailbox reads next is the model after this
                     self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))

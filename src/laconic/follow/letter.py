@@ -31,7 +31,7 @@ class Letters:
     def write(self, groups: Sequence[int], values: Tensor) -> Letter:
         """The letter that tells these values; one that only says so where they are not finite."""
         shape = self._shape(groups)
-        named = torch.zeros(-(-len(self._vector.groups) // 4) * 4, dtype=torch.uint8)  # a frame begins on a whole word
+        named = torch.zeros(self._num_named, dtype=torch.uint8)
         named[torch.tensor(list(groups), dtype=torch.int64)] = 1
         if kernels.all_finite(values):
             codes, scale = self._quantize.encode(values)
@@ -65,6 +65,7 @@ class Letters:
 
     @property
     def _num_named(self) -> int:
+        """The bytes of the map: a frame begins on a whole word."""
         return -(-len(self._vector.groups) // 4) * 4
 
     def _shape(self, groups: Sequence[int]) -> FrameShape:

@@ -24,7 +24,7 @@ class _Look:
     groups: list[int]
     gaps: list[int]  # at the time of the measurement
     lr_ratio: float
-    figures: Tensor  # (2, len(groups)) float64 on the host: change, size
+    figures: Tensor  # (2, len(groups)) on the host: change, size
     arrived: torch.cuda.Event | None
 
 
@@ -119,6 +119,11 @@ class Watch:
                 reach = gap * math.sqrt(self._bar / level) if level > 0 else 2.0 * gap + 2
                 self._asleep_until[k] = gap + max(1, int(min(reach - gap, 1e6) / 2))
         return loud
+
+    @property
+    def looks(self) -> bool:
+        """Whether what a group has to say is settled by an exchange, whoever began it."""
+        return self._last is not None
 
     def sent(self, groups: Sequence[int]) -> None:
         """Note that this worker has sent these groups, asked or answering."""
