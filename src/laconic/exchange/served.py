@@ -93,6 +93,9 @@ class Served:
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
 
+    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
+
     def server_states(self) -> list[bytes]:
         """What each server keeps, for a checkpoint: told to the first of the living, empty for the others."""
         return [bytes(reply) for reply in self._ask(Message(STATE), [b""] * self.num_shares, "state")]

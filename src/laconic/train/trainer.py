@@ -74,7 +74,8 @@ class Trainer:
         if not self.job.servers:
             return dist.group.WORLD
         ranks = list(range(self.job.servers, dist.get_world_size()))
-        return dist.new_group(ranks, use_local_synchronization=True)
+        workers: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return workers
 
     def _stepped(self) -> None:
         """What comes after the optimizer's step: here nothing, since DDP has talked before it."""
