@@ -314,7 +314,9 @@ def test_a_killed_worker_ends_the_run_with_one_line() -> None:
     os.kill(_children(process.pid)[1], signal.SIGKILL)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 2
-    lines = [line for line in said.splitlines() if not line.startswith("laconic: rank")]  # what its peers noticed
+    lines = [
+        line for line in said.splitlines() if line and not line.startswith("laconic: rank")
+    ]  # what its peers noticed
     assert lines == ["laconic: worker 1 of 3 ended by SIGKILL; all were stopped"], said
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ from workers import WorkerPool
 
 MATCHED = [text for text in gossip_texts() if "mode=matched" in text]
 FREE = [text for text in gossip_texts() if "mode=matched" not in text]
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[WorkerPool]:
+    """Processes of their own: what is tried here leaves groups and threads behind that others need not meet."""
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()
 
 
 def _learner(text: str, lr: float = 0.1) -> Learner:

@@ -25,6 +25,7 @@ except LabError as error:
 EXACT = "gossip:mode=matched,rate=0.5"
 
 
+@pytest.mark.slow
 def test_a_gossip_leaves_records_and_a_resumed_one_ends_where_a_whole_one_does(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     one = laconic("train", *SMALL, "--scheme", EXACT, "--out", str(whole), "--json")
@@ -61,6 +62,7 @@ def _facts(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.slow
 def test_the_others_outlive_a_host_that_is_killed(tmp_path: Path) -> None:
     job = ["--steps", "40", "--batch", "4", "--eval-every", "40", "--scheme", "gossip-period:steps=2", "--json"]
     running = start("train", *job, "--hosts", "3", "--link", "100mbit", "--out", str(tmp_path / "out"))

@@ -33,6 +33,7 @@ def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_count
     assert 1 <= apart["link_bytes_out"] / apart["bytes_out"] < 1.5
 
 
+@pytest.mark.slow
 def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
     words = ["--hosts", "2", "--link", "200mbit", "--link-of", "1=100mbit", "--rounds", "2", "--target", "0.01"]
     ran = laconic("compare", *JOB, *words, "--scheme", "dense", "--scheme", "bf16", "--out", str(tmp_path / "out"))

@@ -39,7 +39,10 @@ def _train(text: str, steps: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("text", ALL_TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [text if text in RECIPE_TEXTS.values() else pytest.param(text, marks=pytest.mark.slow) for text in ALL_TEXTS],
+)
 def test_every_scheme_trains_over_many_buckets(four_workers: WorkerPool, text: str) -> None:
     steps = 40
     forgets = "topk" in text and "memory=none" in text  # 95 % of every gradient is gone: it learns, but slowly

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ from laconic.train.result import Result
 from laconic.wire import FrameShape
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, flat_parameters
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[WorkerPool]:
+    """Processes of their own: what is tried here leaves groups and threads behind that others need not meet."""
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()
 
 
 def made(text: str) -> Scheme:

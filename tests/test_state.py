@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ddp_training import Run, start
 from laconic import Scheme, Session, StateError, parse
-from parts import own_schemes, remembering_schemes
+from parts import RECIPE_TEXTS, own_schemes, remembering_schemes
 from virtual import gradients, one_step, run
 from workers import WorkerPool
 
 # PyTorch's hooks keep their state by bucket number, and DDP numbers its buckets anew after a resume.
-OURS = [str(scheme) for scheme in own_schemes()]
+OURS = [str(scheme) for scheme in own_schemes() if str(scheme) in RECIPE_TEXTS.values()]
 
 
 def _snapshot(training: Run) -> dict[str, Any]:

@@ -48,11 +48,12 @@ def carrier_for(levels: int, num_workers: int, stages: int = 0) -> Carrier:
 
     In one stage the network adds, and a lane holds the sum: ceil(log2(2*s*M + 1)) bits. In two stages it holds one
     code, ceil(log2(2*s + 1)) bits whatever M is, but the mean is rounded to a code again. With stages=0 the size
-    decides: two stages where they send less than half.
+    decides: two stages where they send less than half. Codes of one level are not rounded twice unasked: so rounded
+    among 4 workers, a small net diverged at a rate at which it trains well in one stage.
     """
     one, two = _narrowest(levels * num_workers), _narrowest(levels, num_workers)
     if stages == 0:
-        stages = 2 if one.bits_per_entry > 2 * two.bits_per_entry else 1
+        stages = 2 if levels > 1 and one.bits_per_entry > 2 * two.bits_per_entry else 1
     if stages == 2:
         return two
     if one.lane_bits > _WIDEST_LANE_BITS:
