@@ -75,6 +75,7 @@ def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:
     assert list((tmp_path / "a b").glob("events*"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
     """Killed after its first checkpoint, then resumed."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

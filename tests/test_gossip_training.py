@@ -48,6 +48,7 @@ def test_a_gossip_leaves_records_and_a_resumed_one_ends_where_a_whole_one_does(t
     assert 0 <= middle["worst_accuracy"] <= 1 and middle["consensus_distance"] > 0 and middle["alive"] == 2
 
 
+@pytest.mark.slow
 def test_compare_draws_gossip_with_its_worst_replica(tmp_path: Path) -> None:
     ran = laconic("compare", *SMALL, "--scheme", "gossip-every", "--out", str(tmp_path / "out"))
     assert ran.returncode == 0, ran.stderr

@@ -123,6 +123,7 @@ def _soak(text: str, steps: int) -> tuple[bool, bool]:
     return right, equal_everywhere(flat_parameters(run.ddp))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["topk:rho=0.05,per=parameter,warmup=50", "dense"])
 def test_200_steps_beside_the_users_own_collectives(four_workers: WorkerPool, text: str) -> None:
     assert four_workers.run(_soak, text, 200) == [(True, True)] * 4
