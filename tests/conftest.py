@@ -19,3 +19,11 @@ def two_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(2)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def fresh_workers() -> Iterator[WorkerPool]:
+    """Processes of their own: what is tried here leaves groups and threads behind that others need not meet."""
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()

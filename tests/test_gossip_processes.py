@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +22,6 @@ MATCHED = [text for text in gossip_texts() if "mode=matched" in text]
 FREE = [text for text in gossip_texts() if "mode=matched" not in text]
 
 
-@pytest.fixture(scope="module")
-def four_workers() -> Iterator[WorkerPool]:
-    """Processes of their own: what is tried here leaves groups and threads behind that others need not meet."""
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
-
-
 def _learner(text: str, lr: float = 0.1) -> Learner:
     return Learner(text, dist.get_rank(), laconic.follow, lr)
 
@@ -45,8 +36,8 @@ def _matched(text: str, steps: int) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("text", MATCHED)
-def test_processes_and_virtual_workers_gossip_the_same_numbers(four_workers: WorkerPool, text: str) -> None:
-    over_gloo = four_workers.run(_matched, text, 12)
+def test_processes_and_virtual_workers_gossip_the_same_numbers(fresh_workers: WorkerPool, text: str) -> None:
+    over_gloo = fresh_workers.run(_matched, text, 12)
     virtual = [(one.follower.read(), one.follower.stats().bytes_out) for one in drifted(text, 4, 12)]
     for (here, sent_here), (there, sent_there) in zip(virtual, over_gloo, strict=True):
         assert torch.equal(here, there) and sent_here == sent_there
@@ -68,8 +59,8 @@ def _frozen(text: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", FREE)
-def test_frozen_processes_keep_the_mean_of_all_models(four_workers: WorkerPool, text: str) -> None:
-    found = four_workers.run(_frozen, text, 40)
+def test_frozen_processes_keep_the_mean_of_all_models(fresh_workers: WorkerPool, text: str) -> None:
+    found = fresh_workers.run(_frozen, text, 40)
     before, after = (torch.stack([one[when] for one in found]).double() for when in ("before", "after"))
     # Some hundred float32 additions to values up to 4: each errs by 2e-7 at most.
     torch.testing.assert_close(after.mean(0), before.mean(0), atol=5e-6, rtol=0)
@@ -87,8 +78,8 @@ def _learns(text: str) -> tuple[list[float], Tensor, list[list[float]], float]:
 
 
 @pytest.mark.parametrize("text", ["gossip:rate=0.3", "gossip-every:quantize=bf16"])
-def test_processes_learn_and_average(four_workers: WorkerPool, text: str) -> None:
-    results = four_workers.run(_learns, text)
+def test_processes_learn_and_average(fresh_workers: WorkerPool, text: str) -> None:
+    results = fresh_workers.run(_learns, text)
     for losses, model, gathered, distance in results:
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
         assert torch.equal(model, results[0][1])

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ from laconic.train.result import Result
 from laconic.wire import FrameShape
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, flat_parameters
-
-
-@pytest.fixture(scope="module")
-def four_workers() -> Iterator[WorkerPool]:
-    """Processes of their own: what is tried here leaves groups and threads behind that others need not meet."""
-    pool = WorkerPool(4)
-    yield pool
-    pool.close()
 
 
 def made(text: str) -> Scheme:
@@ -225,14 +216,14 @@ def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]
     return outs
 
 
-def test_a_dedicated_server_gives_the_numbers_of_virtual_workers(four_workers: WorkerPool) -> None:
+def test_a_dedicated_server_gives_the_numbers_of_virtual_workers(fresh_workers: WorkerPool) -> None:
     texts = [
         "overlap:rho=0.05,warmup=1",
         "topk:rho=0.05,exchange=server(down_rho=0.1)",
         "overlap:score=leader",
         "sign:vote=weighted",
     ]
-    served = four_workers.run(_steps_served, texts, 4)
+    served = fresh_workers.run(_steps_served, texts, 4)
     for number, text in enumerate(texts):
 
         def work(medium: InProcess, text: str = text) -> list[dict[str, Tensor]]:
@@ -317,10 +308,10 @@ def _server_that_ends(text: str) -> str:
     return "nobody noticed"
 
 
-def test_a_frame_of_the_wrong_step_names_the_worker_and_a_dead_server_is_one_line(four_workers: WorkerPool) -> None:
-    for said in four_workers.run(_out_of_step, "topk:rho=0.05,exchange=server"):
+def test_a_frame_of_the_wrong_step_names_the_worker_and_a_dead_server_is_one_line(fresh_workers: WorkerPool) -> None:
+    for said in fresh_workers.run(_out_of_step, "topk:rho=0.05,exchange=server"):
         assert "worker 1 sent layout of step 7, bucket 0, but the others sent layout of step 0" in said
-    for said in four_workers.run(_server_that_ends, "topk:rho=0.05,exchange=server"):
+    for said in fresh_workers.run(_server_that_ends, "topk:rho=0.05,exchange=server"):
         assert "server 0 is gone" in said and "\n" not in said
 
 
@@ -363,8 +354,8 @@ def _ten_steps_or_five_and_five(text: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(four_workers: WorkerPool) -> None:
-    assert all(four_workers.run(_ten_steps_or_five_and_five, "overlap:rho=0.05,per=parameter,down_rho=0.1"))
+def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(fresh_workers: WorkerPool) -> None:
+    assert all(fresh_workers.run(_ten_steps_or_five_and_five, "overlap:rho=0.05,per=parameter,down_rho=0.1"))
 
 
 @pytest.mark.slow

@@ -23,7 +23,19 @@ from laconic.exchange import (
 )
 from laconic.layout import Layout
 from laconic.memory import MEMORIES, Memory, Nothing
-from laconic.quantize import GRIDS, QUANTIZERS, Carrier, Exact, Grid, Levels, Quantizer, Sign, Trits, carrier_for
+from laconic.quantize import (
+    GRIDS,
+    QUANTIZERS,
+    Carrier,
+    Exact,
+    Grid,
+    InFrames,
+    Levels,
+    Quantizer,
+    Sign,
+    Trits,
+    carrier_for,
+)
 from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
 from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
@@ -72,7 +84,7 @@ class Scheme:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
             )
-        if self.exchange.adds_in_flight and isinstance(self.quantize, Sign | Levels):
+        if self.exchange.adds_in_flight and isinstance(self.quantize, InFrames):
             name = type(self.quantize).__name__
             raise SchemeError(
                 f"AllReduce adds in flight, but {name} codes cannot be added; use Server() or AllGather()"

@@ -19,6 +19,7 @@ from laconic.exchange.traffic import Count, Traffic
 
 Answer = Callable[[int, Tensor], Tensor]  # (who asks, what it says) -> what it is told, of the same length
 Combine = Callable[[list[Tensor]], Tensor]
+_Talk = Callable[[list[Tensor], int, int], dist.Work]  # a group's send or recv
 
 # Gloo closes every pair of a group when one wait on it times out, so nothing here ever does; 24.8 days overflow it.
 _NEVER = timedelta(days=20)
@@ -124,28 +125,25 @@ class GlooMailbox:
         self._closed = True
 
     def _knock(self, peer: int, purpose: int, num_bytes: int = 0) -> None:
-        work = self._send(peer, torch.tensor([purpose, num_bytes]), _KNOCK)
+        work = self._begin(self._group.send, peer, torch.tensor([purpose, num_bytes]), _KNOCK)
         self._knocks.setdefault(peer, deque(maxlen=_HELD_KNOCKS)).append(work)
 
     def _deliver(self, peer: int, message: Tensor, tag: int) -> None:
-        self._wait(self._send(peer, message, tag), peer)
+        self._wait(self._begin(self._group.send, peer, message, tag), peer)
 
     def _receive(self, peer: int, num_bytes: int, tag: int) -> Tensor:
         message = torch.empty(num_bytes, dtype=torch.uint8)
-        if peer in self._lost:
-            raise PeerError(f"rank {peer} was lost before")
-        try:
-            work = self._group.recv([message], peer, tag)
-        except RuntimeError as error:
-            raise self._gone(peer, error) from None
-        self._wait(work, peer)
+        self._wait(self._begin(self._group.recv, peer, message, tag), peer)
         return message
 
-    def _send(self, peer: int, message: Tensor, tag: int) -> dist.Work:
+    def _begin(
+        self, talk: Callable[[list[Tensor], int, int], dist.Work], peer: int, message: Tensor, tag: int
+    ) -> dist.Work:
+        """Start sending or receiving a message."""
         if peer in self._lost:
             raise PeerError(f"rank {peer} was lost before")
         try:
-            return self._group.send([message], peer, tag)
+            return talk([message], peer, tag)
         except RuntimeError as error:
             raise self._gone(peer, error) from None
 

@@ -6,7 +6,7 @@ from laconic.quantize.grid import Grid, Steps, round_up
 from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
-from laconic.quantize.quantizer import Quantizer
+from laconic.quantize.quantizer import InFrames, Quantizer
 from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
@@ -20,6 +20,7 @@ __all__ = [
     "Carrier",
     "Exact",
     "Grid",
+    "InFrames",
     "Levels",
     "Marks",
     "MaxNorm",

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
+from laconic.quantize.quantizer import InFrames
 
 _SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
-class Levels:
+class Levels(InFrames):
     """The nearest of n/s * {-s, ..., s}, n being the largest |v| of the frame and s = 2^(bits-1) - 1.
 
     The grid of maxnorm (Vineeth S, arXiv 2109.12497) where frames are read, not added up in flight: every frame brings
@@ -50,6 +51,3 @@ class Levels:
         count = 32 * codes.numel() // self.bits
         lanes = kernels.unpack_lanes(codes[: -(-count * self.bits // 32)], count, self.bits)
         return (lanes.to(torch.float32) - self.levels) * scale
-
-    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return gradient_dtype

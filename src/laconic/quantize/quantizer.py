@@ -25,3 +25,10 @@ class Quantizer(Protocol):
 
     def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
         """The type in which an all-reduce adds a gradient of this type."""
+
+
+class InFrames:
+    """A code that is written in frames and cannot be added in flight."""
+
+    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        return gradient_dtype

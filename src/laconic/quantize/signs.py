@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
+from laconic.quantize.quantizer import InFrames
 
 _TRITS_PER_BYTE = 5  # 3^5 = 243
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
+class Sign(InFrames):
     """sign(v) in one bit, with mean|v| of the frame as the size of all of them (Seide et al., Interspeech 2014).
 
     A server that takes a vote looks at the bits alone (Bernstein et al., ICML 2018). A zero counts as positive.
@@ -35,12 +36,9 @@ class Sign:
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return kernels.unpack_signs(codes, 32 * codes.numel(), float(scale))
 
-    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return gradient_dtype
-
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class Marks(InFrames):
     """No value at all: a frame that says only where."""
 
     code_id: ClassVar[int] = 5
@@ -55,9 +53,6 @@ class Marks:
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.to(torch.float32)
 
-    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return gradient_dtype
-
 
 def _mean_size(values: Tensor) -> Tensor:
     """mean|v|, never zero, and in float64 on the way: the sum of two large float32 would be Inf."""
@@ -65,7 +60,7 @@ def _mean_size(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trits:
+class Trits(InFrames):
     """Votes -1, 0 and 1 in base 3, five to a byte: 1.6 bits each; less than a map once six in ten are not zero."""
 
     code_id: ClassVar[int] = 4
@@ -82,9 +77,6 @@ class Trits:
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         digits = torch.div(codes.unsqueeze(1), self._weights(codes), rounding_mode="floor") % 3
         return digits.view(-1).to(torch.float32) - 1
-
-    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return gradient_dtype
 
     def _weights(self, like: Tensor) -> Tensor:
         return torch.tensor([3**place for place in range(_TRITS_PER_BYTE)], dtype=torch.uint8, device=like.device)

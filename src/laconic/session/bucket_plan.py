@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,11 +23,16 @@ class BucketPlan:
         self.plan = self._select.plan(layout, density)
         self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
-        self.is_fixed = torch.zeros(self.plan.num_entries, dtype=torch.bool, device=device)
-        self.is_fixed[self.fixed] = True
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
         ]
+
+    @cached_property
+    def is_fixed(self) -> Tensor:
+        """For each entry whether it goes at every step."""
+        marks = torch.zeros(self.plan.num_entries, dtype=torch.bool, device=self.fixed.device)
+        marks[self.fixed] = True
+        return marks
 
     def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""

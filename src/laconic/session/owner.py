@@ -32,6 +32,7 @@ class Owner:
         self._scheme, self._server, self._quantize = scheme, scheme.exchange, scheme.frame_answers[1]
         self._share, self._num_shares = share, num_shares
         self._held = Ledger(Residual())
+        self._own: dict[Layout, Layout] = {}
         self._fixed: dict[Layout, Tensor] = {}
         self._searches: dict[Layout, Tensor] = {}
         self.ballot = Ballot(weighted=scheme.exchange.combine == "weighted")
@@ -46,7 +47,7 @@ class Owner:
 
     def answer(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> Tensor:
         """A frame for all workers: the mean or the vote over those who sent one, or that one of them overflowed."""
-        own = Shares(layout, self._num_shares).layouts[self._share]
+        own = self._own_layout(layout)
         device = next(iter(frames.values())).device
         fixed = self._fixed_places(layout, own, device)
         heard = {
@@ -124,6 +125,12 @@ class Owner:
         if not contents.overflow and shape.num_fixed != num_fixed:
             raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
         return contents
+
+    def _own_layout(self, layout: Layout) -> Layout:
+        """This share of a bucket, cut once."""
+        if layout not in self._own:
+            self._own[layout] = Shares(layout, self._num_shares).layouts[self._share]
+        return self._own[layout]
 
     def _fixed_places(self, layout: Layout, own: Layout, device: torch.device) -> Tensor:
         """Where in the share the entries lie that all workers send at every step."""

@@ -17,6 +17,7 @@ from laconic.scheme import Scheme
 _FORMAT = 1
 
 Kept = dict[str, dict[str, Tensor]]
+Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # one worker's state, or those of all
 
 
 def save(
@@ -45,11 +46,9 @@ def save(
     }
 
 
-def load(
-    saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], scheme: Scheme, medium: Medium
-) -> tuple[int, int, list[Layout], Kept]:
+def load(saved: Saved, scheme: Scheme, medium: Medium) -> tuple[int, int, list[Layout], Kept]:
     """(steps, skipped steps, layouts of the last step, kept tensors) for this worker."""
-    states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
+    states = _by_rank(saved)
     _check(states, scheme)
     num_saved = int(states[0]["num_workers"])
     if num_saved == medium.num_workers:
@@ -72,16 +71,16 @@ def load(
     return int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts, _sum([s["memory"] for s in mine])
 
 
-def load_past(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], medium: Medium) -> Kept:
+def load_past(saved: Saved, medium: Medium) -> Kept:
     """What the workers remember of the answers, which is the same on all of them."""
-    states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
+    states = _by_rank(saved)
     by_rank = {int(one["rank"]): one["past"] for one in states}
     return dict(by_rank.get(medium.rank) or states[medium.rank % len(states)]["past"])
 
 
-def load_owner(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], medium: Medium) -> dict[str, Any]:
+def load_owner(saved: Saved, medium: Medium) -> dict[str, Any]:
     """What this worker holds as an owner: what it held, or its piece of what all held where their number changed."""
-    states = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda s: int(s["rank"]))
+    states = _by_rank(saved)
     owners = [one["owner"] for one in states if one["owner"]]
     share, num_shares = medium.owned_share, medium.num_shares
     assert share is not None
@@ -103,6 +102,10 @@ def recut(held: Sequence[Mapping[str, Tensor]], share: int, num_shares: int) -> 
         borders = piece_borders(whole.numel(), num_shares)
         pieces[name] = whole[borders[share] : borders[share + 1]].clone()
     return pieces
+
+
+def _by_rank(saved: Saved) -> list[Mapping[str, Any]]:
+    return [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda state: int(state["rank"]))
 
 
 def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:

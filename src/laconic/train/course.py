@@ -20,6 +20,7 @@ from laconic.train.job import Job
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
+_EVAL_BATCH = 100
 _VOTE_LR = 1e-3  # of sparse-sign's authors
 
 
@@ -68,6 +69,21 @@ class Course:
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, over the places of a sequence too."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def score(model: nn.Module, data: Data, device: torch.device, place: int = 0, num_places: int = 1) -> list[float]:
+    """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    model.eval()
+    for start in range(place * _EVAL_BATCH, len(data.test_targets), num_places * _EVAL_BATCH):
+        part = slice(start, start + _EVAL_BATCH)
+        targets = data.test_targets[part].to(device)
+        logits = model(data.prepare(data.test_inputs[part]).to(device))
+        right = (logits.argmax(-1) == targets).sum()
+        sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
+    model.train()
+    return sums.tolist()
 
 
 def _generator(*numbers: int) -> torch.Generator:

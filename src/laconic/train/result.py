@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from laconic.records import WARM_UP_STEPS
-from laconic.session import PHASES
+from laconic.train.facts import median_times
 from laconic.train.trainer import Trainer
 
 DIVERGED = 3  # exit code of a run whose loss was no number in the end
@@ -72,8 +71,7 @@ def summarize(trainer: Trainer) -> Result:
     out, into, dense, seen_out, seen_in = (round(each / trainer.council.num_living) for each in total.tolist())
     servers = trainer.council.server_facts()
     timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
-    step_ms = statistics.median(fact["ms"] for fact in timed)
-    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) for phase in PHASES}
+    step_ms, split_ms = median_times(timed)
     return Result(
         scheme=str(stats.scheme),
         accuracy=trainer.last_evaluation["accuracy"],
@@ -81,7 +79,7 @@ def summarize(trainer: Trainer) -> Result:
         steps=trainer.steps_done,
         seconds=trainer.seconds,
         step_ms=step_ms,
-        split_ms={"compute": max(0.0, step_ms - sum(split.values())), **split},
+        split_ms=split_ms,
         bytes_out=out,
         bytes_in=into,
         link_bytes_out=seen_out or None,

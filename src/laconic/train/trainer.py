@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,17 +18,17 @@ from laconic.errors import LaconicError
 from laconic.exchange import Served
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, TorchHook
-from laconic.session import PHASES, Session, Stats
+from laconic.session import Session, Stats
 from laconic.tasks import Data
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
 from laconic.train.council import Circle, Council, ServedCouncil
-from laconic.train.course import Course, loss_of
+from laconic.train.course import Course, loss_of, score
+from laconic.train.facts import step_fact
 from laconic.train.interface import interface_bytes
 from laconic.train.job import Job
 from laconic.train.resume import check_resume, remark, settings
 
 _ONE_BUCKET_MB = 4096
-_EVAL_BATCH = 100
 
 
 class Trainer:
@@ -100,14 +99,7 @@ class Trainer:
         self.seconds += seconds
         self.steps_done = number + 1
         self._not_finite_since = None if math.isfinite(loss_value) else self._not_finite_since or self.steps_done
-        fact: dict[str, Any] = {
-            "step": self.steps_done,
-            "loss": loss_value,
-            "ms": 1e3 * seconds,
-            **{f"{phase}_ms": 1e3 * (after.seconds[phase] - before.seconds[phase]) for phase in PHASES},
-            "bytes_out": after.bytes_out - before.bytes_out,
-            "bytes_in": after.bytes_in - before.bytes_in,
-        }
+        fact = step_fact(self.steps_done, loss_value, seconds, before, after)
         if seen_before is not None and seen_after is not None:
             fact["link_bytes_out"], fact["link_bytes_in"] = (
                 a - b for a, b in zip(seen_after, seen_before, strict=True)
@@ -134,14 +126,7 @@ class Trainer:
 
     def score(self, place: int, num_places: int) -> list[float]:
         """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        self.model.eval()
-        for inputs, targets in self._test_batches(place, num_places):
-            logits = self.model(inputs)
-            right = (logits.argmax(-1) == targets).sum()
-            sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
-        self.model.train()
-        return sums.tolist()
+        return score(self.model, self.data, self.device, place, num_places)
 
     def _evaluated(self, right_total: float, loss_total: float, count: float, **more: Any) -> dict[str, Any]:
         if not math.isfinite(loss_total) and self.steps_done:  # the sum of all workers, who thus agree to stop
@@ -168,12 +153,6 @@ class Trainer:
             "in": before["in"] + stats.bytes_in,
             "dense": before["dense"] + stats.dense_bytes_out,
         }
-
-    def _test_batches(self, place: int, num_places: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(place * _EVAL_BATCH, len(self.data.test_targets), num_places * _EVAL_BATCH):
-            part = slice(start, start + _EVAL_BATCH)
-            inputs = self.data.prepare(self.data.test_inputs[part])
-            yield inputs.to(self.device), self.data.test_targets[part].to(self.device)
 
     def save(self) -> None:
         """Write a checkpoint to --out, if there is one; that of a run which then diverged is kept."""

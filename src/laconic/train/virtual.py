@@ -18,13 +18,12 @@ from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.records import Recorder
 from laconic.scheme import Scheme
-from laconic.session import PHASES, Session, Stats
+from laconic.session import Session, Stats
 from laconic.tasks import TASKS
-from laconic.train.course import Course, loss_of
+from laconic.train.course import Course, loss_of, score
+from laconic.train.facts import median_times, step_fact
 from laconic.train.job import Job
 from laconic.train.result import DIVERGED, Result
-
-_EVAL_BATCH = 250
 
 Watch = Callable[[int, Session], None]  # called by worker 0 after each step, counted from 1
 
@@ -116,29 +115,12 @@ class _Shop:
     def _record(self, step: int, seconds: float, before: Stats, after: Stats) -> None:
         self.seconds += seconds
         loss, self._losses = statistics.fmean(self._losses), []
-        fact = {
-            "step": step,
-            "loss": loss,
-            "ms": 1e3 * seconds,
-            **{f"{phase}_ms": 1e3 * (after.seconds[phase] - before.seconds[phase]) for phase in PHASES},
-            "bytes_out": after.bytes_out - before.bytes_out,
-            "bytes_in": after.bytes_in - before.bytes_in,
-        }
+        fact = step_fact(step, loss, seconds, before, after)
         self.facts.append(fact)
         self.records.write("step", **fact)
 
-    @torch.no_grad()
     def _evaluate(self, step: int, session: Session, say: Callable[[str], None]) -> None:
-        data, model = self.course.data, self.model.eval()
-        right = loss = 0.0
-        for start in range(0, len(data.test_targets), _EVAL_BATCH):
-            some = slice(start, start + _EVAL_BATCH)
-            targets = data.test_targets[some]
-            logits = model(data.prepare(data.test_inputs[some]))
-            right += float((logits.argmax(-1) == targets).sum())
-            loss += float(loss_of(logits, targets)) * targets.numel()
-        model.train()
-        count = data.test_targets.numel()
+        right, loss, count = score(self.model, self.course.data, torch.device("cpu"))
         if not math.isfinite(loss) and step:
             self.diverged_at = step
         stats = session.stats()
@@ -161,8 +143,7 @@ def _result(shop: _Shop, everyone: list[Stats]) -> Result:
         round(statistics.fmean(getattr(stats, name) for stats in everyone))
         for name in ("bytes_out", "bytes_in", "dense_bytes_out")
     )
-    step_ms = statistics.median(fact["ms"] for fact in shop.facts)
-    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in shop.facts) for phase in PHASES}
+    step_ms, split_ms = median_times(shop.facts)
     return Result(
         scheme=everyone[0].scheme,
         accuracy=shop.evaluation["accuracy"],
@@ -170,7 +151,7 @@ def _result(shop: _Shop, everyone: list[Stats]) -> Result:
         steps=everyone[0].steps,
         seconds=shop.seconds,
         step_ms=step_ms,
-        split_ms={"compute": max(0.0, step_ms - sum(split.values())), **split},
+        split_ms=split_ms,
         bytes_out=out,
         bytes_in=into,
         link_bytes_out=None,
