@@ -77,7 +77,8 @@ def _train(text: str, steps: int) -> dict[str, Any]:
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
     ddp = DistributedDataParallel(net, bucket_cap_mb=100 if "powersgd" in text else 0.01)
     session = laconic.attach(ddp, text)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    lr = 0.005 if text.startswith(("sign", "sparse-sign")) else 0.05  # a vote moves every weight by the rate
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())

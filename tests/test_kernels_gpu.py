@@ -32,7 +32,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from laconic.kernels import gpu  # noqa: E402
-from laconic.kernels.gpu import grid, withdraw, withdraw_adding, withdraw_candidates, withdraw_fallback, withdraw_rank  # noqa: E402
+from laconic.kernels.gpu import grid, withdraw, withdraw_adding, withdraw_candidates, withdraw_fallback  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ON_CUDA = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter, or needs CUDA itself")
@@ -121,10 +121,10 @@ def test_arguments_are_checked() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="on a device the programs run at once anyway")
 @pytest.mark.parametrize("num_programs", (5,))
 def test_programs_in_any_order(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"TILE": tl.constexpr(128), "WORDS": tl.constexpr(4), "SPAN": tl.constexpr(64), "_LEAST_ROOM": 100}
-    for module in (withdraw, withdraw_adding, withdraw_candidates, withdraw_fallback, withdraw_rank):
+    small = {"TILE": 128, "WORDS": 4, "SPAN": 64, "TURNS": 2, "_AT_HAND": 16}
+    for module in (withdraw, withdraw_adding, withdraw_candidates, withdraw_fallback):
         for name in small.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, small[name])
+            monkeypatch.setattr(module, name, tl.constexpr(small[name]))
     monkeypatch.setattr(withdraw, "num_resident", lambda *_: num_programs)
     with programs_taking_turns():
         for name in ("normal", "ties", "large in one place", "nan and inf"):

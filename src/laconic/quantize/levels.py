@@ -43,7 +43,7 @@ class Levels(InFrames):
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
-        step = (values.abs().max() / self.levels).clamp_min(_SMALLEST_STEP)
+        step = (values.abs().max() * (1 / self.levels)).clamp_min(_SMALLEST_STEP)  # CUDA would not divide by a number
         codes = (values / step).round_().clamp_(-self.levels, self.levels)
         return kernels.pack_lanes((codes + self.levels).to(torch.int32), self.bits), step
 

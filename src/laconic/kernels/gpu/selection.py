@@ -12,7 +12,8 @@ from torch import Tensor
 
 from laconic.kernels import reference
 from laconic.kernels.checks import check_vector
-from laconic.kernels.gpu.withdraw_candidates import TILE, magnitude_bits
+from laconic.kernels.gpu.magnitude import magnitude_bits
+from laconic.kernels.gpu.withdraw_adding import TILE
 
 
 @triton.jit

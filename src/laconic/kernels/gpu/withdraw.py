@@ -1,10 +1,11 @@
 """The withdrawal: balance += factor*addend, and the exactly k largest out of it, in one launch.
 
-One pass adds, sums |x| and keeps a bit for each entry that reaches the guessed threshold. The entries of those bits
-are listed in order, the k-th value is found among them by tallies of its digits, and the chosen go where they belong.
-Only if the guess caught fewer than k, or more than there is room for, are all the entries searched instead. Between
-these stages the programs meet; nothing waits for the host. (A launch for each stage takes as long for 100 M entries,
-and twice as long for 20 M.)
+One pass adds, sums |x|, and moves each entry that reaches the guessed threshold to its program's list, with a tally of
+their magnitudes in bins. So the bin of the k-th largest is known; the few in it are shown to all, and each program
+finds the k-th largest among them, writes its own chosen to their ranks, and puts the others back. Only if the guess
+caught fewer than k, or more than there is room for, are all the entries searched instead. Between these stages the
+programs meet; nothing waits for the host. (A launch for each stage takes as long for 100 M entries, and twice as long
+for 20 M.)
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,25 +22,26 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels.checks import check_vector
-from laconic.kernels.gpu.grid import HEAD, REGISTERS, WARPS, leave, meet, memory_of, num_resident
-from laconic.kernels.gpu.withdraw_adding import add_entries
+from laconic.kernels.gpu.grid import BINS, HEAD, REGISTERS, WARPS, leave, meet, memory_of, num_resident
+from laconic.kernels.gpu.withdraw_adding import GROUP, TILE, WORDS, add_entries
+from laconic.kernels.gpu.withdraw_bins import NUM_BINS, NUM_COPIES, find_bin, guessed
 from laconic.kernels.gpu.withdraw_candidates import (
-    TILE,
-    WORDS,
-    count_candidates,
-    list_candidates,
-    magnitude_bits,
+    TURNS,
+    first_slots,
+    list_open,
+    restore,
+    settle,
     take_candidates,
 )
-from laconic.kernels.gpu.withdraw_fallback import count_entries, take_entries
-from laconic.kernels.gpu.withdraw_rank import advance, find_kth, sums_of
-from laconic.kernels.search import CALLS, GUESS
+from laconic.kernels.gpu.withdraw_fallback import count_entries, find_kth, take_entries
+from laconic.kernels.gpu.withdraw_rank import advance, sum_and_max_of, sum_before
+from laconic.kernels.search import CALLS
 
-_GUESS = tl.constexpr(GUESS)
-# Room for candidates: a balance that grows leaves a guess that catches up to 5 k at 1 % and 12 k at 0.1 %, once it has
-# been growing for ten steps; and a quarter of the entries is always too many.
-_ROOM_PER_K, _ENTRIES_PER_ROOM = 4, 64
-_LEAST_ROOM = 4096
+# Room for candidates: a balance that grows leaves a guess that catches up to 5 k at 1 % and 12 k at 0.1 %; a quarter of
+# all entries is always too many. Programs share it evenly, and each may have taken one run of tiles that are all hits.
+_ROOM_PER_K, _ENTRIES_PER_ROOM = 6, 64
+# In the bin of the k-th largest a thousandth of k is usual, a twentieth has been seen; counts of it have 21 bits.
+_K_PER_OPEN_ROOM, _LEAST_OPEN_ROOM, _MOST_OPEN_ROOM = 8, 65536, 2**21 - 1
 
 _OPTIONS = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_cooperative_grid": True, "enable_fp_fusion": False}
 
@@ -47,54 +49,56 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 @triton.jit
-def _areas(memory, rows, room):
-    """Where the programs keep what they share (sums, counts, founds, places, bits), and this one its masks."""
+def _areas(memory, room, open_room):
+    """Where the programs keep what they share (sums, counts, opens, founds, aboves), and this one its own."""
     programs, me = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
     sums = (memory + HEAD).to(tl.pointer_type(tl.float64))
     counts = (memory + HEAD + 2 * programs).to(tl.pointer_type(tl.int64))
-    founds = memory + HEAD + 4 * programs
-    masks = founds + programs
-    places = masks + programs * rows * WORDS
-    return sums, counts, founds, masks + me * rows * WORDS, places, places + room
+    opens = counts + programs
+    founds = (opens + open_room).to(tl.pointer_type(tl.int32))
+    aboves = founds + programs
+    slots = aboves + TURNS * programs
+    words = slots + TURNS * programs
+    lists = words + GROUP * WORDS * programs
+    places, kept = lists + me * room, (lists + (programs + me) * room).to(tl.pointer_type(tl.float32))
+    return sums, counts, opens, founds, aboves, slots + me * TURNS, words + me * GROUP * WORDS, places, kept
 
 
-@triton.jit(do_not_specialize=["n", "k", "room"])
-def _withdraw(balance, addend, search, memory, positions, values, n, k, room, factor, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "k", "room", "open_room"])
+def _withdraw(balance, addend, search, memory, positions, values, n, k, room, open_room, factor, WIDTH: tl.constexpr):
     programs, me = tl.num_programs(0), tl.program_id(0)
     num_tiles = tl.cdiv(n, TILE)
-    rows = tl.cdiv(num_tiles, programs)
-    first_tile = tl.minimum(me * rows, num_tiles)
-    end_tile = tl.minimum(first_tile + rows, num_tiles)
-    begin, end = first_tile * TILE, tl.minimum(end_tile * TILE, n)
-    sums, counts, founds, masks, places, kept_bits = _areas(memory, rows, room)
-    least = magnitude_bits(tl.load(search + _GUESS).to(tl.float32))
+    run = tl.cdiv(num_tiles, programs * TURNS)
+    sums, counts, opens, founds, aboves, slots, words, places, kept = _areas(memory, room, open_room)
+    least, shift = guessed(search)
 
-    total, found = add_entries(balance, addend, masks, first_tile, end_tile, n, factor, least)
+    bins = memory + BINS + me % NUM_COPIES * NUM_BINS
+    total, found = add_entries(balance, addend, words, places, kept, bins, run, n, room, factor, least, shift)
     tl.store(sums + me, total)
     tl.store(founds + me, found)
     awaited = meet(memory, 0)
 
-    found_before, caught = sums_of(founds, WIDTH)
-    all_entries = (caught < k) | (caught > room)
-    if all_entries == 0:
-        list_candidates(masks, places + found_before, begin, (end_tile - first_tile) * WORDS)
-    awaited = meet(memory, awaited)
-
-    share = tl.cdiv(caught, programs)  # of the candidates, wherever they stand: layers differ
-    first, last = tl.minimum(me * share, caught), tl.minimum((me + 1) * share, caught)
-    kth, ties, awaited = find_kth(memory, balance, places, kept_bits, begin, end, first, last, k, all_entries, awaited)
+    caught, most = sum_and_max_of(founds, WIDTH)
+    kth_bin, lowest, num_bits, wanted, num_open = find_bin(memory + BINS, k, least, shift)
+    all_entries = (caught < k) | (most > room) | (num_open > open_room)
     if all_entries:
-        count = count_entries(balance, begin, end, kth)
+        restore(balance, places, kept, tl.minimum(found, room))
+        awaited = meet(memory, awaited)
+        share = tl.cdiv(num_tiles, programs)
+        first_tile = tl.minimum(me * share, num_tiles)
+        begin, end = first_tile * TILE, tl.minimum(tl.minimum(first_tile + share, num_tiles) * TILE, n)
+        kth, ties, awaited = find_kth(memory, balance, begin, end, k, awaited)
+        tl.store(counts + me, count_entries(balance, begin, end, kth))
+        meet(memory, awaited)
+        take_entries(balance, positions, values, begin, end, sum_before(counts, WIDTH), kth, ties)
     else:
-        count = count_candidates(kept_bits, first, last, kth)
-    tl.store(counts + me, count)
-    meet(memory, awaited)
-
-    before, _ = sums_of(counts, WIDTH)
-    if all_entries:
-        take_entries(balance, positions, values, begin, end, before, kth, ties)
-    else:
-        take_candidates(balance, positions, values, places, kept_bits, first, last, before, kth, ties)
+        above = list_open(memory, opens, places, kept, found, run, least, shift, kth_bin)
+        tl.store(aboves + tl.arange(0, TURNS) * programs + me, above)
+        meet(memory, awaited)
+        kth, last = settle(opens, num_open, lowest, num_bits, wanted)
+        tl.store(slots + tl.arange(0, TURNS), first_slots(aboves, opens, num_open, kth, last, run, WIDTH))
+        tl.debug_barrier()
+        take_candidates(balance, positions, values, places, kept, slots, found, kth, last, run)
     if me == 0:
         advance(search, sums, n, k, kth, caught, all_entries, WIDTH)
     leave(memory)
@@ -103,7 +107,7 @@ def _withdraw(balance, addend, search, memory, positions, values, n, k, room, fa
 def _launch(programs: int, arguments: tuple[Any, ...]) -> None:
     """Launch the kernel. What Triton would find out about its arguments at each call, a key of ours tells.
 
-    That takes 30 to 40 us instead of 40 to 80: Triton compares every constant of a module with what was compiled in.
+    That takes 20 us instead of 40 to 80: Triton compares every constant of a module with what was compiled in.
     """
     balance, addend = arguments[:2]
     width = triton.next_power_of_2(programs)
@@ -130,10 +134,13 @@ def withdraw_(
         raise KernelError(f"withdraw_ of k = {k} from {n} entries; give 1 to {n}")
     num_tiles = -(-n // TILE.value)
     programs = min(num_tiles, num_resident(balance.device, n))
-    room = min(n, _ROOM_PER_K * k + n // _ENTRIES_PER_ROOM + _LEAST_ROOM, k + n // 4)
-    num_words = HEAD.value + programs * (5 + WORDS.value * -(-num_tiles // programs)) + 2 * room
+    run = -(-num_tiles // (programs * TURNS.value))
+    room = min(_ROOM_PER_K * k + n // _ENTRIES_PER_ROOM, k + n // 4) // programs + run * TILE.value
+    open_room = min(max(k // _K_PER_OPEN_ROOM, _LEAST_OPEN_ROOM), _MOST_OPEN_ROOM)
+    own_words = 5 + 2 * TURNS.value + GROUP.value * WORDS.value + 2 * room
+    num_words = HEAD.value + 2 * open_room + programs * own_words
     positions = torch.empty(k, dtype=torch.int32, device=balance.device)
     values = torch.empty(k, dtype=torch.float32, device=balance.device)
     memory = memory_of(balance.device, num_words)
-    _launch(programs, (balance, addend, search, memory, positions, values, n, k, room, float(factor)))
+    _launch(programs, (balance, addend, search, memory, positions, values, n, k, room, open_room, float(factor)))
     return positions, values

@@ -1,4 +1,4 @@
-"""The k-th largest by its digits, the places of what is taken, and the next guess; parts of the withdrawal kernel."""
+"""Sums over the programs, and the next guess; parts of the withdrawal kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -8,9 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from laconic.kernels.gpu.grid import BINS, NUM_BINS, meet
-from laconic.kernels.gpu.withdraw_candidates import fetch_candidates, tally_candidates
-from laconic.kernels.gpu.withdraw_fallback import tally_entries
+from laconic.kernels.gpu.withdraw_fallback import PASSES as FALLBACK_PASSES
 from laconic.kernels.search import (
     BOLDEST,
     CALLS,
@@ -30,44 +28,20 @@ _MARGIN, _PASSES, _CALLS = tl.constexpr(MARGIN), tl.constexpr(PASSES), tl.conste
 _SHYEST, _BOLDEST = tl.constexpr(SHYEST), tl.constexpr(BOLDEST)
 _SMALLEST_CHANGE, _LOG_AIM, _PACE = tl.constexpr(SMALLEST_CHANGE), tl.constexpr(LOG_AIM), tl.constexpr(PACE)
 
-FALLBACK_PASSES = tl.constexpr(6)  # four digits, a count, the taking
+
+@triton.jit
+def sum_before(counts, WIDTH: tl.constexpr):
+    """The sum of one number per program, over the programs before this one."""
+    each = tl.arange(0, WIDTH)
+    return tl.sum(tl.load(counts + each, mask=each < tl.program_id(0), other=0, cache_modifier=".cg"), 0)
 
 
 @triton.jit
-def sums_of(counts, WIDTH: tl.constexpr):
-    """The sum of one number per program: over the programs before this one, and over all."""
+def sum_and_max_of(counts, WIDTH: tl.constexpr):
+    """The sum and the largest of one number per program."""
     each = tl.arange(0, WIDTH)
     count = tl.load(counts + each, mask=each < tl.num_programs(0), other=0, cache_modifier=".cg")
-    return tl.sum(tl.where(each < tl.program_id(0), count, 0), 0), tl.sum(count, 0)
-
-
-@triton.jit
-def find_kth(memory, balance, places, kept_bits, begin, end, first, last, k, all_entries, awaited):
-    """The bits of the k-th largest |x|, how many equal to it belong to the k, and the arrivals awaited so far.
-
-    Four digits of 8 bits, the highest first: each program tallies its share of the candidates [first, last), or of all
-    entries [begin, end), and all read the sum.
-    """
-    bins = tl.arange(0, NUM_BINS)
-    prefix = 0
-    wanted = k
-    for digit in range(4):
-        shift = 24 - 8 * digit
-        if all_entries:
-            mine = tally_entries(balance, begin, end, shift, prefix)
-        elif digit == 0:
-            mine = fetch_candidates(balance, places, kept_bits, first, last)
-        else:
-            mine = tally_candidates(kept_bits, first, last, shift, prefix)
-        row = memory + BINS + digit * NUM_BINS + bins
-        tl.atomic_add(row, mine, mask=mine > 0, sem="relaxed")
-        awaited = meet(memory, awaited)
-        tally = tl.load(row, cache_modifier=".cg")
-        reached = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally  # in this bin or a higher one
-        chosen = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(bins > chosen, tally, 0), 0)
-        prefix = (prefix << 8) + chosen
-    return prefix, wanted, awaited
+    return tl.sum(count, 0), tl.max(count, 0)
 
 
 @triton.jit
