@@ -190,16 +190,16 @@ class Consulting(Summing):
     ) -> None:
         """Overwrite the bucket with what the owners said, and learn from it."""
         told = values != 0  # a dense answer, or trits, also say where nothing is
-        positions, values = positions[told], values[told]
+        if not told.all():
+            positions, values = positions[told], values[told]
         flat.zero_()
         flat[positions] = (values * self._scale).to(flat.dtype)
         free = ~plan.is_fixed[positions]
-        positions, values = positions[free], values[free]
         self._unions.num_sent += sent.chosen.numel()
-        self._unions.num_answered += positions.numel()
+        self._unions.num_answered += int(free.sum())
         select = self.scheme.select
         if past is not None and isinstance(select, Overlap):
-            past.note_(select.scored, positions, values)
+            past.note_(select.scored, positions[free], values[free])
             past.sent_(sent.chosen, self._step)
 
 
@@ -213,11 +213,11 @@ def _withdraw_scored_(
     balance[turn] = -owed  # the addition leaves zeros, which have no score and are not chosen
     boost = Boost(select, plan.plan, past, balance, due)
     chosen, values = plan.withdraw_(balance, due)
-    num_fixed = plan.fixed.numel()
-    boost.take_back_(chosen, values[num_fixed:])
-    fresh = values[num_fixed:] != 0
-    chosen, order = torch.cat([turn.to(torch.int32), chosen[fresh]]).sort()
-    return chosen, torch.cat([values[:num_fixed], torch.cat([swept, values[num_fixed:][fresh]])[order]])
+    whole, values = values.tensor_split([plan.fixed.numel()])
+    values = boost.take_back_(chosen, values)
+    told = values != 0  # what was swept just now is not chosen again, unless as a zero
+    chosen, order = torch.cat([turn.to(torch.int32), chosen[told]]).sort()
+    return chosen, torch.cat([whole, torch.cat([swept, values[told]])[order]])
 
 
 def _shape(shares: Shares, share: int, k: int, num_fixed: int, plan: BucketPlan) -> FrameShape:

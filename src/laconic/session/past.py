@@ -20,23 +20,28 @@ class Past:
     def __init__(self, kept: Sequence[Tensor]) -> None:
         self.kept = kept
         self.past, self.sent_at = kept  # what the score looks at; the number of the step that sent an entry last, or 0
-        self._where: Tensor | None = None  # where `past` is not zero
+        self._told: tuple[Tensor, Tensor] | None = None
 
     @property
-    def where(self) -> Tensor:
-        if self._where is None:
-            self._where = nonzero(self.past != 0)
-        return self._where
+    def told(self) -> tuple[Tensor, Tensor]:
+        """Where `past` is not zero, ascending, and what it is there: side by side, since memory is slow to leap in."""
+        if self._told is None:
+            at = nonzero(self.past != 0)
+            self._told = at, self.past[at]
+        return self._told
 
     def restored(self) -> None:
         """Someone has written to the kept tensors."""
-        self._where = None
+        self._told = None
 
     def note_(self, score: Score, union: Tensor, aggregate: Tensor) -> None:
         """Take in an answer: the entries in it, and its values there."""
         if score.note_ is not None:
-            score.note_(self.past, self.where, union, aggregate)
-            self._where = None if score.fades else union.sort().values
+            score.note_(self.past, self.told[0], union, aggregate)
+            self._told = None
+            if not score.fades:
+                at = _ascending(union)
+                self._told = at, self.past[at]
 
     def sent_(self, positions: Tensor, step: int) -> None:
         """Note what this worker sent."""
@@ -60,10 +65,10 @@ class Boost:
     """
 
     def __init__(self, select: Overlap, plan: Plan, past: Past, balance: Tensor, due: Due) -> None:
-        self._balance, self._at = balance, past.where
+        self._balance, (self._at, sizes) = balance, past.told
         if not self._at.numel():
             return
-        (addend, factor), sizes = due, past.past[self._at]
+        addend, factor = due
         owed = torch.zeros_like(sizes) if addend is None else addend[self._at] * factor
         self._own = balance[self._at] + owed
         score, lifted = select.scored, self._own.clone()
@@ -80,12 +85,17 @@ class Boost:
             lifted[some] = score.of(self._own[some].abs(), sizes[some], score.strength, norm)
         balance[self._at] = lifted - owed
 
-    def take_back_(self, chosen: Tensor, values: Tensor) -> None:
-        """Give the lifted entries their own values again: those chosen in `values`, the others in the balance."""
+    def take_back_(self, chosen: Tensor, values: Tensor) -> Tensor:
+        """Give the lifted entries their own values again, in the balance and in what was chosen, which it returns."""
         if not self._at.numel():
-            return
+            return values
+        self._balance[chosen] = values
         self._balance[self._at] = self._own
-        place = torch.searchsorted(self._at, chosen.to(torch.int64)).clamp_(max=self._at.numel() - 1)
-        lifted = self._at[place] == chosen
-        values[lifted] = self._own[place[lifted]]
+        values = self._balance[chosen]
         self._balance[chosen] = 0
+        return values
+
+
+def _ascending(positions: Tensor) -> Tensor:
+    """Sorted, which the answer of a single owner is already."""
+    return positions if bool((positions[1:] > positions[:-1]).all()) else positions.sort().values

@@ -74,15 +74,23 @@ def _serve(job: Job) -> int:
     """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
     with _process_group(job.backend, timeout=_AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
-            serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=_link_facts)
+            facts = _link_facts(interface_bytes())
+            serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=facts)
         else:
             dist.barrier()
     return 0
 
 
-def _link_facts() -> dict[str, int]:
-    seen = interface_bytes()
-    return {} if seen is None else {"link_bytes_out": seen[0], "link_bytes_in": seen[1]}
+def _link_facts(before: tuple[int, int] | None) -> Callable[[], dict[str, int]]:
+    """What the interface counts from here on: a lab stands longer than one run in it."""
+
+    def facts() -> dict[str, int]:
+        now = interface_bytes()
+        if now is None or before is None:
+            return {}
+        return {"link_bytes_out": now[0] - before[0], "link_bytes_in": now[1] - before[1]}
+
+    return facts
 
 
 class _Desk:
