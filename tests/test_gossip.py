@@ -494,7 +494,7 @@ def test_wrong_compositions_name_their_cure() -> None:
         "scheme:exchange=gossip,select=topk(rho=0.1)": "use Residual",
         "scheme:exchange=gossip,memory=residual": "use Nothing",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
-        "gossip:per=tensor": "per='model'",
+        "gossip:trigger=target-rate(rate=0.1)": "per='model'",
         "gossip:mode=fast": "free, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
         "gossip:trigger=change(per=layer)": "model or tensor",

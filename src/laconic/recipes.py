@@ -18,7 +18,7 @@ from laconic.quantize import BF16, MaxNorm, MultiScale, Sign
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
-from laconic.trigger import EveryStep, Ramp, TargetRate, Trigger, WarmUp
+from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 _BITS = 4  # of a code, its sign included
@@ -235,22 +235,22 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.12,
-    rho: float = 0.1,
-    per: str = "model",
+    rate: float = 0.22,
+    rho: float = 0.2,
     trigger: str = "",
-    quantize: str = "none",
+    quantize: str = "bf16",
     peers: str = "uniform",
     mode: str = "free",
     seed: int = 0,
 ) -> Scheme:
-    """The `rho` of a model that changed most, exchanged with a peer: `rate` models a step in all, or by a `trigger`."""
+    """The share `rho` of a model that changed most, exchanged with a peer so often that `rate` models leave a step."""
+    turns = Period(steps=max(1.0, 2 * rho / rate)) if 0 < rho < 1 and rate > 0 else TargetRate(rate=rate)
     return Scheme(
         select=TopK(rho=rho) if rho < 1 else Everything(),
         quantize=part("quantize", quantize),
         memory=Residual() if rho < 1 else Nothing(),
         exchange=Gossip(peers=peers, mode=mode, seed=seed),
-        trigger=part("trigger", trigger) if trigger else TargetRate(rate=rate, per=per),
+        trigger=part("trigger", trigger) if trigger else turns,
     )
 
 
