@@ -143,7 +143,7 @@ class Free:
     def _owe(self, topic: Topic, told: Tensor, delta: Tensor) -> None:
         if self._owed is None:
             self._owed = torch.zeros(self._vector.num_entries, device=self._vector.device)
-        self._vector.place_(self._owed, topic, self._vector.cut(self._owed, topic) + delta)
+        self._vector.add_into_(self._owed, topic, delta)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
         self._num_sent += self._vector.count(topic)
         if self._unsaid is not None and isinstance(topic, Tensor):

@@ -116,15 +116,15 @@ class ModelVector:
             return flat[topic]
         return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
-    def place_(self, flat: Tensor, topic: Topic, values: Tensor) -> None:
-        """Overwrite what is named in a vector of the whole model."""
+    def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
+        """Add to what is named in a vector of the whole model."""
         if isinstance(topic, Tensor):
-            flat[topic] = values
+            flat.index_add_(0, topic, delta)
             return
         start = 0
         for k in topic:
             group = self.groups[k]
-            flat[group.start : group.stop] = values[start : start + group.num_entries]
+            flat[group.start : group.stop] += delta[start : start + group.num_entries]
             start += group.num_entries
 
     def count(self, topic: Topic) -> int:
