@@ -77,7 +77,7 @@ class Follower:
         self._vector.write_(mean)
         self._watch.exchanged(range(len(self._vector.groups)))
         if self._unsaid is not None:
-            self._unsaid.last = self._vector.read()
+            self._unsaid.last.copy_(self._vector.read())
         self._side.settle()  # nobody is told of a model from before
 
     def consensus(self) -> tuple[Tensor, float]:
@@ -158,7 +158,7 @@ class Follower:
         self._steps = int(mine[0]["step"])
         self._watch.load_state_dict(mine[0]["watch"])
         if self._unsaid is not None:
-            self._unsaid.last = mine[0]["last"].to(self._vector.device, copy=True)
+            self._unsaid.last.copy_(mine[0]["last"])
         self._side.owe(mine[0]["owed"])
 
     def close(self) -> None:

@@ -53,6 +53,8 @@ class Free:
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(vector.device))
         mailbox.serve(self._answer)
 
     def step(self, step: int, lr: float) -> None:
@@ -66,12 +68,12 @@ class Free:
         if peer is None:
             return
         groups, self._due = sorted(self._due), set()
-        values, ready = None, None
-        if self._unsaid is None:
-            values = self._vector.read(groups)
-        if self._stream is not None and values is not None:
-            values.record_stream(self._stream)
+        values = self._vector.read(groups) if self._unsaid is None else None
+        ready = None
+        if self._stream is not None:
             ready = torch.cuda.current_stream(self._vector.device).record_event()
+            if values is not None:
+                values.record_stream(self._stream)
         arguments = (peer, groups, values, ready)
         thread = threading.Thread(target=self._ask, args=arguments, name="laconic-ask", daemon=True)
         self._asking[peer] = (thread, time.monotonic())
