@@ -59,9 +59,13 @@ COMPOSED_TEXTS = (
 
 # Compositions of gossip that no recipe has as its default.
 GOSSIP_TEXTS = (
-    "gossip:rate=0.3,per=model,peers=ring,quantize=bf16",
-    "gossip:trigger=change(threshold=0.05),peers=exponential,mode=matched",
-    "gossip:rate=0.3,mode=matched,seed=4",
+    "gossip:rho=1,rate=0.3,quantize=none",
+    "gossip:rho=1,trigger=target-rate(rate=0.3,per=model),peers=ring",
+    "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
+    "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
+    "gossip:rho=1,rate=0.3,mode=matched,seed=4",
+    "gossip:mode=matched,seed=4",
+    "gossip:trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
     "gossip-every:mode=matched,quantize=bf16,peers=ring",
     "gossip-period:steps=2.5,mode=matched",
 )

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, free, learner_at, matched
-from laconic import Follower, SchemeError, StateError, attach, follow, parse
+from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
+from laconic.errors import FrameError, LaunchError
 from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
+from laconic.exchange.mailbox import GlooMailbox
 from laconic.exchange.peers import GRAPHS
+from laconic.follow.letter import Letters, refusal
+from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector
 from laconic.follow.watch import Watch
+from laconic.select import TopK
 from laconic.trigger import Change, EveryStep, Period, TargetRate
 from parts import gossip_texts
 
@@ -93,7 +98,7 @@ def _said(
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.001 * lr)
         groups = watch.wants(step, lr, patiently=True)
-        watch.sent(groups)
+        watch.sent(watch._vector.count(groups))
         watch.exchanged(groups)
         said.append(groups)
     return said, watch
@@ -234,6 +239,59 @@ def test_a_vector_reads_and_adds_groups() -> None:
     assert torch.equal(vector.read(), before)
 
 
+def _unsaid(text: str, model: nn.Module) -> tuple[ModelVector, Unsaid, Letters]:
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme) and isinstance(scheme.select, TopK)
+    vector = ModelVector(model, "model", scheme.select.dense_below)
+    unsaid = Unsaid(scheme.select, vector, 4)
+    return vector, unsaid, Letters(vector, scheme.frame_answers[1], unsaid)
+
+
+def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
+    torch.manual_seed(2)
+    model = Small()
+    vector, unsaid, _ = _unsaid("gossip:rho=0.1", model)
+    whole, k = 40 + 40 + 40 + 80 + 205, 120  # all small tensors and buffers, and a tenth of the one large one
+    assert (unsaid.num_whole, unsaid.k) == (whole, k) and vector.chosen == slice(325, 1525)
+    left = torch.zeros(1200)
+    for _ in range(3):
+        with torch.no_grad():
+            model.body.weight.add_(torch.randn_like(model.body.weight))
+        now = vector.read()
+        positions = unsaid.choose(now)
+        change = (now - unsaid.last)[vector.chosen]
+        said = positions[whole:] - vector.chosen.start
+        assert torch.equal(said, change.abs().topk(k).indices.sort().values)
+        assert len(set(positions.tolist())) == whole + k
+        assert change.abs().sum() > left.abs().sum()  # what was left before is in it
+        unsaid.exchanged(positions, now[positions])
+        left = (now - unsaid.last)[vector.chosen]
+        assert int((left == 0).sum()) == k and not (now - unsaid.last)[positions].any()
+
+
+@pytest.mark.parametrize("quantize", ["none", "bf16"])
+def test_a_letter_about_entries_is_read_as_it_was_written(quantize: str) -> None:
+    torch.manual_seed(2)
+    model = Small()
+    vector, unsaid, letters = _unsaid(f"gossip:rho=0.1,quantize={quantize}", model)
+    with torch.no_grad():
+        model.body.weight.add_(torch.randn_like(model.body.weight))
+    positions = unsaid.choose(vector.read())
+    letter = letters.ask(positions, vector.read(positions))
+    about, values = letters.read_question(letter.message, 1)
+    assert isinstance(about, Tensor) and torch.equal(about, positions) and torch.equal(values, letter.values)
+    answer = letters.answer(positions, vector.read(positions))
+    assert answer.message.numel() == letters.answer_bytes(positions) < letter.message.numel()
+    assert torch.equal(letters.read_answer(positions, answer.message, 1), letter.values)
+    assert torch.equal(letters.named(letters.name(positions)), positions)
+    letter.message[-5] += 1
+    for wrong in (letter.message, letter.message[:-4], letter.message[:20]):
+        with pytest.raises(FrameError, match="rank 1"):
+            letters.read_question(wrong.clone(), 1)
+    with pytest.raises(FrameError, match="nothing of a letter was taken"):
+        letters.read_answer(positions, refusal(answer.message.numel()), 1)
+
+
 # In step
 
 
@@ -342,7 +400,7 @@ def test_what_was_exchanged_is_not_said_again() -> None:
         released.wait()
 
     boxes = local_mailboxes(2, delay)
-    learners = [learner_at(box, "gossip:trigger=change(threshold=0.1)", 0.1) for box in boxes]
+    learners = [learner_at(box, "gossip:rho=1,trigger=change(threshold=0.1)", 0.1) for box in boxes]
     with torch.no_grad():
         learners[0].model.body.weight.add_(1.0)
     for _ in range(5):
@@ -370,13 +428,37 @@ def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.Captu
     assert len(said) == 2 and all("rank 2 is gone" in line and "going on without it" in line for line in said)
 
 
-def test_a_model_that_is_not_finite_is_not_taken_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
+    class Deaf:
+        """A group whose messages never arrive."""
+
+        def rank(self) -> int:
+            return 2
+
+        def size(self) -> int:
+            return 3
+
+        def send(self, *_: object) -> Deaf:
+            return self
+
+        def wait(self) -> None:
+            threading.Event().wait()
+
+    box = GlooMailbox(Deaf(), 0.001)  # type: ignore[arg-type]
+    box._lost.add(0)
+    with pytest.raises(LaunchError, match="waited 0 s to meet rank 1 and has lost rank 0; mend its links"):
+        box.meet(torch.zeros(1), lambda parts: parts[0], None)
+
+
+@pytest.mark.parametrize("text", ["gossip-every", "gossip:trigger=every-step"])
+def test_a_model_that_is_not_finite_is_not_taken_in(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     boxes = local_mailboxes(2)
-    learners = [learner_at(box, "gossip-every", 0.1) for box in boxes]
+    learners = [learner_at(box, text, 0.1) for box in boxes]
     with torch.no_grad():
         next(learners[1].model.parameters())[0] = torch.nan
     for learner in learners:
         learner.follower.step()
+        learner.follower._side.close()
     assert torch.isfinite(learners[0].follower.read()).all()
     assert sum(learner.follower.stats().refused for learner in learners) >= 2
     assert "not finite" in capsys.readouterr().err
@@ -409,7 +491,10 @@ def test_wrong_compositions_name_their_cure() -> None:
     for text, cure in {
         "scheme:exchange=gossip,trigger=warm-up(steps=3)": "TargetRate",
         "scheme:trigger=period(steps=3)": "EveryStep",
-        "scheme:exchange=gossip,select=topk(rho=0.1)": "Everything",
+        "scheme:exchange=gossip,select=topk(rho=0.1)": "use Residual",
+        "scheme:exchange=gossip,memory=residual": "use Nothing",
+        "scheme:exchange=gossip,quantize=sign": "use BF16",
+        "gossip:trigger=target-rate(rate=0.1)": "per='model'",
         "gossip:mode=fast": "free, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
         "gossip:trigger=change(per=layer)": "model or tensor",

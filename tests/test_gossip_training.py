@@ -54,7 +54,7 @@ def test_compare_draws_gossip_with_its_worst_replica(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert "worst replica" in ran.stdout and "gossip-every" in (tmp_path / "out" / "report.html").read_text()
     (row,) = [fact for fact in _facts(tmp_path / "out") if fact["kind"] == "row"]
-    assert row["worst_accuracy"] == row["accuracy"] and row["consensus_distance"] > 0  # all are equal in the end
+    assert 0 < row["worst_accuracy"] < 1 and row["consensus_distance"] > 0  # before the last average
     assert row["bytes_out"] > 2 * 4 * 1_199_882 and row["link_use"] is None  # each asks and answers at every step
 
 

@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
-from laconic.memory import Accumulated, MomentumResidual, Residual
+from laconic.memory import Accumulated, MomentumResidual, Nothing, Residual
 from laconic.quantize import BF16, MaxNorm, MultiScale, Sign
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
-from laconic.trigger import EveryStep, Ramp, TargetRate, Trigger, WarmUp
+from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
-
 _BITS = 4  # of a code, its sign included
 
 R = TypeVar("R", bound=Callable[..., AnyScheme])
@@ -236,26 +235,29 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.12,
-    per: str = "tensor",
+    rate: float = 0.22,
+    rho: float = 0.2,
     trigger: str = "",
-    quantize: str = "none",
+    quantize: str = "bf16",
     peers: str = "uniform",
     mode: str = "free",
     seed: int = 0,
 ) -> Scheme:
-    """Models exchanged with a peer when they have changed enough: `rate` of them a step, or by a `trigger`."""
+    """The share `rho` of a model that changed most, exchanged with a peer so often that `rate` models leave a step."""
+    turns = Period(steps=max(1.0, 2 * rho / rate)) if 0 < rho < 1 and rate > 0 else TargetRate(rate=rate)
     return Scheme(
+        select=TopK(rho=rho) if rho < 1 else Everything(),
         quantize=part("quantize", quantize),
+        memory=Residual() if rho < 1 else Nothing(),
         exchange=Gossip(peers=peers, mode=mode, seed=seed),
-        trigger=part("trigger", trigger) if trigger else TargetRate(rate=rate, per=per),
+        trigger=part("trigger", trigger) if trigger else turns,
     )
 
 
 @recipe
 def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> Scheme:
     """Gossip at every step, waiting for the answer: the published baseline of `gossip`."""
-    return gossip(trigger="every-step", quantize=quantize, peers=peers, mode=mode, seed=seed)
+    return gossip(rho=1, trigger="every-step", quantize=quantize, peers=peers, mode=mode, seed=seed)
 
 
 @recipe
@@ -263,7 +265,7 @@ def gossip_period(
     *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
 ) -> Scheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
-    return gossip(trigger=f"period(steps={steps})", quantize=quantize, peers=peers, mode=mode, seed=seed)
+    return gossip(rho=1, trigger=f"period(steps={steps})", quantize=quantize, peers=peers, mode=mode, seed=seed)
 
 
 @recipe

@@ -22,7 +22,7 @@ from laconic.exchange import (
     ring_bytes,
 )
 from laconic.layout import Layout
-from laconic.memory import MEMORIES, Memory, Nothing
+from laconic.memory import MEMORIES, Memory, Nothing, Residual
 from laconic.quantize import (
     GRIDS,
     QUANTIZERS,
@@ -125,10 +125,18 @@ class Scheme:
             raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
         if not gossips and isinstance(self.trigger, Speech):
             raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
-        if gossips and (self.select.density < 1 or self.memory.kinds or isinstance(self.quantize, Grid)):
+        if not gossips:
+            return
+        if isinstance(self.quantize, Grid | InFrames):
+            raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
+        chooses = self.select.density < 1
+        if type(self.memory) is not (Residual if chooses else Nothing):
             raise SchemeError(
-                "Gossip exchanges whole tensors and keeps nothing; use Everything(), Nothing() and BF16()"
+                "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
+                f"nothing; use {'Residual()' if chooses else 'Nothing()'}"
             )
+        if chooses and getattr(self.trigger, "per", "model") != "model":
+            raise SchemeError(f"entries are chosen from the whole model, so it speaks as one; use {name}(per='model')")
 
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
@@ -148,7 +156,7 @@ class Scheme:
         if isinstance(self.exchange, Silent):
             return 0
         if isinstance(self.exchange, Gossip):
-            return round(self._models_out() * layout.num_entries * self.frame_answers[1].code_dtype.itemsize)
+            return round(self._letter_bytes_out(layout, num_workers))
         if self.exchange.adds_in_flight:
             return self._bytes_added(layout, num_workers)
         if isinstance(self.exchange, Server):
@@ -184,13 +192,17 @@ class Scheme:
             down += min(form.num_bytes for form in forms)
         return up, down
 
-    def _models_out(self) -> float:
-        """Models that leave a worker per step of a gossip on average, asked and answering; NaN where change decides."""
-        if isinstance(self.trigger, TargetRate):
-            return self.trigger.rate
+    def _letter_bytes_out(self, layout: Layout, num_workers: int) -> float:
+        """What a gossip's letters come to per step, asked and answering; NaN where change decides when."""
+        plan, quantize = self.select.plan(layout, self.select.density_among(num_workers)), self.frame_answers[1]
+        count = plan.num_fixed + plan.k
+        question, answer = (plan.num_entries, plan.k, plan.num_fixed), (count, count, 0)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         assert isinstance(self.exchange, Gossip)
-        return turns if self.exchange.mode == "matched" else 2 * turns
+        letters = turns if self.exchange.mode == "matched" else 2 * turns
+        if isinstance(self.trigger, TargetRate):
+            letters = self.trigger.rate * plan.num_entries / count
+        return letters * sum(FrameShape(*shape, quantize).num_bytes for shape in (question, answer)) / 2
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""
@@ -223,13 +235,10 @@ class Scheme:
             return
         here, dense = self.bytes_out(layout, num_workers), ring_bytes(2 * layout.num_entries, num_workers)
         if here > 1.02 * dense:  # headers aside
+            cure = "bf16, or a smaller rho" if isinstance(self.exchange, Server) else "bf16, a smaller rho, or a server"
             warnings.warn(
                 f"{self} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
-                + (
-                    "use bf16, or a smaller rho"
-                    if isinstance(self.exchange, Server)
-                    else "use bf16, a smaller rho, or a server"
-                ),
+                f"use {cure}",
                 stacklevel=3,
             )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,20 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import PeerError
+from laconic.errors import LaunchError, PeerError
 from laconic.exchange.group import spans_world
 from laconic.exchange.traffic import Count, Traffic
 
-Answer = Callable[[int, Tensor], Tensor]  # (who asks, what it says) -> what it is told, of the same length
+Answer = Callable[[int, Tensor, int], Tensor]  # (who asks, what it says, bytes it awaits) -> what it is told
 Combine = Callable[[list[Tensor]], Tensor]
 _Talk = Callable[[list[Tensor], int, int], dist.Work]  # a group's send or recv
 
 # Gloo closes every pair of a group when one wait on it times out, so nothing here ever does; 24.8 days overflow it.
 _NEVER = timedelta(days=20)
+_LAST_RESORT = 120  # times the patience: the longest wait at a meeting of a worker that has lost the first of them
 _KNOCK, _BODY, _REPLY, _UP, _DOWN = range(5)  # tags
 _ASKS, _PROBES = 0, 1  # what a knock is for
 _HELD_KNOCKS = 64  # at one per `patience_s`, enough for any pause that TCP survives
-_KNOCK_WORDS = 2  # int64: what for, and the bytes that follow
+_KNOCK_WORDS = 3  # int64: what for, the bytes that follow, and those of the answer
 
 
 class Mailbox(Protocol):
@@ -39,8 +42,8 @@ class Mailbox(Protocol):
     def serve(self, answer: Answer) -> None:
         """Answer whoever asks from now on, in threads of the mailbox's own."""
 
-    def ask(self, peer: int, said: Tensor) -> Tensor:
-        """What `peer` answers; PeerError if it has died. A slow peer is waited for."""
+    def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
+        """The `num_bytes` that `peer` answers; PeerError if it has died. A slow peer is waited for."""
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
         """combine(the tensors of all that are alive, in rank order), equal on each; uncounted if it has no kind."""
@@ -52,7 +55,7 @@ class Mailbox(Protocol):
 class GlooMailbox:
     """Over a Gloo group of its own; messages are uint8 on the CPU.
 
-    A knock of 16 bytes may come from any source. What follows it is received from its sender alone, in a thread of
+    A knock of 24 bytes may come from any source. What follows it is received from its sender alone, in a thread of
     its own, so that a slow peer holds up nobody else.
     """
 
@@ -78,31 +81,35 @@ class GlooMailbox:
             except RuntimeError:
                 failures += 1
                 continue
-            purpose, num_bytes = knock.tolist()
+            purpose, *lengths = knock.tolist()
             if purpose == _ASKS and not self._closed:
-                arguments = (work._source_rank(), num_bytes, answer)
+                arguments = (work._source_rank(), *lengths, answer)
                 threading.Thread(target=self._answer, args=arguments, name="laconic-answer", daemon=True).start()
 
-    def _answer(self, peer: int, num_bytes: int, answer: Answer) -> None:
+    def _answer(self, peer: int, bytes_in: int, bytes_out: int, answer: Answer) -> None:
         with suppress(PeerError):  # who asks anew, finds out; who does not, need not know
-            reply = answer(peer, self._receive(peer, num_bytes, _BODY))
+            reply = answer(peer, self._receive(peer, bytes_in, _BODY), bytes_out)
             self._deliver(peer, reply, _REPLY)
-            self._count("model", reply.nbytes, num_bytes)
+            self._count("model", reply.nbytes, bytes_in)
 
-    def ask(self, peer: int, said: Tensor) -> Tensor:
-        self._knock(peer, _ASKS, said.nbytes)
+    def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
+        self._knock(peer, _ASKS, said.nbytes, num_bytes)
         self._deliver(peer, said, _BODY)
-        reply = self._receive(peer, said.nbytes, _REPLY)
+        reply = self._receive(peer, num_bytes, _REPLY)
         self._count("model", said.nbytes, reply.nbytes)
         return reply
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
-        """The lowest rank that is alive combines for all; the next takes its place when it is not."""
+        """The lowest rank that is alive combines for all; the next takes its place when it is not.
+
+        A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
+        """
         said = mine.contiguous().view(-1).view(torch.uint8)
         for leader in range(self.rank):
+            longest_s = math.inf if leader == 0 else _LAST_RESORT * self._patience_s
             with suppress(PeerError):
-                self._deliver(leader, said, _UP)
-                (num_bytes,) = self._receive(leader, 8, _DOWN).view(torch.int64).tolist()
+                self._deliver(leader, said, _UP, longest_s)
+                (num_bytes,) = self._receive(leader, 8, _DOWN, longest_s).view(torch.int64).tolist()
                 told = self._receive(leader, num_bytes, _DOWN)
                 self._count(kind, said.nbytes, told.nbytes)
                 return told.view(mine.dtype)
@@ -124,16 +131,16 @@ class GlooMailbox:
         """The thread that waits for knocks waits on, for nobody: Gloo has no way to end it, and needs none."""
         self._closed = True
 
-    def _knock(self, peer: int, purpose: int, num_bytes: int = 0) -> None:
-        work = self._begin(self._group.send, peer, torch.tensor([purpose, num_bytes]), _KNOCK)
+    def _knock(self, peer: int, purpose: int, bytes_out: int = 0, bytes_in: int = 0) -> None:
+        work = self._begin(self._group.send, peer, torch.tensor([purpose, bytes_out, bytes_in]), _KNOCK)
         self._knocks.setdefault(peer, deque(maxlen=_HELD_KNOCKS)).append(work)
 
-    def _deliver(self, peer: int, message: Tensor, tag: int) -> None:
-        self._wait(self._begin(self._group.send, peer, message, tag), peer)
+    def _deliver(self, peer: int, message: Tensor, tag: int, longest_s: float = math.inf) -> None:
+        self._wait(self._begin(self._group.send, peer, message, tag), peer, longest_s)
 
-    def _receive(self, peer: int, num_bytes: int, tag: int) -> Tensor:
+    def _receive(self, peer: int, num_bytes: int, tag: int, longest_s: float = math.inf) -> Tensor:
         message = torch.empty(num_bytes, dtype=torch.uint8)
-        self._wait(self._begin(self._group.recv, peer, message, tag), peer)
+        self._wait(self._begin(self._group.recv, peer, message, tag), peer, longest_s)
         return message
 
     def _begin(
@@ -147,8 +154,8 @@ class GlooMailbox:
         except RuntimeError as error:
             raise self._gone(peer, error) from None
 
-    def _wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for as long as the peer is there.
+    def _wait(self, work: dist.Work, peer: int, longest_s: float) -> None:
+        """Wait for as long as the peer is there, or `longest_s`.
 
         A message whose sender dies half-way leaves Gloo waiting for ever, but the next send on that pair fails: so the
         waiting is a thread's, which is then left behind, and a knock each `patience_s` finds out.
@@ -163,11 +170,17 @@ class GlooMailbox:
 
         waiting = threading.Thread(target=wait, name="laconic-wait", daemon=True)
         waiting.start()
+        until = time.monotonic() + longest_s
         while True:
             waiting.join(self._patience_s)
             if not waiting.is_alive():
                 break
             self._knock(peer, _PROBES)
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"rank {self.rank} waited {longest_s:.0f} s to meet rank {peer} and has lost rank "
+                    f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
+                )
         if failed:
             raise self._gone(peer, failed[0])
 

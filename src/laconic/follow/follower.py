@@ -28,6 +28,7 @@ from laconic.follow.free import Free
 from laconic.follow.letter import Letters
 from laconic.follow.matched import Matched
 from laconic.follow.stats import FollowerStats
+from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector
 from laconic.follow.watch import Watch
 from laconic.recipes import parse
@@ -35,7 +36,7 @@ from laconic.scheme import AnyScheme, Scheme
 from laconic.session import PHASES
 from laconic.trigger import EveryStep, Speech
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Follower:
@@ -52,11 +53,14 @@ class Follower:
         check_peers(pattern.peers, end.num_workers)
         self.scheme, self.rank, self.num_workers = scheme, end.rank, end.num_workers
         self._optimizer = optimizer
-        self._vector = ModelVector(model, getattr(trigger, "per", "model"))
+        select, quantize = scheme.frame_answers
+        self._vector = ModelVector(model, getattr(trigger, "per", "model"), getattr(select, "dense_below", 0))
         self._watch = Watch(trigger, self._vector, pattern.seed, end.rank)
-        letters = Letters(self._vector, scheme.frame_answers[1])
+        self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
+        letters = Letters(self._vector, quantize, self._unsaid)
         side = Matched if pattern.mode == "matched" else Free
-        self._side: Matched | Free = side(end, pattern, self._vector, letters, self._watch)  # type: ignore[arg-type]
+        parts = (pattern, self._vector, letters, self._watch, self._unsaid)
+        self._side: Matched | Free = side(end, *parts)  # type: ignore[arg-type]
         self._steps, self._seconds = 0, 0.0
 
     def step(self) -> None:
@@ -72,6 +76,8 @@ class Follower:
         mean = self._settled_mean("average")
         self._vector.write_(mean)
         self._watch.exchanged(range(len(self._vector.groups)))
+        if self._unsaid is not None:
+            self._unsaid.last.copy_(self._vector.read())
         self._side.settle()  # nobody is told of a model from before
 
     def consensus(self) -> tuple[Tensor, float]:
@@ -132,6 +138,7 @@ class Follower:
             "num_workers": self.num_workers,
             "groups": [group.num_entries for group in self._vector.groups],
             "watch": self._watch.state_dict(),
+            "last": None if self._unsaid is None else self._unsaid.last.to("cpu", copy=True),
             "owed": self._side.owed,
         }
 
@@ -150,6 +157,8 @@ class Follower:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
         self._steps = int(mine[0]["step"])
         self._watch.load_state_dict(mine[0]["watch"])
+        if self._unsaid is not None:
+            self._unsaid.last.copy_(mine[0]["last"])
         self._side.owe(mine[0]["owed"])
 
     def close(self) -> None:

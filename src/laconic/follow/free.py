@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from laconic import kernels
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import Gossip, Mailbox, neighbours, pick
-from laconic.follow.letter import Letter, Letters
-from laconic.follow.vector import ModelVector
+from laconic.follow.letter import Letters, check_finite, refusal
+from laconic.follow.unsaid import Unsaid
+from laconic.follow.vector import ModelVector, Topic
 from laconic.follow.watch import Watch
 
 
@@ -26,23 +28,33 @@ class Free:
     unchanged, because both move by what was told.
     """
 
-    def __init__(self, mailbox: Mailbox, pattern: Gossip, vector: ModelVector, letters: Letters, watch: Watch) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        pattern: Gossip,
+        vector: ModelVector,
+        letters: Letters,
+        watch: Watch,
+        unsaid: Unsaid | None,
+    ) -> None:
         self.traffic = mailbox.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
         self._mailbox, self._pattern = mailbox, pattern
-        self._vector, self._letters, self._watch = vector, letters, watch
+        self._vector, self._letters, self._watch, self._unsaid = vector, letters, watch, unsaid
         self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
         self._owed: Tensor | None = None  # what exchanges owe to the model
         self._touched: set[int] = set()  # the groups in which they do
-        self._sent: list[list[int]] = []  # what left this worker since the last step
+        self._num_sent = 0  # entries that left this worker since the last step
         self._asking: dict[int, tuple[threading.Thread, float]] = {}  # peer -> (its thread, since when)
         self._suspended: set[int] = set()
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(vector.device))
         mailbox.serve(self._answer)
 
     def step(self, step: int, lr: float) -> None:
@@ -56,10 +68,12 @@ class Free:
         if peer is None:
             return
         groups, self._due = sorted(self._due), set()
-        values, ready = self._vector.read(groups), None
+        values = self._vector.read(groups) if self._unsaid is None else None
+        ready = None
         if self._stream is not None:
-            values.record_stream(self._stream)
             ready = torch.cuda.current_stream(self._vector.device).record_event()
+            if values is not None:
+                values.record_stream(self._stream)
         arguments = (peer, groups, values, ready)
         thread = threading.Thread(target=self._ask, args=arguments, name="laconic-ask", daemon=True)
         self._asking[peer] = (thread, time.monotonic())
@@ -78,15 +92,18 @@ class Free:
         self._suspended = slow
         return len(asking) > len(slow)
 
-    def _ask(self, peer: int, groups: list[int], values: Tensor, ready: torch.cuda.Event | None) -> None:
+    def _ask(self, peer: int, groups: list[int], values: Tensor | None, ready: torch.cuda.Event | None) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
         try:
             with self._beside(ready):
-                mine = self._letters.write(groups, values)
-            reply = self._mailbox.ask(peer, mine.message)
+                topic, values = self._choose() if values is None else (groups, values)
+                check_finite(values)
+                mine = self._letters.ask(topic, values)
+            reply = self._mailbox.ask(peer, mine.message, self._letters.answer_bytes(topic))
             with self._lock, self._beside(None):
+                theirs = self._letters.read_answer(topic, reply, peer)
                 self.asked += 1
-                self._owe(groups, (self._letters.read(reply, peer) - mine.values) / 2)
+                self._owe(topic, values, (theirs - mine.values) / 2)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
@@ -95,34 +112,44 @@ class Free:
             with self._lock:
                 del self._asking[peer]
 
-    def _answer(self, peer: int, message: Tensor) -> Tensor:
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """(the positions of what has changed most, their values)."""
+        assert self._unsaid is not None
+        with self._lock:
+            model = self._tell(range(len(self._vector.groups)))
+            check_finite(model)
+            positions = self._unsaid.choose(model)
+        return positions, model[positions]
+
+    def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
         try:
             with self._beside(None):
-                theirs, groups = self._letters.read(message, peer), self._letters.groups(message)
+                topic, theirs = self._letters.read_question(message, peer)
         except FrameError as error:
             self._refused(peer, error)
-            return self._letters.refuse(message)
+            return refusal(num_bytes)
         with self._lock, self._beside(None):
-            mine = self._tell(groups)
-            if not torch.isfinite(mine.values).all():
-                return self._letters.refuse(message)
-            self.answered += 1
-            self._owe(groups, (theirs - mine.values) / 2)
+            values = self._tell(topic)
+            mine = self._letters.answer(topic, values)
+            if kernels.all_finite(values):
+                self.answered += 1
+                self._owe(topic, values, (theirs - mine.values) / 2)
         return mine.message
 
-    def _tell(self, groups: Sequence[int]) -> Letter:
-        values = self._vector.read(groups)
-        return self._letters.write(
-            groups, values if self._owed is None else values + self._vector.cut(self._owed, groups)
-        )
+    def _tell(self, topic: Topic) -> Tensor:
+        """The model with all that is owed."""
+        values = self._vector.read(topic)
+        return values if self._owed is None else values + self._vector.cut(self._owed, topic)
 
-    def _owe(self, groups: list[int], delta: Tensor) -> None:
+    def _owe(self, topic: Topic, told: Tensor, delta: Tensor) -> None:
         if self._owed is None:
             self._owed = torch.zeros(self._vector.num_entries, device=self._vector.device)
-        self._vector.place_(self._owed, groups, self._vector.cut(self._owed, groups) + delta)
-        self._touched |= set(groups)
-        self._sent.append(groups)
+        self._vector.add_into_(self._owed, topic, delta)
+        self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
+        self._num_sent += self._vector.count(topic)
+        if self._unsaid is not None and isinstance(topic, Tensor):
+            self._unsaid.exchanged(topic, told + delta)
 
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""
@@ -132,15 +159,14 @@ class Free:
                 if self._stream is not None:
                     self._owed.record_stream(torch.cuda.current_stream(self._vector.device))
                 self._vector.add_(self._vector.cut(self._owed, groups), groups)
-                self._watch.exchanged(groups)
+                self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
                 if self._watch.looks:
                     self._due -= self._touched
                 self._owed, self._touched = None, set()
                 if self._stream is not None:  # what the mailbox reads next is the model after this
                     self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
-            for groups in self._sent:
-                self._watch.sent(groups)
-            self._sent = []
+            self._watch.sent(self._num_sent)
+            self._num_sent = 0
 
     @contextmanager
     def _beside(self, ready: torch.cuda.Event | None) -> Iterator[None]:

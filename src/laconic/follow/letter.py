@@ -1,8 +1,7 @@
-"""What two workers write to each other: which groups, and their values in a checked frame."""
+"""What two workers write to each other: which entries, and their values in a checked frame."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.follow.vector import ModelVector
+from laconic.follow.unsaid import Unsaid
+from laconic.follow.vector import ModelVector, Topic
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 
@@ -23,54 +23,101 @@ class Letter(NamedTuple):
 
 
 class Letters:
-    """Writes and reads values of groups: a map of the groups, one byte each, then a frame of their values."""
+    """Writes and reads questions, which name what they are about, and answers, which are values alone.
 
-    def __init__(self, vector: ModelVector, quantize: Quantizer) -> None:
-        self._vector, self._quantize = vector, quantize
+    Whole groups are named by a map, one byte each, before the frame of their values; chosen entries by the index block
+    of the frame itself, whose length both ends know (Rice's code would be 2 % smaller and costs 3 ms for 240,000).
+    """
 
-    def write(self, groups: Sequence[int], values: Tensor) -> Letter:
-        """The letter that tells these values; one that only says so where they are not finite."""
-        shape = self._shape(groups)
-        named = torch.zeros(self._num_named, dtype=torch.uint8)
-        named[torch.tensor(list(groups), dtype=torch.int64)] = 1
-        if kernels.all_finite(values):
-            codes, scale = self._quantize.encode(values)
-            empty = torch.empty(0, dtype=torch.int32, device=values.device)
-            frame = shape.write(empty, codes, scale, step=0, bucket=0)
-            values = self._quantize.decode(codes, scale)
-        else:
-            frame = shape.write_overflow(values.device, step=0, bucket=0)
-        return Letter(torch.cat([named, _on_host(frame)]), values)
+    def __init__(self, vector: ModelVector, quantize: Quantizer, unsaid: Unsaid | None) -> None:
+        self._vector, self._quantize, self._unsaid = vector, quantize, unsaid
 
-    def refuse(self, message: Tensor) -> Tensor:
-        """An answer of the same length that says: nothing of this was taken."""
-        groups = self.groups(message)
-        return torch.cat(
-            [message[: self._num_named], self._shape(groups).write_overflow(torch.device("cpu"), step=0, bucket=0)]
-        )
+    def ask(self, topic: Topic, values: Tensor) -> Letter:
+        """A question: what it is about, and this worker's values of it."""
+        if not isinstance(topic, Tensor):
+            named = torch.zeros(self._num_named, dtype=torch.uint8)
+            named[torch.tensor(list(topic), dtype=torch.int64)] = 1
+            letter = self.answer(topic, values)
+            return Letter(torch.cat([named, letter.message]), letter.values)
+        codes, scale = self._quantize.encode(values)
+        frame = self._question_shape.write(self._entries.chosen(topic), codes, scale, step=0, bucket=0)
+        return Letter(_on_host(frame), self._quantize.decode(codes, scale))
 
-    def groups(self, message: Tensor) -> list[int]:
-        """The groups that a message is about."""
-        return torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
+    def answer(self, topic: Topic, values: Tensor) -> Letter:
+        """Values alone, of what the other has named; only that they are not finite, where they are not."""
+        shape = self._answer_shape(topic)
+        if not kernels.all_finite(values):
+            return Letter(_on_host(shape.write_overflow(values.device, step=0, bucket=0)), values)
+        codes, scale = self._quantize.encode(values)
+        empty = torch.empty(0, dtype=torch.int32, device=values.device)
+        frame = shape.write(empty, codes, scale, step=0, bucket=0)
+        return Letter(_on_host(frame), self._quantize.decode(codes, scale))
 
-    def read(self, message: Tensor, peer: int) -> Tensor:
-        """The values on the model's device; FrameError, which names the peer, if nothing of it may be applied."""
-        frame = message[self._num_named :].clone()  # its own memory: views of words must begin on a whole word
-        contents = self._shape(self.groups(message)).read(frame, step=0, bucket=0, peer=peer)
+    def read_question(self, message: Tensor, peer: int) -> tuple[Topic, Tensor]:
+        """What it is about, and the peer's values; FrameError, which names it, if nothing of this may be applied."""
+        if self._unsaid is None:
+            groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
+            return groups, self.read_answer(groups, message[self._num_named :].clone(), peer)  # on a whole word
+        contents = self._question_shape.read(message, step=0, bucket=0, peer=peer)
+        positions = self._unsaid.positions(contents.positions.to(self._vector.device))
+        return positions, self._on_device(contents.values)
+
+    def name(self, positions: Tensor) -> Tensor:
+        """Only which entries are chosen, at a length that both ends know."""
+        codec = self._question_shape.index_codec
+        return _on_host(codec.encode(self._entries.chosen(positions), self._vector.num_entries).view(torch.uint8))
+
+    def named(self, message: Tensor) -> Tensor:
+        """What the other has named."""
+        codec, n, k = self._question_shape.index_codec, self._vector.num_entries, self._entries.k
+        return self._entries.positions(codec.decode(message.view(torch.int32), n, k).to(self._vector.device))
+
+    def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
+        """The values on the model's device; FrameError as above."""
+        if not message[:4].any():
+            raise FrameError("nothing of a letter was taken")
+        contents = self._answer_shape(topic).read(message, step=0, bucket=0, peer=peer)
         if contents.overflow:
             raise FrameError("one of the two models is not finite")
-        if self._vector.device.type == "cuda":
-            return contents.values.pin_memory().to(self._vector.device, non_blocking=True)
-        return contents.values
+        return self._on_device(contents.values)
+
+    def answer_bytes(self, topic: Topic) -> int:
+        """The length of an answer."""
+        return self._answer_shape(topic).num_bytes
+
+    @property
+    def _entries(self) -> Unsaid:
+        assert self._unsaid is not None
+        return self._unsaid
+
+    @property
+    def _question_shape(self) -> FrameShape:
+        return FrameShape(self._vector.num_entries, self._entries.k, self._entries.num_whole, self._quantize)
+
+    def _answer_shape(self, topic: Topic) -> FrameShape:
+        count = self._vector.count(topic)
+        return FrameShape(count, count, 0, self._quantize)
 
     @property
     def _num_named(self) -> int:
         """The bytes of the map: a frame begins on a whole word."""
         return -(-len(self._vector.groups) // 4) * 4
 
-    def _shape(self, groups: Sequence[int]) -> FrameShape:
-        count = self._vector.count(groups)
-        return FrameShape(count, count, 0, self._quantize)
+    def _on_device(self, values: Tensor) -> Tensor:
+        if self._vector.device.type == "cuda":
+            return values.pin_memory().to(self._vector.device, non_blocking=True)
+        return values
+
+
+def check_finite(values: Tensor) -> None:
+    """FrameError if a letter about these values would be of no use."""
+    if not kernels.all_finite(values):
+        raise FrameError("its own model is not finite")
+
+
+def refusal(num_bytes: int) -> Tensor:
+    """An answer that says: nothing of this was taken."""
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def _on_host(frame: Tensor) -> Tensor:

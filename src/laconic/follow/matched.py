@@ -6,20 +6,30 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import Gossip, Medium, matching
-from laconic.follow.letter import Letters
-from laconic.follow.vector import ModelVector
+from laconic.follow.letter import Letters, check_finite
+from laconic.follow.unsaid import Unsaid
+from laconic.follow.vector import ModelVector, Topic
 from laconic.follow.watch import Watch
 
 
 class Matched:
     """One worker's side; every worker calls each method at the same time."""
 
-    def __init__(self, medium: Medium, pattern: Gossip, vector: ModelVector, letters: Letters, watch: Watch) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        pattern: Gossip,
+        vector: ModelVector,
+        letters: Letters,
+        watch: Watch,
+        unsaid: Unsaid | None,
+    ) -> None:
         self.medium = medium
         self.traffic = medium.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
         self._pattern, self._vector, self._letters, self._watch = pattern, vector, letters, watch
+        self._unsaid = unsaid
 
     def step(self, step: int, lr: float) -> None:
         """x += (x_peer - x)/2 for the groups that one of a pair wants to exchange."""
@@ -30,18 +40,36 @@ class Matched:
         everyone = medium.all_gather(flags.to(self._vector.device), "flags").cpu()
         partner = matching(pattern.peers, pattern.seed, step, medium.num_workers)[medium.rank]
         groups = torch.nonzero(everyone[medium.rank] | everyone[partner]).view(-1).tolist()
+        nothing = flags[:0].to(self._vector.device)
         if partner == medium.rank or not groups:
-            medium.swap(flags[:0].to(self._vector.device), medium.rank, "model")
+            for _ in range(1 if self._unsaid is None else 2):
+                medium.swap(nothing, medium.rank, "model")
             return
-        mine = self._letters.write(groups, self._vector.read(groups))
+        topic: Topic = groups if self._unsaid is None else self._agree(self._unsaid, partner)
+        values = self._vector.read(topic)
+        mine = self._letters.answer(topic, values)
         theirs = medium.swap(mine.message.to(self._vector.device), partner, "model").cpu()
-        self._vector.add_((self._letters.read(theirs, partner) - mine.values) / 2, groups)
-        self._watch.sent(groups)
-        self._watch.exchanged(groups)
+        delta = (self._letters.read_answer(topic, theirs, partner) - mine.values) / 2
+        self._vector.add_(delta, topic)
+        self._watch.sent(self._vector.count(topic))
+        if self._unsaid is not None and isinstance(topic, Tensor):
+            self._unsaid.exchanged(topic, values + delta)
+        self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
         if wanted:
             self.asked += 1
         else:
             self.answered += 1
+
+    def _agree(self, unsaid: Unsaid, partner: int) -> Tensor:
+        """The entries that have changed most on one of a pair, the same on both."""
+        model = self._vector.read()
+        check_finite(model)
+        mine = unsaid.choose(model)
+        frame = self._letters.name(mine).to(self._vector.device)
+        theirs = self._letters.named(self.medium.swap(frame, partner, "model").cpu())
+        either = torch.zeros(self._vector.num_entries, dtype=torch.bool, device=mine.device)
+        either[mine] = either[theirs] = True
+        return either.nonzero().view(-1)
 
     def settle(self) -> None:
         """Nothing is ever under way between two steps."""

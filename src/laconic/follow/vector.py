@@ -32,12 +32,20 @@ class TensorGroup:
         return slice(self.start, self.start + self.num_trained)
 
 
-class ModelVector:
-    """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local."""
+Topic = Sequence[int] | Tensor  # what an exchange is about: whole groups, or entries at int64 positions
 
-    def __init__(self, model: nn.Module, per: str) -> None:
+
+class ModelVector:
+    """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
+
+    Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
+    that those chosen from lie next to each other: at `chosen`.
+    """
+
+    def __init__(self, model: nn.Module, per: str, whole_below: int = 0) -> None:
         # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
         trained = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+        trained = dict(sorted(trained.items(), key=lambda named: named[1].numel() >= whole_below))
         running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if b.is_floating_point()}
         devices = {tensor.device for tensor in trained.values()}
         if len(devices) != 1:
@@ -57,20 +65,29 @@ class ModelVector:
         self.groups = tuple(groups)
         self.layout = Layout.of(list(self._tensors), [t.numel() for t in self._tensors.values()])
         self.num_entries = start
+        large = [name for name, p in trained.items() if p.numel() >= whole_below]
+        self.chosen_layout = Layout.of(large, [trained[name].numel() for name in large])
+        num_trained = sum(p.numel() for p in trained.values())
+        self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 
-    def read(self, groups: Sequence[int] | None = None) -> Tensor:
-        """A float32 copy of the named groups, end to end; of the whole model if none are named."""
-        pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(groups)]
+    def read(self, topic: Topic | None = None) -> Tensor:
+        """A float32 copy of what is named, end to end; of the whole model if nothing is."""
+        if isinstance(topic, Tensor):
+            return self.read()[topic]
+        pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(topic)]
         return torch.cat([piece.to(torch.float32) for piece in pieces])
 
-    def sample(self, k: int) -> Tensor:
-        """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it."""
+    def sample(self, k: int, whole: Tensor | None = None) -> Tensor:
+        """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it.
+
+        They are the model's, or those of a vector like it.
+        """
         group = self.groups[k]
         apart = group.num_trained // _SAMPLE_ENTRIES
         spans = [s for s in self.layout.spans if group.start <= s.start and s.stop <= group.trained.stop]
         pieces = []
         for span in spans:
-            flat = self._tensors[span.name].detach().reshape(-1)
+            flat = self._tensors[span.name].detach().reshape(-1) if whole is None else whole[span.start : span.stop]
             runs = span.num_entries // _RUN_ENTRIES
             if apart > 1 and runs >= apart:
                 flat = flat[: runs * _RUN_ENTRIES].view(runs, _RUN_ENTRIES)[::apart].reshape(-1)
@@ -78,9 +95,13 @@ class ModelVector:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
 
     @torch.no_grad()
-    def add_(self, delta: Tensor, groups: Sequence[int] | None = None) -> None:
+    def add_(self, delta: Tensor, topic: Topic | None = None) -> None:
         """Add a vector like that of `read` to the model."""
-        for tensor, piece in self._pieces(delta, groups):
+        if isinstance(topic, Tensor):
+            whole = torch.zeros(self.num_entries, device=self.device)
+            whole[topic] = delta
+            delta, topic = whole, None
+        for tensor, piece in self._pieces(delta, topic):
             tensor.add_(piece)
 
     @torch.no_grad()
@@ -89,21 +110,26 @@ class ModelVector:
         for tensor, piece in self._pieces(values, None):
             tensor.copy_(piece)
 
-    def cut(self, flat: Tensor, groups: Sequence[int]) -> Tensor:
-        """The entries of these groups, end to end, out of a vector of the whole model."""
-        return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in groups])
+    def cut(self, flat: Tensor, topic: Topic) -> Tensor:
+        """What is named, end to end, out of a vector of the whole model."""
+        if isinstance(topic, Tensor):
+            return flat[topic]
+        return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
-    def place_(self, flat: Tensor, groups: Sequence[int], values: Tensor) -> None:
-        """Overwrite the entries of these groups in a vector of the whole model."""
+    def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
+        """Add to what is named in a vector of the whole model."""
+        if isinstance(topic, Tensor):
+            flat.index_add_(0, topic, delta)
+            return
         start = 0
-        for k in groups:
+        for k in topic:
             group = self.groups[k]
-            flat[group.start : group.stop] = values[start : start + group.num_entries]
+            flat[group.start : group.stop] += delta[start : start + group.num_entries]
             start += group.num_entries
 
-    def count(self, groups: Sequence[int]) -> int:
-        """The entries of these groups."""
-        return sum(self.groups[k].num_entries for k in groups)
+    def count(self, topic: Topic) -> int:
+        """The entries that are named."""
+        return topic.numel() if isinstance(topic, Tensor) else sum(self.groups[k].num_entries for k in topic)
 
     def _spans(self, groups: Sequence[int] | None) -> list[Span]:
         if groups is None:

@@ -125,16 +125,19 @@ class Watch:
         """Whether what a group has to say is settled by an exchange, whoever began it."""
         return self._last is not None
 
-    def sent(self, groups: Sequence[int]) -> None:
-        """Note that this worker has sent these groups, asked or answering."""
-        self._share_sent += self._vector.count(groups) / self._vector.num_entries
+    def sent(self, num_entries: int) -> None:
+        """Note that this worker has sent so many entries, asked or answering."""
+        self._share_sent += num_entries / self._vector.num_entries
 
-    def exchanged(self, groups: Sequence[int]) -> None:
-        """Note that these groups of the model have just been moved by an exchange."""
+    def exchanged(self, groups: Sequence[int], last: Tensor | None = None) -> None:
+        """Note that these groups of the model have just been moved by an exchange.
+
+        `last` is what each entry was after its last exchange, where that is not the model as it is now.
+        """
         for k in groups:
             self._gaps[k] = self._asleep_until[k] = 0
             if self._last is not None:
-                self._last[k] = self._vector.sample(k)
+                self._last[k] = self._vector.sample(k, last)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; a measurement under way is made again after loading."""

@@ -63,8 +63,8 @@ class GossipTrainer(Trainer):
         self.session.step()
 
     def finish(self) -> None:
-        """One global average; the distance between the replicas is noted before."""
-        self._before_average = self._distance(self.session.consensus()[1])
+        """One global average; how far apart and how good the replicas were is noted before."""
+        self._before_average = self._replicas(self.session.consensus()[1])
         seen_before, start = interface_bytes(), time.perf_counter()
         self.session.average_()
         self.seconds += time.perf_counter() - start
@@ -73,25 +73,27 @@ class GossipTrainer(Trainer):
             for way, a, b in zip(("out", "in"), seen_after, seen_before, strict=True):
                 self.facts[-1][f"link_bytes_{way}"] += a - b
 
-    def _distance(self, mine: float) -> float:
-        found = [distance for (distance,) in self.council.gather([mine])]
-        return math.sqrt(sum(distance**2 for distance in found) / len(found))
+    def _replicas(self, distance: float) -> dict[str, float]:
+        """The accuracy of the worst replica, and the root mean square of their distances to the mean."""
+        right, _, count = self.score(0, 1)
+        rows = self.council.gather([right / count, distance])
+        apart = math.sqrt(sum(distance**2 for _, distance in rows) / len(rows))
+        return {"worst_accuracy": min(accuracy for accuracy, _ in rows), "consensus_distance": apart}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Score the mean of all models, of whose test each does a part, and each replica; all get the same figures."""
+        """Score the mean of all models, of whose test each does a part, and each replica; all get the same figures.
+
+        After the last average all replicas are equal: then they are told as they were before it.
+        """
         mean, distance = self.session.consensus()
+        is_last = self.steps_done == self.num_steps
+        replicas = self._before_average if is_last else self._replicas(distance)
         own = self.session.read()
-        right, _, count = self.score(0, 1)
         self.session.write_(mean)
         self.council.gather([])  # who is there for a part of the test
         shared = self.score(self.council.place, self.council.num_living)
         self.session.write_(own)
-        rows = self.council.gather([*shared, right / count])
-        sums = [sum(column) for column in zip(*rows, strict=True)][:3]
-        apart = self._distance(distance)
-        if self.steps_done == self.num_steps:  # after the last average all are equal
-            apart = self._before_average
-        return self._evaluated(
-            *sums, worst_accuracy=min(row[3] for row in rows), consensus_distance=apart, alive=len(rows)
-        )
+        rows = self.council.gather(shared)
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        return self._evaluated(*sums, **replicas, alive=len(rows))
