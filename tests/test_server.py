@@ -141,6 +141,21 @@ def test_a_weighted_vote_uses_a_minority_that_lies() -> None:
     assert right("sign:vote=weighted") > 0.9
 
 
+def test_a_weighted_vote_without_a_majority_is_a_plain_one() -> None:
+    layout = Layout.of(["w"], [1000])
+
+    def work(medium: InProcess) -> Tensor:
+        session, draw = Session(made("sign:vote=weighted"), medium), torch.Generator().manual_seed(7)
+        for _ in range(4):
+            flat = torch.randn(1000, generator=draw)
+            flat[:600] *= -1 if medium.rank else 1  # two workers that differ on more than half
+            session.exchange_(Bucket(0, layout, flat, is_last=True))
+        return flat
+
+    alone, pair = (in_process(num_workers, work)[0] for num_workers in (1, 2))
+    assert alone.all() and torch.equal(pair[600:], alone[600:])
+
+
 @pytest.mark.parametrize("score", ["member", "hits", "product", "sum", "leader"])
 def test_scores_make_unions_smaller_and_remember_alike(score: str) -> None:
     def work(session: Session, rank: int) -> tuple[float, dict[str, Tensor]]:

@@ -20,7 +20,8 @@ class Ballot:
     """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
 
     A worker agrees where its sign is that of the others' sum, its own left out: who votes alone is not right for that.
-    Records fade, and a worker that is wrong more often than right counts the other way round.
+    Records fade, and a worker that is wrong more often than right counts the other way round. One or two
+    workers have no majority to tell who is wrong, and count the same.
     """
 
     def __init__(self, *, weighted: bool) -> None:
@@ -29,7 +30,7 @@ class Ballot:
 
     def weight(self, rank: int) -> float:
         """What the sign of a worker counts."""
-        if not self.weighted or rank not in self.records:
+        if rank not in self.records:
             return 1.0
         agreed, differed = (count + _PRIOR for count in self.records[rank])
         odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
@@ -40,12 +41,13 @@ class Ballot:
         if not self.weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
-        weights = {rank: self.weight(rank) for rank in heard}
+        weighted = self.weighted and len(heard) > 2
+        weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
         for rank, sign in signs.items():
             scratch[fixed] += weights[rank] * sign[: fixed.numel()]
         sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
         kernels.add_at_(scratch, [contents.positions for contents in heard.values()], sparse)
-        if self.weighted:
+        if weighted:
             self._judge(heard, signs, weights, scratch, fixed)
         at = nonzero(scratch != 0)
         votes = scratch[at].sign()
