@@ -1,13 +1,13 @@
 """The kernels in Triton, for CUDA tensors: the names, signatures and results of `kernels.reference`."""
 
-from laconic.kernels.gpu.bits import set_bits, unpack_bits
+from laconic.kernels.gpu.bits import check_sum, set_bits, unpack_bits
 from laconic.kernels.gpu.elias_fano import decode_elias_fano, encode_elias_fano
 from laconic.kernels.gpu.lanes import pack_lanes, unpack_lanes
 from laconic.kernels.gpu.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.gpu.selection import all_finite, compact, count_at_least, mean_magnitude
 from laconic.kernels.gpu.signs import pack_signs, unpack_signs, vote
-from laconic.kernels.gpu.sums import add_at_, check_sum
 from laconic.kernels.gpu.withdraw import withdraw_
+from laconic.kernels.reference.sums import add_at_  # a launch of Triton's takes three times as long as index_add_
 
 __all__ = [
     "add_at_",

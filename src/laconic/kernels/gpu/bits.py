@@ -13,6 +13,7 @@ from torch import Tensor
 from laconic.kernels.checks import check_vector
 
 BLOCK = tl.constexpr(1024)
+_SUM_BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
@@ -63,6 +64,14 @@ def _list_ones(words, ends, positions, num_words):
         word &= word - 1
 
 
+@triton.jit
+def _check_sum(words, total, num_words):
+    """Integers wrap, so that the order of the atomic additions does not matter."""
+    at = tl.program_id(0) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
+    weighted = tl.load(words + at, mask=at < num_words, other=0) * (2 * at + 1)
+    tl.atomic_add(total, tl.sum(weighted.to(tl.int64), 0).to(tl.int32), sem="relaxed")
+
+
 def num_blocks(count: int) -> int:
     """How many blocks of BLOCK hold that many."""
     return -(-count // int(BLOCK.value))
@@ -100,3 +109,16 @@ def unpack_bits(words: Tensor) -> Tensor:
     positions = words.new_empty(int(ends[-1]))
     _list_ones[(num_blocks(num_words),)](words, ends, positions, num_words)
     return positions
+
+
+def check_sum(words: Tensor) -> Tensor:
+    """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
+
+    The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
+    """
+    num_words = words.numel()
+    check_vector(words, torch.int32, num_words, "words")
+    total = torch.zeros((), dtype=torch.int32, device=words.device)
+    if num_words:
+        _check_sum[(-(-num_words // _SUM_BLOCK.value),)](words, total, num_words)
+    return total
