@@ -130,7 +130,7 @@ def test_rice_is_near_the_floor_for_random_positions() -> None:
 
 def test_rice_is_under_that_floor_where_some_rows_are_dense() -> None:
     n, draw = 100_000, torch.Generator().manual_seed(1)
-    density = torch.tensor([0.5, 0.005]).repeat_interleave(500).repeat(n // 1000)
+    density = torch.tensor([0.5, 0.005]).repeat_interleave(5000).repeat(n // 10_000)
     positions = (torch.rand(n, generator=draw) < density).nonzero().view(-1).to(torch.int32)
     words = Rice.encode(positions, n)
     assert 32 * words.numel() < 0.8 * floor_bits(n, positions.numel())
