@@ -128,6 +128,15 @@ def test_rice_is_near_the_floor_for_random_positions() -> None:
         assert 32 * words.numel() < 1.03 * floor_bits(n, k)
 
 
+def test_rice_is_under_that_floor_where_some_rows_are_dense() -> None:
+    n, draw = 100_000, torch.Generator().manual_seed(1)
+    density = torch.tensor([0.5, 0.005]).repeat_interleave(5000).repeat(n // 10_000)
+    positions = (torch.rand(n, generator=draw) < density).nonzero().view(-1).to(torch.int32)
+    words = Rice.encode(positions, n)
+    assert 32 * words.numel() < 0.8 * floor_bits(n, positions.numel())
+    assert torch.equal(Rice.decode(words, n, positions.numel()), positions)
+
+
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_any_flipped_bit_is_an_error_that_names_the_peer(quantizer: str) -> None:
     shape, _, _, frame = _frame(quantizer)

@@ -13,6 +13,7 @@ from laconic.exchange.talk import CLOSE, ERROR, HEAD_BYTES, HELLO, Message, own_
 from laconic.exchange.traffic import Traffic
 
 _HELLO_TIMEOUT_S = 300.0  # workers may still be loading their data
+_UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
 
 
 class Desk:
@@ -51,7 +52,7 @@ class Desk:
                 connection.close()  # a stranger
                 continue
             greetings[hello.place] = Message(HELLO, payload=text.removeprefix(self._token).encode())
-            self._connections[hello.place] = tuned(connection, self.timeout_s)
+            self._connections[hello.place] = _one_by_one(tuned(connection, self.timeout_s))
         self._door.close()
         return greetings
 
@@ -106,3 +107,10 @@ class Desk:
         self._connections.pop(rank).close()
         self.lost[rank] = f"{why} after step {self._step}"
         self._say(f"worker {rank} {self.lost[rank]}; going on with {len(self._connections)} of {self.num_workers}")
+
+
+def _one_by_one(connection: socket.socket) -> socket.socket:
+    """Answers that share a link end one after another, not all at once: who has its own goes on while others wait."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    return connection

@@ -56,7 +56,8 @@ class Trainer:
     def _join(self, scheme: AnyScheme) -> tuple[nn.Module, Attached, Council]:
         """(what a step calls, what it talks through, what the workers meet in); a call that all workers make."""
         job, group = self.job, self._workers()
-        one_bucket = isinstance(scheme, TorchHook) and scheme.hook == "powersgd"
+        # A server's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
+        one_bucket = job.asks_servers or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         ddp = DistributedDataParallel(
             self.model, process_group=group, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None
         )
