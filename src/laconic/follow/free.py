@@ -44,7 +44,7 @@ class Free:
         self._vector, self._letters, self._watch, self._unsaid = vector, letters, watch, unsaid
         self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
-        self._owed: Tensor | None = None  # what exchanges owe to the model
+        self._owed = torch.zeros(vector.num_entries, device=vector.device)  # what exchanges owe to the model
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
         self._asking: dict[int, tuple[threading.Thread, float]] = {}  # peer -> (its thread, since when)
@@ -96,8 +96,7 @@ class Free:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
         try:
             with self._beside(ready):
-                topic, values = self._choose() if values is None else (groups, values)
-                check_finite(values)
+                topic, values = self._choose() if values is None else (groups, check_finite(values))
                 mine = self._letters.ask(topic, values)
             reply = self._mailbox.ask(peer, mine.message, self._letters.answer_bytes(topic))
             with self._lock, self._beside(None):
@@ -116,10 +115,9 @@ class Free:
         """(the positions of what has changed most, their values)."""
         assert self._unsaid is not None
         with self._lock:
-            model = self._tell(range(len(self._vector.groups)))
-            check_finite(model)
+            model = check_finite(self._tell(range(len(self._vector.groups))))
             positions = self._unsaid.choose(model)
-        return positions, model[positions]
+        return positions, model.index_select(0, positions)
 
     def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
@@ -140,11 +138,9 @@ class Free:
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
         values = self._vector.read(topic)
-        return values if self._owed is None else values + self._vector.cut(self._owed, topic)
+        return values.add_(self._vector.cut(self._owed, topic)) if self._touched else values
 
     def _owe(self, topic: Topic, told: Tensor, delta: Tensor) -> None:
-        if self._owed is None:
-            self._owed = torch.zeros(self._vector.num_entries, device=self._vector.device)
         self._vector.add_into_(self._owed, topic, delta)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
         self._num_sent += self._vector.count(topic)
@@ -154,15 +150,14 @@ class Free:
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""
         with self._lock:
-            if self._owed is not None:
+            if self._touched:
                 groups = sorted(self._touched)
-                if self._stream is not None:
-                    self._owed.record_stream(torch.cuda.current_stream(self._vector.device))
                 self._vector.add_(self._vector.cut(self._owed, groups), groups)
                 self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
                 if self._watch.looks:
                     self._due -= self._touched
-                self._owed, self._touched = None, set()
+                self._owed.zero_()
+                self._touched = set()
                 if self._stream is not None:  # what the mailbox reads next is the model after this
                     self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
             self._watch.sent(self._num_sent)
@@ -210,13 +205,13 @@ class Free:
     @property
     def owed(self) -> Tensor | None:
         with self._lock:
-            return None if self._owed is None else self._owed.to("cpu", copy=True)
+            return self._owed.to("cpu", copy=True) if self._touched else None
 
     def owe(self, owed: Tensor | None) -> None:
         """Take over what was owed when a state was saved."""
         with self._lock:
-            self._owed = None if owed is None else owed.to(self._vector.device)
             self._touched = set() if owed is None else set(range(len(self._vector.groups)))
+            self._owed.zero_() if owed is None else self._owed.copy_(owed)
 
     def close(self) -> None:
         for thread, _ in list(self._asking.values()):

@@ -109,10 +109,11 @@ class Letters:
         return values
 
 
-def check_finite(values: Tensor) -> None:
-    """FrameError if a letter about these values would be of no use."""
+def check_finite(values: Tensor) -> Tensor:
+    """These values; FrameError if a letter about them would be of no use."""
     if not kernels.all_finite(values):
         raise FrameError("its own model is not finite")
+    return values
 
 
 def refusal(num_bytes: int) -> Tensor:

@@ -51,4 +51,4 @@ class Unsaid:
 
     def exchanged(self, positions: Tensor, values: Tensor) -> None:
         """Note what these entries are after an exchange."""
-        self.last[positions] = values
+        self.last.index_copy_(0, positions, values)

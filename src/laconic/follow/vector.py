@@ -73,7 +73,7 @@ class ModelVector:
     def read(self, topic: Topic | None = None) -> Tensor:
         """A float32 copy of what is named, end to end; of the whole model if nothing is."""
         if isinstance(topic, Tensor):
-            return self.read()[topic]
+            return self.read().index_select(0, topic)
         pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(topic)]
         return torch.cat([piece.to(torch.float32) for piece in pieces])
 
@@ -111,9 +111,11 @@ class ModelVector:
             tensor.copy_(piece)
 
     def cut(self, flat: Tensor, topic: Topic) -> Tensor:
-        """What is named, end to end, out of a vector of the whole model."""
+        """What is named, end to end, out of a vector of the whole model; a copy, unless it is one group."""
         if isinstance(topic, Tensor):
-            return flat[topic]
+            return flat.index_select(0, topic)
+        if len(topic) == 1:
+            return flat[self.groups[topic[0]].start : self.groups[topic[0]].stop]
         return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
     def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
