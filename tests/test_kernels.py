@@ -230,6 +230,24 @@ def test_elias_fano_is_the_same_code_everywhere(n: int, share: float, width: int
     assert all((reading.numel() == k) == (readings[0].numel() == k) for reading in readings)
 
 
+@given(n=st.integers(1, 30_000), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_rice_is_the_same_code_everywhere(n: int, share: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    k = max(1, round(share**3 * n))
+    positions = torch.randperm(n, generator=draw)[:k].sort().values.to(torch.int32)
+    if seed % 2:
+        positions[k // 2 :] = torch.arange(n - k + k // 2, n)  # dense at the end, so that widths differ
+    expected = reference.encode_rice(positions)
+    damaged = expected.clone()
+    damaged[seed % damaged.numel()] ^= 1 << (seed % 31)
+    for encode, decode in zip(both("encode_rice"), both("decode_rice"), strict=True):
+        assert torch.equal(encode(positions), expected)
+        assert torch.equal(decode(expected, n, k), positions)
+        for words, count in ((damaged, k), (expected[:-1], k), (expected, k + 1), (expected, k + 64)):
+            assert torch.equal(decode(words, n, count), reference.decode_rice(words, n, count))
+
+
 @pytest.mark.parametrize("n", SIZES[:-1])
 def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
     cases = vectors(n)
@@ -303,6 +321,7 @@ def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
         lambda: cpu.add_at_(x, [torch.tensor([1], dtype=torch.int32)], [torch.ones(2)]),
         lambda: cpu.set_bits(torch.tensor([32], dtype=torch.int32), 32),
         lambda: cpu.encode_elias_fano(torch.tensor([32], dtype=torch.int32), 2, 8),
+        lambda: cpu.encode_rice(torch.tensor([3, 2], dtype=torch.int32)),
         lambda: cpu.vote([]),
         lambda: cpu.quantize_pack(x, torch.ones(2), 512, 7, 6, 2, torch.int32, (1, 2)),
         lambda: cpu.quantize_pack(x, torch.ones(1), 512, 7, 6, 1, torch.int32, (1, 2)),

@@ -94,6 +94,7 @@ def _coding(of: ModuleType, positions: Tensor, lanes: Tensor, n: int) -> _Works:
     bitmap = kernels.reference.set_bits(positions, n)
     num_high_bits = k + ((n - 1) >> _LOW_WIDTH)
     code = kernels.reference.encode_elias_fano(positions, _LOW_WIDTH, num_high_bits)
+    rice = kernels.reference.encode_rice(positions)
     return {
         "set_bits": (lambda: of.set_bits(positions, n), bitmap.nbytes + 4 * k),
         "unpack_bits": (lambda: of.unpack_bits(bitmap), bitmap.nbytes + 4 * k),
@@ -103,6 +104,8 @@ def _coding(of: ModuleType, positions: Tensor, lanes: Tensor, n: int) -> _Works:
             lambda: of.encode_elias_fano(positions, _LOW_WIDTH, num_high_bits), 4 * k + code.nbytes,
         ),
         "decode_elias_fano": (lambda: of.decode_elias_fano(code, n, k, _LOW_WIDTH), 4 * k + code.nbytes),
+        "encode_rice": (lambda: of.encode_rice(positions), 4 * k + rice.nbytes),
+        "decode_rice": (lambda: of.decode_rice(rice, n, k), 4 * k + rice.nbytes),
         "check_sum": (lambda: of.check_sum(packed), packed.nbytes),
     }  # fmt: skip
 

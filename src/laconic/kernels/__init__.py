@@ -31,7 +31,9 @@ __all__ = [
     "compact",
     "count_at_least",
     "decode_elias_fano",
+    "decode_rice",
     "encode_elias_fano",
+    "encode_rice",
     "largest_magnitudes",
     "mean_magnitude",
     "missing",
@@ -110,7 +112,9 @@ check_sum = _dispatched(reference.check_sum)
 compact = _dispatched(reference.compact)
 count_at_least = _dispatched(reference.count_at_least)
 decode_elias_fano = _dispatched(reference.decode_elias_fano)
+decode_rice = _dispatched(reference.decode_rice)
 encode_elias_fano = _dispatched(reference.encode_elias_fano)
+encode_rice = _dispatched(reference.encode_rice)
 largest_magnitudes = _dispatched(reference.largest_magnitudes)
 mean_magnitude = _dispatched(reference.mean_magnitude)
 pack_lanes = _dispatched(reference.pack_lanes)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.wire.index_codec import checked_positions
-
-_BLOCK = 64  # gaps that share a width
-_WIDTH_BITS = 5
 
 
 class Rice:
-    """Low b bits of each gap as they are, the rest as ones at the end of runs of zeros (Rice, JPL 79-22, 1979).
+    """Gaps in as many bits as their neighbours take: every 64 have a width of their own.
 
-    Every 64 gaps have a width b of their own, floor(log2(their mean)): gradients are dense in some rows of a matrix and
-    empty in others, and the largest tenth of a CNN's then takes 3.4 bits a position, under the 4.7 bits that any code
-    needs for positions without a pattern. For frames whose length need not be known beforehand.
-
-    Words: all widths in 5 bits each; low bits, of narrow blocks first; the runs, in order.
+    Gradients are dense in some rows of a matrix and empty in others, and the largest tenth of a CNN's then takes 3.4
+    bits a position, under the 4.7 bits that any code needs for positions without a pattern. For frames whose length
+    need not be known beforehand.
     """
 
     codec_id: ClassVar[int] = 3
@@ -31,64 +23,12 @@ class Rice:
     @staticmethod
     def encode(positions: Tensor, n: int) -> Tensor:
         """int32 words for strictly ascending int32 positions under n; there is at least one."""
-        k = positions.numel()
-        gaps = _in_blocks(torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1)
-        widths = _widths_of(gaps, k)
-        high = (gaps >> widths.unsqueeze(1)).view(-1)[:k]
-        ends = (high + 1).cumsum(0, dtype=torch.int32) - 1
-        words = [kernels.pack_lanes(widths, _WIDTH_BITS)]
-        for width, rows, count in _by_width(widths, k):
-            low = gaps[rows].view(-1)[:count] & ((1 << width) - 1)
-            words.append(kernels.pack_lanes(low, width))
-        return torch.cat([*words, kernels.set_bits(ends, int(ends[-1]) + 1)])
+        return kernels.encode_rice(positions)
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         """The positions again; FrameError if the words are no code of k positions under n."""
-        num_blocks = -(-k // _BLOCK)
-        at = _num_words(num_blocks, _WIDTH_BITS)
-        if words.numel() < at:
-            raise FrameError("its index block is cut short")
-        widths = kernels.unpack_lanes(words[:at], num_blocks, _WIDTH_BITS)
-        gaps = words.new_zeros(num_blocks, _BLOCK)
-        for width, rows, count in _by_width(widths, k):
-            end = at + _num_words(count, width)
-            if words.numel() < end:
-                raise FrameError("its index block is cut short")
-            gaps[rows] = _in_blocks(kernels.unpack_lanes(words[at:end], count, width))
-            at = end
-        ends = kernels.unpack_bits(words[at:])
-        if ends.numel() != k:
-            raise FrameError(f"its index block codes {ends.numel()} positions, not {k}")
-        runs = _in_blocks(torch.diff(ends, prepend=ends.new_full((1,), -1)) - 1).to(torch.int64)
-        positions = ((runs << widths.unsqueeze(1)) + gaps + 1).view(-1)[:k].cumsum(0) - 1
-        if int(positions[-1]) >= n:
-            raise FrameError(f"its positions are not ascending numbers under {n}")
-        return checked_positions(positions.to(torch.int32), n, k)
-
-
-def _in_blocks(values: Tensor) -> Tensor:
-    """In rows of a block each, the last filled up with zeros."""
-    missing = -values.numel() % _BLOCK
-    return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, _BLOCK)
-
-
-def _widths_of(gaps: Tensor, k: int) -> Tensor:
-    """floor(log2(mean)) of each block, int32: within 0.2 % of the best for the gradients it was tried on."""
-    counts = torch.full((gaps.shape[0],), _BLOCK, device=gaps.device)
-    counts[-1] -= -k % _BLOCK
-    mean = gaps.sum(1) // counts
-    return torch.frexp(mean.clamp_min(1).to(torch.float64)).exponent.to(torch.int32) - 1
-
-
-def _by_width(widths: Tensor, k: int) -> Iterator[tuple[int, Tensor, int]]:
-    """For each width above zero: the blocks that have it, and how many gaps those hold."""
-    last = int(widths[-1])
-    for width in torch.unique(widths).tolist():
-        if width:
-            rows = (widths == width).nonzero().view(-1)
-            yield width, rows, rows.numel() * _BLOCK - (-k % _BLOCK if width == last else 0)
-
-
-def _num_words(count: int, width: int) -> int:
-    return -(-count * width // 32)
+        positions = kernels.decode_rice(words, n, k)
+        if positions.numel() != k:
+            raise FrameError(f"its index block is no code of {k} positions under {n}")
+        return positions

@@ -1,4 +1,4 @@
-"""Bits in int32 words: bit vectors, lanes end to end, Elias-Fano, check sums."""
+"""Bits in int32 words: bit vectors, lanes end to end, Elias-Fano, Rice, check sums."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
     at = pointer("words", words, torch.int32)
     count = library().laconic_decode_elias_fano(at, words.numel(), n, k, width, positions.data_ptr())
     return positions[:count]
+
+
+def encode_rice(positions: Tensor) -> Tensor:
+    k = positions.numel()
+    words = torch.empty(library().laconic_most_rice_words(k), dtype=torch.int32)
+    count = library().laconic_encode_rice(pointer("positions", positions, torch.int32), k, words.data_ptr())
+    if count < 0:
+        raise KernelError("encode_rice of positions that do not ascend; give them sorted, each once, from 0 on")
+    return words[:count]
+
+
+def decode_rice(words: Tensor, n: int, k: int) -> Tensor:
+    positions = torch.empty(k, dtype=torch.int32)
+    at = pointer("words", words, torch.int32)
+    count = library().laconic_decode_rice(at, words.numel(), n, k, positions.data_ptr())
+    return positions if count == k else positions[:0]
 
 
 def check_sum(words: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from laconic.kernels.reference.bits import (
     unpack_bits,
     unpack_lanes,
 )
+from laconic.kernels.reference.rice import decode_rice, encode_rice
 from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.reference.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
 from laconic.kernels.reference.signs import pack_signs, unpack_signs, vote
@@ -22,7 +23,9 @@ __all__ = [
     "compact",
     "count_at_least",
     "decode_elias_fano",
+    "decode_rice",
     "encode_elias_fano",
+    "encode_rice",
     "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",
