@@ -18,6 +18,7 @@ from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Owner
+from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
 UNDOES = "undoes"  # in a greeting: steps may be skipped whole
@@ -93,11 +94,13 @@ class _Clerk:
     def __init__(self, desk: Desk, owner: Owner, facts: Callable[[], Mapping[str, Any]]) -> None:
         self._desk, self._owner, self._facts = desk, owner, facts
         self._layouts: dict[int, Layout] = {}
+        self._read: dict[int, Contents] = {}  # of the round that is being heard, by worker
         self._steps = 0
 
     def round(self) -> bool:
         """Hear one round and answer it; False when the workers are done."""
-        heard = self._desk.hear()
+        self._read = {}
+        heard = self._desk.hear(self._arrived)
         if not heard:
             return False
         about = next(iter(heard.values()))
@@ -127,13 +130,18 @@ class _Clerk:
             return json.dumps({**self.stats().as_dict(), **self._facts()}).encode()
         return b""
 
+    def _arrived(self, rank: int, message: Message) -> None:
+        """Read a part while those of others are still on their way."""
+        if message.kind == PARTS and message.bucket in self._layouts:
+            layout, about = self._layouts[message.bucket], {"step": message.step, "bucket": message.bucket}
+            try:
+                self._read[rank] = self._owner.read(from_bytes(message.payload), layout, **about, peer=rank)
+            except FrameError as error:
+                self._desk.fail(error)
+
     def _answer(self, about: Message, heard: Mapping[int, Message]) -> bytes:
-        frames = {rank: from_bytes(message.payload) for rank, message in heard.items()}
-        try:
-            answer = self._owner.answer(frames, self._layouts[about.bucket], step=about.step, bucket=about.bucket)
-        except FrameError as error:
-            self._desk.fail(error)
-            raise
+        told = {rank: self._read[rank] for rank in heard}
+        answer = self._owner.answer_to(told, self._layouts[about.bucket], step=about.step, bucket=about.bucket)
         return to_bytes(answer)
 
     def stats(self) -> ServerStats:

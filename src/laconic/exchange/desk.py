@@ -56,14 +56,16 @@ class Desk:
         self._door.close()
         return greetings
 
-    def hear(self) -> dict[int, Message]:
-        """The next round; FrameError, told to all workers too, if one of them talks about something else."""
+    def hear(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
+        """The next round, each message told as it arrives; FrameError, on all workers too, if one is about another."""
         heard: dict[int, Message] = {}
         for rank in self.living:
             try:
                 heard[rank] = receive(self._connections[rank])
             except (OSError, FrameError) as error:
                 self._lose(rank, error)
+            else:
+                arrived(rank, heard[rank])
         total = sum(HEAD_BYTES + len(message.payload) for message in heard.values())
         self.traffic.count("up", 0, 0, total)
         if heard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +45,21 @@ class _Sent:
         return torch.cat([self.fixed, self.chosen])
 
 
+class _Cut(NamedTuple):
+    """A bucket divided among owners, with what never changes of it."""
+
+    shares: Shares
+    fixed_order: Tensor  # of the entries that go at every step, by share
+    fixed_places: list[Tensor]  # and where in each share they lie
+
+
 class Consulting(Summing):
     """What a session needs to consult owners; Session sets it up and counts the steps."""
 
     _owner: Owner | None  # of this worker's own share
     _pasts: Ledger[Past] | None  # where a score looks at the past
     _unions: Unions
-    _shares: dict[Layout, Shares]
+    _cuts: dict[Layout, _Cut]
 
     def _consult_(self, bucket: Bucket, plan: BucketPlan, density: float) -> None:
         """Deposit, choose, withdraw, send each owner its part; read the answers."""
@@ -62,7 +71,7 @@ class Consulting(Summing):
             self._undo_later(account)
             if past is not None:
                 self._undo_later(past)
-        shares = self._shares.setdefault(bucket.layout, Shares(bucket.layout, self.medium.num_shares))
+        cut = self._cut(bucket.layout, plan)
         with self._clock.time("select", device):
             finite = kernels.all_finite(flat)
             if finite:
@@ -71,16 +80,17 @@ class Consulting(Summing):
                 self._follow(plan, None)  # the others wait for it
         with self._clock.time("encode", device):
             if finite:
-                parts, said = self._parts(plan, shares, chosen, values, frame_id)
+                parts, said = self._parts(plan, cut, chosen, values, frame_id)
                 sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said)
             else:
-                parts = [_shape(shares, p, 0, 0, plan).write_overflow(device, **frame_id) for p in _all(shares)]
+                silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
+                parts = [shape.write_overflow(device, **frame_id) for shape in silent]
         with self._clock.time("exchange", device):
             self.medium.announce(bucket.layout, **frame_id)
             answer = self._own_answer(bucket.layout, **frame_id)
             answers = self.medium.consult(parts, answer)
         with self._clock.time("decode", device):
-            heard = self._read(answers, plan, shares, frame_id)
+            heard = self._read(answers, cut, frame_id)
             if heard is None:
                 self._overflowed = True
                 if finite:
@@ -91,6 +101,12 @@ class Consulting(Summing):
                 account.refund_(sent.positions, sent.values - sent.said)
             account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
             self._apply_(flat, plan, sent, *heard, past)
+
+    def _cut(self, layout: Layout, plan: BucketPlan) -> _Cut:
+        if layout not in self._cuts:
+            shares = Shares(layout, self.medium.num_shares)
+            self._cuts[layout] = _Cut(shares, *shares.cut(plan.fixed))
+        return self._cuts[layout]
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
         if self._owner is None:
@@ -141,11 +157,11 @@ class Consulting(Summing):
         return FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader).positions
 
     def _parts(
-        self, plan: BucketPlan, shares: Shares, chosen: Tensor, values: Tensor, frame_id: dict[str, int]
+        self, plan: BucketPlan, cut: _Cut, chosen: Tensor, values: Tensor, frame_id: dict[str, int]
     ) -> tuple[list[Tensor], Tensor]:
         """A frame for each owner, and what all of them together say, in the order of `values`."""
         quantize, num_fixed = self.scheme.frame_answers[1], plan.fixed.numel()
-        fixed_order, fixed_places = shares.cut(plan.fixed)
+        shares, fixed_order, fixed_places = cut
         order, places = shares.cut(chosen)
         counts = [fixed.numel() for fixed in fixed_places], [place.numel() for place in places]
         fixed_values = torch.split(values[:num_fixed][fixed_order], counts[0])
@@ -165,23 +181,20 @@ class Consulting(Summing):
             at = at[0] + num_own, at[1] + num_chosen
         return frames, said
 
-    def _read(
-        self, answers: Sequence[Tensor], plan: BucketPlan, shares: Shares, frame_id: dict[str, int]
-    ) -> tuple[Tensor, Tensor] | None:
+    def _read(self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]) -> tuple[Tensor, Tensor] | None:
         """(positions, values) of all answers, fixed entries included; None if someone overflowed."""
         server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
         assert isinstance(server, Server)
         positions, values = [], []
         forms = [Sign(), Trits()] if server.votes else [quantize]
-        _, fixed_places = shares.cut(plan.fixed)
         for p, frame in enumerate(answers):
-            n = shares.layouts[p].num_entries
+            n = cut.shares.layouts[p].num_entries
             shape = FrameShape.of(frame, n, [*forms, quantize], peer=p)
             contents = shape.read(frame, **frame_id, peer=p)
             if contents.overflow:
                 return None
-            places = torch.cat([fixed_places[p][: shape.num_fixed], contents.positions])
-            positions.append(shares.positions(p, places))
+            places = torch.cat([cut.fixed_places[p][: shape.num_fixed], contents.positions])
+            positions.append(cut.shares.positions(p, places))
             values.append(contents.values.sign() if server.votes else contents.values)
         return torch.cat(positions), torch.cat(values)
 

@@ -45,15 +45,25 @@ class Owner:
         """What it holds, at most its share of the model as float32."""
         return self._held.num_bytes
 
+    def read(self, frame: Tensor, layout: Layout, *, step: int, bucket: int, peer: int) -> Contents:
+        """What one worker says of this share; FrameError names it if its frame is not as it should be."""
+        own, num_fixed = self._own_layout(layout), self._fixed_places(layout, frame.device).numel()
+        shape = FrameShape.of(frame, own.num_entries, [self._quantize], peer=peer)
+        contents = shape.read(frame, step=step, bucket=bucket, peer=peer)
+        if not contents.overflow and shape.num_fixed != num_fixed:
+            raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
+        return contents
+
     def answer(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> Tensor:
-        """A frame for all workers: the mean or the vote over those who sent one, or that one of them overflowed."""
+        """Read a frame of each worker, and answer all of them."""
+        heard = {r: self.read(frame, layout, step=step, bucket=bucket, peer=r) for r, frame in frames.items()}
+        return self.answer_to(heard, layout, step=step, bucket=bucket)
+
+    def answer_to(self, heard: Mapping[int, Contents], layout: Layout, *, step: int, bucket: int) -> Tensor:
+        """A frame for all workers: the mean or the vote over those heard, or that one of them overflowed."""
         own = self._own_layout(layout)
-        device = next(iter(frames.values())).device
-        fixed = self._fixed_places(layout, own, device)
-        heard = {
-            rank: self._read(frame, own.num_entries, fixed.numel(), step=step, bucket=bucket, peer=rank)
-            for rank, frame in frames.items()
-        }
+        device = next(iter(heard.values())).values.device
+        fixed = self._fixed_places(layout, device)
         held = self._held.open(own, device).balance
         self._remember(held, step)
         if any(contents.overflow for contents in heard.values()):
@@ -119,22 +129,16 @@ class Owner:
         everywhere[places] = votes
         return trits, torch.arange(n, dtype=torch.int32, device=scratch.device), everywhere
 
-    def _read(self, frame: Tensor, n: int, num_fixed: int, *, step: int, bucket: int, peer: int) -> Contents:
-        shape = FrameShape.of(frame, n, [self._quantize], peer=peer)
-        contents = shape.read(frame, step=step, bucket=bucket, peer=peer)
-        if not contents.overflow and shape.num_fixed != num_fixed:
-            raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
-        return contents
-
     def _own_layout(self, layout: Layout) -> Layout:
         """This share of a bucket, cut once."""
         if layout not in self._own:
             self._own[layout] = Shares(layout, self._num_shares).layouts[self._share]
         return self._own[layout]
 
-    def _fixed_places(self, layout: Layout, own: Layout, device: torch.device) -> Tensor:
+    def _fixed_places(self, layout: Layout, device: torch.device) -> Tensor:
         """Where in the share the entries lie that all workers send at every step."""
         if layout not in self._fixed:
+            own = self._own_layout(layout)
             whole = {span.name for span in self._scheme.select.plan(layout, self._scheme.select.density).fixed}
             self._fixed[layout] = positions_of([span for span in own.spans if span.name in whole], device)
         return self._fixed[layout]

@@ -60,7 +60,7 @@ class Session(Consulting):
         self._integers = None
         if isinstance(scheme.quantize, Grid):
             self._integers = IntegerSum(scheme.quantize, scheme.carrier(medium.num_workers), medium, self._clock)
-        self._owner, self._shares, self._unions = None, {}, Unions()
+        self._owner, self._cuts, self._unions = None, {}, Unions()
         if isinstance(scheme.exchange, Server) and medium.owned_share is not None:
             self._owner = Owner(scheme, medium.owned_share, medium.num_shares, undoes=loss_scale is not None)
         self._pasts = Ledger(Pasts()) if isinstance(scheme.select, Overlap) else None

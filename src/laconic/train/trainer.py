@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.attach import Attached, attach
 from laconic.attach.attach import DdpSession
 from laconic.errors import LaconicError
-from laconic.exchange import Served
+from laconic.exchange import Served, Server
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.session import Session, Stats
 from laconic.tasks import Data
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
@@ -56,8 +56,9 @@ class Trainer:
     def _join(self, scheme: AnyScheme) -> tuple[nn.Module, Attached, Council]:
         """(what a step calls, what it talks through, what the workers meet in); a call that all workers make."""
         job, group = self.job, self._workers()
-        # A server's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
-        one_bucket = job.asks_servers or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
+        # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
+        asks = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
+        one_bucket = asks or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         ddp = DistributedDataParallel(
             self.model, process_group=group, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None
         )
