@@ -26,7 +26,7 @@ class Letters:
     """Writes and reads questions, which name what they are about, and answers, which are values alone.
 
     Whole groups are named by a map, one byte each, before the frame of their values; chosen entries by the index block
-    of the frame itself, whose length both ends know (Rice's code would be 2 % smaller and costs 3 ms for 240,000).
+    of the frame itself, whose length both ends know.
     """
 
     def __init__(self, vector: ModelVector, quantize: Quantizer, unsaid: Unsaid | None) -> None:
