@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -42,29 +43,43 @@ class Shares:
         places = (positions + shifts[piece])[order].to(torch.int32)
         return order, list(torch.split(places, torch.bincount(share, minlength=self.num_shares).tolist()))
 
-    def positions(self, share: int, places: Tensor) -> Tensor:
-        """Where places within a share lie in the bucket, int64."""
+    def positions(self, places: Sequence[Tensor]) -> Tensor:
+        """Where places within each share lie in the bucket, int64, one share after the other."""
         if self.num_shares == 1:
-            return places.to(torch.int64)
-        _, shifts = self._pieces(places.device)
-        own = torch.tensor([span.start for span in self.layouts[share].spans], device=places.device)
+            return places[0].to(torch.int64)
+        starts, shifts = self._pieces_by_share(places[0].device)
+        begins = accumulate((layout.num_entries for layout in self.layouts), initial=0)
+        at = torch.cat([place.to(torch.int64) + begin for place, begin in zip(places, begins, strict=False)])
         # Of pieces that begin at the same place all but the last are empty.
-        span = torch.searchsorted(own, places.to(torch.int64), right=True) - 1
-        return places.to(torch.int64) - shifts[span * self.num_shares + share]
+        return at + shifts[torch.searchsorted(starts, at, right=True) - 1]
 
     def _pieces(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each piece, in the bucket's order: where it begins, and what leads from the bucket to its share."""
-        if device not in self._on_device:
+        if device not in self._in_order:
             starts, shifts = [], []
             for number, span in enumerate(self.layout.spans):
                 for share, border in enumerate(piece_borders(span.num_entries, self.num_shares)[:-1]):
                     starts.append(span.start + border)
                     shifts.append(self.layouts[share].spans[number].start - starts[-1])
-            self._on_device[device] = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
-        return self._on_device[device]
+            self._in_order[device] = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
+        return self._in_order[device]
+
+    def _pieces_by_share(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each piece, with all shares end to end: where it begins, and what leads from there to the bucket."""
+        if device not in self._by_share:
+            starts, shifts = self._pieces(device)
+            begins = list(accumulate((layout.num_entries for layout in self.layouts), initial=0))[:-1]
+            at = (starts + shifts).view(-1, self.num_shares) + torch.tensor(begins, device=device)
+            back = starts.view(-1, self.num_shares) - at
+            self._by_share[device] = at.T.reshape(-1), back.T.reshape(-1)
+        return self._by_share[device]
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _in_order(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
+    @cached_property
+    def _by_share(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
 
 

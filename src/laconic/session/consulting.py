@@ -185,7 +185,7 @@ class Consulting(Summing):
         """(positions, values) of all answers, fixed entries included; None if someone overflowed."""
         server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
         assert isinstance(server, Server)
-        positions, values = [], []
+        places, values = [], []
         forms = [Sign(), Trits()] if server.votes else [quantize]
         for p, frame in enumerate(answers):
             n = cut.shares.layouts[p].num_entries
@@ -193,10 +193,9 @@ class Consulting(Summing):
             contents = shape.read(frame, **frame_id, peer=p)
             if contents.overflow:
                 return None
-            places = torch.cat([cut.fixed_places[p][: shape.num_fixed], contents.positions])
-            positions.append(cut.shares.positions(p, places))
+            places.append(torch.cat([cut.fixed_places[p][: shape.num_fixed], contents.positions]))
             values.append(contents.values.sign() if server.votes else contents.values)
-        return torch.cat(positions), torch.cat(values)
+        return cut.shares.positions(places), torch.cat(values)
 
     def _apply_(
         self, flat: Tensor, plan: BucketPlan, sent: _Sent, positions: Tensor, values: Tensor, past: Past | None
