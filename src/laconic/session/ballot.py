@@ -19,9 +19,10 @@ _MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a
 class Ballot:
     """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
 
-    A worker agrees where its sign is that of the others' sum, its own left out: who votes alone is not right for that.
-    Records fade, and a worker that is wrong more often than right counts the other way round. One or two
-    workers have no majority to tell who is wrong, and count the same.
+    A worker agrees where its sign is that of the others' plain sum, its own left out: who votes alone is not right for
+    that. Records fade, and a worker that is wrong more often than right counts the other way round. (Judged by the
+    weighted sum, records bear out a world in which right and wrong have changed places: training then diverges and
+    stays there.) One or two workers have no majority to tell who is wrong, and count the same.
     """
 
     def __init__(self, *, weighted: bool) -> None:
@@ -43,29 +44,20 @@ class Ballot:
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
         weighted = self.weighted and len(heard) > 2
         weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
-        for rank, sign in signs.items():
-            scratch[fixed] += weights[rank] * sign[: fixed.numel()]
-        sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
-        kernels.add_at_(scratch, [contents.positions for contents in heard.values()], sparse)
+        _add_up_(scratch, heard, signs, weights, fixed)
         if weighted:
-            self._judge(heard, signs, weights, scratch, fixed)
+            self._judge(heard, signs, torch.zeros_like(scratch), fixed)
         at = nonzero(scratch != 0)
         votes = scratch[at].sign()
         scratch[at] = 0
         return at.to(torch.int32), votes
 
-    def _judge(
-        self,
-        heard: Mapping[int, Contents],
-        signs: Mapping[int, Tensor],
-        weights: Mapping[int, float],
-        total: Tensor,
-        fixed: Tensor,
-    ) -> None:
-        """Enter into each worker's record how often it was of the others' opinion."""
+    def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
+        """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
+        _add_up_(total, heard, signs, dict.fromkeys(heard, 1.0), fixed)
         for rank, contents in heard.items():
             at = torch.cat([fixed, contents.positions.to(torch.int64)])
-            others = (total[at] - weights[rank] * signs[rank]).sign()
+            others = (total[at] - signs[rank]).sign()
             agreed, differed = self.records.get(rank, (0.0, 0.0))
             right, wrong = int((others == signs[rank]).sum()), int((others == -signs[rank]).sum())
             self.records[rank] = _DECAY * agreed + right, _DECAY * differed + wrong
@@ -75,6 +67,20 @@ class Ballot:
 
     def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
         self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
+
+
+def _add_up_(
+    total: Tensor,
+    heard: Mapping[int, Contents],
+    signs: Mapping[int, Tensor],
+    weights: Mapping[int, float],
+    fixed: Tensor,
+) -> None:
+    """total += the sum over workers of w*sign."""
+    for rank, sign in signs.items():
+        total[fixed] += weights[rank] * sign[: fixed.numel()]
+    sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
+    kernels.add_at_(total, [contents.positions for contents in heard.values()], sparse)
 
 
 def _count(everyone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
