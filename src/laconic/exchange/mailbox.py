@@ -143,9 +143,7 @@ class GlooMailbox:
         self._wait(self._begin(self._group.recv, peer, message, tag), peer, longest_s)
         return message
 
-    def _begin(
-        self, talk: Callable[[list[Tensor], int, int], dist.Work], peer: int, message: Tensor, tag: int
-    ) -> dist.Work:
+    def _begin(self, talk: _Talk, peer: int, message: Tensor, tag: int) -> dist.Work:
         """Start sending or receiving a message."""
         if peer in self._lost:
             raise PeerError(f"rank {peer} was lost before")

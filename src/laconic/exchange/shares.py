@@ -32,6 +32,11 @@ class Shares:
             Layout.of(self.layout.names, [cut[p + 1] - cut[p] for cut in cuts]) for p in range(self.num_shares)
         )
 
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where each share begins, with all of them end to end."""
+        return list(accumulate((layout.num_entries for layout in self.layouts), initial=0))[:-1]
+
     def cut(self, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
@@ -48,8 +53,7 @@ class Shares:
         if self.num_shares == 1:
             return places[0].to(torch.int64)
         starts, shifts = self._pieces_by_share(places[0].device)
-        begins = accumulate((layout.num_entries for layout in self.layouts), initial=0)
-        at = torch.cat([place.to(torch.int64) + begin for place, begin in zip(places, begins, strict=False)])
+        at = torch.cat([place.to(torch.int64) + begin for place, begin in zip(places, self._begins, strict=True)])
         # Of pieces that begin at the same place all but the last are empty.
         return at + shifts[torch.searchsorted(starts, at, right=True) - 1]
 
@@ -68,8 +72,7 @@ class Shares:
         """Of each piece, with all shares end to end: where it begins, and what leads from there to the bucket."""
         if device not in self._by_share:
             starts, shifts = self._pieces(device)
-            begins = list(accumulate((layout.num_entries for layout in self.layouts), initial=0))[:-1]
-            at = (starts + shifts).view(-1, self.num_shares) + torch.tensor(begins, device=device)
+            at = (starts + shifts).view(-1, self.num_shares) + torch.tensor(self._begins, device=device)
             back = starts.view(-1, self.num_shares) - at
             self._by_share[device] = at.T.reshape(-1), back.T.reshape(-1)
         return self._by_share[device]

@@ -27,6 +27,7 @@ from laconic.exchange import (
 from laconic.follow.free import Free
 from laconic.follow.letter import Letters
 from laconic.follow.matched import Matched
+from laconic.follow.parts import Parts
 from laconic.follow.stats import FollowerStats
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector
@@ -59,8 +60,8 @@ class Follower:
         self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
         letters = Letters(self._vector, quantize, self._unsaid)
         side = Matched if pattern.mode == "matched" else Free
-        parts = (pattern, self._vector, letters, self._watch, self._unsaid)
-        self._side: Matched | Free = side(end, *parts)  # type: ignore[arg-type]
+        parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid)
+        self._side: Matched | Free = side(end, parts)  # type: ignore[arg-type]
         self._steps, self._seconds = 0, 0.0
 
     def step(self) -> None:

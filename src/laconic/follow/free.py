@@ -13,11 +13,10 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError, PeerError
-from laconic.exchange import Gossip, Mailbox, neighbours, pick
-from laconic.follow.letter import Letters, check_finite, refusal
-from laconic.follow.unsaid import Unsaid
-from laconic.follow.vector import ModelVector, Topic
-from laconic.follow.watch import Watch
+from laconic.exchange import Mailbox, neighbours, pick
+from laconic.follow.letter import check_finite, refusal
+from laconic.follow.parts import Parts
+from laconic.follow.vector import Topic
 
 
 class Free:
@@ -28,20 +27,13 @@ class Free:
     unchanged, because both move by what was told.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        pattern: Gossip,
-        vector: ModelVector,
-        letters: Letters,
-        watch: Watch,
-        unsaid: Unsaid | None,
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, parts: Parts) -> None:
         self.traffic = mailbox.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._mailbox, self._pattern = mailbox, pattern
-        self._vector, self._letters, self._watch, self._unsaid = vector, letters, watch, unsaid
+        self._mailbox = mailbox
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid = parts
+        pattern, vector = parts.pattern, parts.vector
         self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
         self._owed = torch.zeros(vector.num_entries, device=vector.device)  # what exchanges owe to the model

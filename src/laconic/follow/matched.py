@@ -5,31 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.exchange import Gossip, Medium, matching
-from laconic.follow.letter import Letters, check_finite
+from laconic.exchange import Medium, matching
+from laconic.follow.letter import check_finite
+from laconic.follow.parts import Parts
 from laconic.follow.unsaid import Unsaid
-from laconic.follow.vector import ModelVector, Topic
-from laconic.follow.watch import Watch
+from laconic.follow.vector import Topic
 
 
 class Matched:
     """One worker's side; every worker calls each method at the same time."""
 
-    def __init__(
-        self,
-        medium: Medium,
-        pattern: Gossip,
-        vector: ModelVector,
-        letters: Letters,
-        watch: Watch,
-        unsaid: Unsaid | None,
-    ) -> None:
+    def __init__(self, medium: Medium, parts: Parts) -> None:
         self.medium = medium
         self.traffic = medium.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._pattern, self._vector, self._letters, self._watch = pattern, vector, letters, watch
-        self._unsaid = unsaid
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid = parts
 
     def step(self, step: int, lr: float) -> None:
         """x += (x_peer - x)/2 for the groups that one of a pair wants to exchange."""
