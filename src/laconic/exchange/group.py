@@ -19,7 +19,8 @@ from laconic.layout import Layout
 class Group:
     """One process's end of a network.
 
-    Over Gloo, CUDA tensors are staged through pinned host memory; over NCCL nothing leaves the device.
+    Over Gloo frames are written on the host, and other CUDA tensors staged through pinned memory there; over NCCL
+    nothing leaves the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -27,16 +28,13 @@ class Group:
         self.num_workers = self.num_shares = group.size()
         self.owned_share: int | None = self.rank
         self.traffic = Traffic()
-        self._group, self._device = group, device
-        self._staged = device.type == "cuda" and backend_for(group, device) == "gloo"
-        self._wire = (
-            torch.device("cpu") if self._staged else device
-        )  # where messages of unequal lengths are put together
+        self.wire: torch.device | None = torch.device("cpu") if backend_for(group, device) == "gloo" else device
+        self._group = group
         self._pinned: dict[str, Tensor] = {}
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
-        if not self._staged:
+        if not self._stages(tensor):
             dist.all_reduce(tensor, group=self._group)
             return
         host = self._host("all-reduce", tensor.numel(), tensor.dtype)
@@ -47,7 +45,7 @@ class Group:
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
         shape = (self.num_workers, frame.numel())
-        if not self._staged:
+        if not self._stages(frame):
             gathered = frame.new_empty(shape)
             dist.all_gather(list(gathered), frame, group=self._group)
             return gathered
@@ -59,7 +57,7 @@ class Group:
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
-        if not self._staged:
+        if not self._stages(rows):
             heard = torch.empty_like(rows)
             dist.all_to_all_single(heard, rows, group=self._group)
             return heard
@@ -71,15 +69,15 @@ class Group:
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         speaks = self.rank == speaker
-        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self._wire)
+        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self.wire)
         dist.broadcast(length, group=self._group, group_src=speaker)
-        said = torch.empty(int(length), dtype=torch.uint8, device=self._wire)
+        said = torch.empty(int(length), dtype=torch.uint8, device=self.wire)
         if frame is not None and speaks:
             said.copy_(frame)
         if said.numel():
             dist.broadcast(said, group=self._group, group_src=speaker)
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
-        return said.to(self._device)
+        return said
 
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         pass  # the workers know
@@ -96,23 +94,23 @@ class Group:
 
     def _lengths(self, mine: Sequence[int]) -> list[int]:
         """What each worker will send here, told in one hop; mine[r] goes to worker r."""
-        heard = torch.empty(self.num_workers, dtype=torch.int64, device=self._wire)
-        dist.all_to_all_single(heard, torch.tensor(mine, device=self._wire), group=self._group)
+        heard = torch.empty(self.num_workers, dtype=torch.int64, device=self.wire)
+        dist.all_to_all_single(heard, torch.tensor(mine, device=self.wire), group=self._group)
         return heard.tolist()
 
     def _swap(self, outgoing: Tensor, sent: Sequence[int], heard: Sequence[int]) -> list[Tensor]:
         """sent[r] bytes go to worker r and heard[r] come from it."""
-        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self._wire)
-        dist.all_to_all_single(incoming, outgoing.to(self._wire), list(heard), list(sent), group=self._group)
+        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self.wire)
+        dist.all_to_all_single(incoming, outgoing, list(heard), list(sent), group=self._group)
         # A message may begin anywhere, its words may not.
-        return [part.clone() for part in torch.split(incoming.to(outgoing.device), list(heard))]
+        return [part.clone() for part in torch.split(incoming, list(heard))]
 
     def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
         if peer == self.rank:
             return frame
         self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.nbytes)
         mine = frame
-        if self._staged:
+        if self._stages(frame):
             mine = self._host("mine", frame.numel(), frame.dtype)
             mine.copy_(frame)
         theirs = torch.empty_like(mine)
@@ -134,6 +132,9 @@ class Group:
         if spans_world(self._group):
             with suppress(ValueError):  # destroy_process_group() without arguments took it along
                 dist.destroy_process_group(self._group)
+
+    def _stages(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self.wire == torch.device("cpu")
 
     def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """A pinned host buffer for one role, grown when it is too small."""

@@ -36,6 +36,7 @@ class InProcess:
         self.num_workers = len(table.laid)
         self.num_shares = len(table.answers)
         self.owned_share = rank if rank < self.num_shares else None
+        self.wire: torch.device | None = None
         self.traffic = Traffic()
         self._table = table
 

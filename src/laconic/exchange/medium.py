@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from laconic.exchange.traffic import Traffic
@@ -20,6 +21,7 @@ class Medium(Protocol):
     num_workers: int
     num_shares: int  # owners who answer for the entries of a bucket, each for its share
     owned_share: int | None  # the one that this worker answers for
+    wire: torch.device | None  # where frames are written and read; None: where the gradients are
     traffic: Traffic
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:

@@ -42,6 +42,7 @@ class Served:
     """
 
     owned_share: int | None = None
+    wire: torch.device | None = torch.device("cpu")
 
     def __init__(
         self, rank: int, num_workers: int, addresses: Sequence[tuple[str, int, str]], greeting: str, timeout_s: float
@@ -71,7 +72,7 @@ class Served:
     def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
         step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says
         replies = self._ask(Message(PARTS, step, bucket), [to_bytes(part) for part in parts], "")
-        return [from_bytes(reply).to(parts[0].device) for reply in replies]
+        return [from_bytes(reply) for reply in replies]
 
     def total(self, tensor: Tensor, kind: str = "total") -> Tensor:
         """The sum over the living, on the CPU."""

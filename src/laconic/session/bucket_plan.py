@@ -37,6 +37,10 @@ class BucketPlan:
     def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""
         addend, factor = due
+        if self.plan.num_fixed == self.plan.num_entries:  # in order, and 1.2 M indices would take 20 ms
+            whole = balance.clone() if addend is None else balance.add(addend, alpha=factor)
+            balance.zero_()
+            return self.fixed[:0].to(torch.int32), whole
         owed: Tensor | float = 0.0 if addend is None else addend[self.fixed] * factor
         whole = balance[self.fixed] + owed
         balance[self.fixed] = -owed  # so that the addition leaves zeros there, and nothing is chosen that goes anyway

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.exchange import Answer, Server, Shares
+from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Due, Ledger
 from laconic.quantize import Marks, Sign, Trits
@@ -51,6 +52,7 @@ class _Cut(NamedTuple):
     shares: Shares
     fixed_order: Tensor  # of the entries that go at every step, by share
     fixed_places: list[Tensor]  # and where in each share they lie
+    is_fixed: Tensor  # by position
 
 
 class Consulting(Summing):
@@ -63,7 +65,7 @@ class Consulting(Summing):
 
     def _consult_(self, bucket: Bucket, plan: BucketPlan, density: float) -> None:
         """Deposit, choose, withdraw, send each owner its part; read the answers."""
-        flat, device = bucket.flat, bucket.flat.device
+        flat, device, wire = bucket.flat, bucket.flat.device, self.medium.wire or bucket.flat.device
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
         past = None if self._pasts is None else self._pasts.open(bucket.layout, device)
@@ -71,7 +73,7 @@ class Consulting(Summing):
             self._undo_later(account)
             if past is not None:
                 self._undo_later(past)
-        cut = self._cut(bucket.layout, plan)
+        cut = self._cut(bucket.layout, plan, wire)
         with self._clock.time("select", device):
             finite = kernels.all_finite(flat)
             if finite:
@@ -80,11 +82,11 @@ class Consulting(Summing):
                 self._follow(plan, None)  # the others wait for it
         with self._clock.time("encode", device):
             if finite:
-                parts, said = self._parts(plan, cut, chosen, values, frame_id)
-                sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said)
+                parts, said = self._parts(plan, cut, chosen.to(wire), values.to(wire), frame_id)
+                sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
             else:
                 silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
-                parts = [shape.write_overflow(device, **frame_id) for shape in silent]
+                parts = [shape.write_overflow(wire, **frame_id) for shape in silent]
         with self._clock.time("exchange", device):
             self.medium.announce(bucket.layout, **frame_id)
             answer = self._own_answer(bucket.layout, **frame_id)
@@ -100,12 +102,12 @@ class Consulting(Summing):
             if self.scheme.memory.refunds:
                 account.refund_(sent.positions, sent.values - sent.said)
             account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
-            self._apply_(flat, plan, sent, *heard, past)
+            self._apply_(flat, cut, sent, *heard, past)
 
-    def _cut(self, layout: Layout, plan: BucketPlan) -> _Cut:
+    def _cut(self, layout: Layout, plan: BucketPlan, wire: torch.device) -> _Cut:
         if layout not in self._cuts:
             shares = Shares(layout, self.medium.num_shares)
-            self._cuts[layout] = _Cut(shares, *shares.cut(plan.fixed))
+            self._cuts[layout] = _Cut(shares, *shares.cut(plan.fixed.to(wire)), plan.is_fixed.to(wire))
         return self._cuts[layout]
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
@@ -146,22 +148,28 @@ class Consulting(Summing):
 
     def _follow(self, plan: BucketPlan, mine: Tensor | None) -> Tensor | None:
         """What the worker whose turn it is chose; `mine` where that is this one, None where it overflowed."""
-        n, leader = plan.plan.num_entries, self._step % self.medium.num_workers
+        n, leader, wire = plan.plan.num_entries, self._step % self.medium.num_workers, self.medium.wire
         frame_id, frame = {"step": self._step, "bucket": len(self._seen) - 1}, None
         if mine is not None:
-            codes, scale = Marks().encode(torch.empty(0, device=mine.device))
-            frame = FrameShape(n, mine.numel(), 0, Marks()).write_smallest(mine, codes, scale, **frame_id)
+            codes, scale = Marks().encode(torch.empty(0, device=wire or mine.device))
+            shape = FrameShape(n, mine.numel(), 0, Marks())
+            frame = shape.write_smallest(mine.to(codes.device), codes, scale, **frame_id)
         heard = self.medium.broadcast(frame, leader)
         if not heard.numel():
             return None
-        return FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader).positions
+        contents = FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader)
+        return contents.positions.to(plan.fixed.device)
 
     def _parts(
         self, plan: BucketPlan, cut: _Cut, chosen: Tensor, values: Tensor, frame_id: dict[str, int]
     ) -> tuple[list[Tensor], Tensor]:
         """A frame for each owner, and what all of them together say, in the order of `values`."""
-        quantize, num_fixed = self.scheme.frame_answers[1], plan.fixed.numel()
-        shares, fixed_order, fixed_places = cut
+        num_fixed = plan.fixed.numel()
+        shares, fixed_order, fixed_places = cut.shares, cut.fixed_order, cut.fixed_places
+        if shares.num_shares == 1:
+            shape = _shape(shares, 0, chosen.numel(), num_fixed, plan)
+            frame, said = _written(shape, chosen.to(torch.int32), values, frame_id)
+            return [frame], said
         order, places = shares.cut(chosen)
         counts = [fixed.numel() for fixed in fixed_places], [place.numel() for place in places]
         fixed_values = torch.split(values[:num_fixed][fixed_order], counts[0])
@@ -170,12 +178,9 @@ class Consulting(Summing):
         at = 0, 0
         for p in _all(shares):
             own = torch.cat([fixed_values[p], chosen_values[p]])
-            codes, scale = quantize.encode(own)
             num_own, num_chosen = counts[0][p], counts[1][p]
-            frames.append(
-                _shape(shares, p, num_chosen, num_own, plan).write_smallest(places[p], codes, scale, **frame_id)
-            )
-            decoded = quantize.decode(codes, scale)[: own.numel()]
+            frame, decoded = _written(_shape(shares, p, num_chosen, num_own, plan), places[p], own, frame_id)
+            frames.append(frame)
             said[fixed_order[at[0] : at[0] + num_own]] = decoded[:num_own]
             said[num_fixed + order[at[1] : at[1] + num_chosen]] = decoded[num_own:]
             at = at[0] + num_own, at[1] + num_chosen
@@ -198,20 +203,23 @@ class Consulting(Summing):
         return cut.shares.positions(places), torch.cat(values)
 
     def _apply_(
-        self, flat: Tensor, plan: BucketPlan, sent: _Sent, positions: Tensor, values: Tensor, past: Past | None
+        self, flat: Tensor, cut: _Cut, sent: _Sent, positions: Tensor, values: Tensor, past: Past | None
     ) -> None:
         """Overwrite the bucket with what the owners said, and learn from it."""
-        told = values != 0  # a dense answer, or trits, also say where nothing is
-        if not told.all():
-            positions, values = positions[told], values[told]
-        flat.zero_()
-        flat[positions] = (values * self._scale).to(flat.dtype)
-        free = ~plan.is_fixed[positions]
+        told = (values * self._scale).to(flat.device, flat.dtype)
+        if positions.numel() == flat.numel() and cut.shares.num_shares == 1:  # everything, in order
+            flat.copy_(told)
+        else:
+            flat.zero_()
+            flat[positions.to(flat.device)] = told
+        if cut.fixed_order.numel() == flat.numel():
+            return
+        free = nonzero((values != 0) & ~cut.is_fixed[positions])  # a dense answer also says where nothing is
         self._unions.num_sent += sent.chosen.numel()
-        self._unions.num_answered += int(free.sum())
+        self._unions.num_answered += free.numel()
         select = self.scheme.select
         if past is not None and isinstance(select, Overlap):
-            past.note_(select.scored, positions[free], values[free])
+            past.note_(select.scored, positions[free].to(flat.device), values[free].to(flat.device))
             past.sent_(sent.chosen, self._step)
 
 
@@ -230,6 +238,13 @@ def _withdraw_scored_(
     told = values != 0  # what was swept just now is not chosen again, unless as a zero
     chosen, order = torch.cat([turn.to(torch.int32), chosen[told]]).sort()
     return chosen, torch.cat([whole, torch.cat([swept, values[told]])[order]])
+
+
+def _written(shape: FrameShape, places: Tensor, values: Tensor, frame_id: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """A frame of these values, and what it says of them."""
+    codes, scale = shape.quantize.encode(values)
+    frame = shape.write_smallest(places, codes, scale, **frame_id)
+    return frame, shape.quantize.decode(codes, scale)[: values.numel()]
 
 
 def _shape(shares: Shares, share: int, k: int, num_fixed: int, plan: BucketPlan) -> FrameShape:

@@ -112,7 +112,7 @@ class Session(Consulting):
     def _gather_(self, bucket: Bucket, density: float) -> None:
         """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
         flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.frame_answers[1]
-        plan = self._plan(bucket.layout, density, device)
+        plan, wire = self._plan(bucket.layout, density, device), self.medium.wire or device
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
         if self._loss_scale is not None:
@@ -125,16 +125,16 @@ class Session(Consulting):
                     chosen, values = plan.withdraw_(account.balance, due)
         with self._clock.time("encode", device):
             if finite:
-                codes, scale = quantize.encode(values)
+                codes, scale = quantize.encode(values.to(wire))
                 sent_at = torch.cat([plan.fixed, chosen])
-                sent = quantize.decode(codes, scale)[: values.numel()]
-                frame = plan.shape.write(chosen, codes, scale, **frame_id)
+                sent = quantize.decode(codes, scale)[: values.numel()].to(device)
+                frame = plan.shape.write(chosen.to(wire), codes, scale, **frame_id)
             else:
-                frame = plan.shape.write_overflow(device, **frame_id)
+                frame = plan.shape.write_overflow(wire, **frame_id)
         with self._clock.time("exchange", device):
             frames = self.medium.all_gather(frame, "sparse")
         with self._clock.time("decode", device):
-            heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
+            heard = [plan.shape.read(row, **frame_id, peer=peer).to(device) for peer, row in enumerate(frames)]
             if any(contents.overflow for contents in heard):
                 self._overflowed = True
                 if finite:
