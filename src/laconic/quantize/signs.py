@@ -56,7 +56,7 @@ class Marks(InFrames):
 
 def _mean_size(values: Tensor) -> Tensor:
     """mean|v|, never zero, and in float64 on the way: the sum of two large float32 would be Inf."""
-    return kernels.mean_magnitude(values.contiguous()).to(torch.float32).clamp_min(_SMALLEST_SCALE)
+    return values.abs().mean(dtype=torch.float64).to(torch.float32).clamp_min(_SMALLEST_SCALE)
 
 
 @dataclass(frozen=True, kw_only=True)
