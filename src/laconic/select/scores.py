@@ -76,7 +76,7 @@ SCORES = {
     "hits": Score(hits, counted_, 1.0, fades=True),
     # By the mean, since max|G| is an outlier, 50 times the mean in the fashion-mnist CNN and 5 times in ResNet-8: no
     # one e of it does for both.
-    "product": Score(product, last_sizes_, 0.5),
+    "product": Score(product, last_sizes_, 0.35),
     "sum": Score(total, last_sizes_, 1.0, needs_norm=True),
     "leader": Score(local, None, 0.0),  # whose turn it is chooses for all: see session/consulting.py
 }
