@@ -61,11 +61,12 @@ class BucketPlan:
     def add_up_(self, flat: Tensor, heard: Sequence[Contents], factor: float) -> None:
         """flat = factor * the sum of what everyone sent, in rank order, so that all workers get the same bits."""
         total = flat.zero_() if flat.dtype == torch.float32 else torch.zeros_like(flat, dtype=torch.float32)
-        values = [contents.values * factor for contents in heard]
-        for one in values:
-            total[self.fixed] += one[: self.plan.num_fixed]
-        kernels.add_at_(
-            total, [contents.positions for contents in heard], [one[self.plan.num_fixed :] for one in values]
-        )
+        # One copy to the device for all frames: each waits for what runs there.
+        positions = torch.cat([contents.positions for contents in heard]).to(flat.device)
+        values = torch.cat([contents.values for contents in heard]).to(flat.device).mul_(factor)
+        sizes = [self.plan.num_fixed, self.plan.k]
+        whole, chosen = torch.split(values.view(len(heard), sum(sizes)), sizes, dim=1)
+        total[self.fixed] = sum(whole)  # from zero on, row by row
+        kernels.add_at_(total, list(positions.view(chosen.shape)), list(chosen))
         if total is not flat:
             flat.copy_(total)

@@ -130,7 +130,7 @@ class Consulting(Summing):
                 turn = select.swept(bucket.layout, density, self._step, len(self._seen) - 1, bucket.flat.device)
                 chosen, values = _withdraw_scored_(plan, account.balance, due, select, past, turn)
         num_fixed = plan.fixed.numel()
-        told = values[num_fixed:] != 0
+        told = nonzero(values[num_fixed:])
         return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
 
     @property
@@ -226,7 +226,10 @@ class Consulting(Summing):
 def _withdraw_scored_(
     plan: BucketPlan, balance: Tensor, due: Due, select: Overlap, past: Past, turn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take out the entries whose turn it is, then those with the largest scores."""
+    """Take out the entries whose turn it is, then those with the largest scores.
+
+    What was swept just now is not chosen again, unless as a zero.
+    """
     addend, factor = due
     owed: Tensor | float = 0.0 if addend is None else addend[turn] * factor
     swept = balance[turn] + owed
@@ -235,9 +238,8 @@ def _withdraw_scored_(
     chosen, values = plan.withdraw_(balance, due)
     whole, values = values.tensor_split([plan.fixed.numel()])
     values = boost.take_back_(chosen, values)
-    told = values != 0  # what was swept just now is not chosen again, unless as a zero
-    chosen, order = torch.cat([turn.to(torch.int32), chosen[told]]).sort()
-    return chosen, torch.cat([whole, torch.cat([swept, values[told]])[order]])
+    chosen, order = torch.cat([turn.to(torch.int32), chosen]).sort()
+    return chosen, torch.cat([whole, torch.cat([swept, values])[order]])
 
 
 def _written(shape: FrameShape, places: Tensor, values: Tensor, frame_id: dict[str, int]) -> tuple[Tensor, Tensor]:

@@ -72,8 +72,7 @@ class Boost:
         owed = torch.zeros_like(sizes) if addend is None else addend[self._at] * factor
         self._own = balance[self._at] + owed
         score, lifted = select.scored, self._own.clone()
-        borders = torch.tensor([[w.start, w.stop] for w in plan.windows], device=balance.device)
-        for window, (begin, end) in zip(plan.windows, torch.searchsorted(self._at, borders).tolist(), strict=True):
+        for window, (begin, end) in zip(plan.windows, self._borders(plan), strict=True):
             if begin == end:
                 continue
             norm = 0.0
@@ -84,6 +83,13 @@ class Boost:
             some = slice(begin, end)
             lifted[some] = score.of(self._own[some].abs(), sizes[some], score.strength, norm)
         balance[self._at] = lifted - owed
+
+    def _borders(self, plan: Plan) -> list[list[int]]:
+        """Where the entries of each window begin and end among those that the past speaks of."""
+        if [(window.start, window.stop) for window in plan.windows] == [(0, plan.num_entries)]:
+            return [[0, self._at.numel()]]
+        borders = torch.tensor([[window.start, window.stop] for window in plan.windows], device=self._at.device)
+        return torch.searchsorted(self._at, borders).tolist()
 
     def take_back_(self, chosen: Tensor, values: Tensor) -> Tensor:
         """Give the lifted entries their own values again, in the balance and in what was chosen, which it returns."""

@@ -134,7 +134,7 @@ class Session(Consulting):
         with self._clock.time("exchange", device):
             frames = self.medium.all_gather(frame, "sparse")
         with self._clock.time("decode", device):
-            heard = [plan.shape.read(row, **frame_id, peer=peer).to(device) for peer, row in enumerate(frames)]
+            heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
             if any(contents.overflow for contents in heard):
                 self._overflowed = True
                 if finite:

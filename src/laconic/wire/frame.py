@@ -31,10 +31,6 @@ class Contents:
     values: Tensor  # float32, num_fixed + k of them
     overflow: bool  # its writer saw Inf or NaN; positions and values mean nothing
 
-    def to(self, device: torch.device) -> Contents:
-        """The same on another device."""
-        return Contents(self.positions.to(device), self.values.to(device), self.overflow)
-
 
 @dataclass(frozen=True)
 class FrameShape:
