@@ -41,21 +41,22 @@ class Shares:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
             return torch.arange(positions.numel(), device=positions.device), [positions.to(torch.int32)]
-        starts, shifts = self._pieces(positions.device)
-        piece = torch.searchsorted(starts, positions.to(torch.int64), right=True) - 1
-        share = piece % self.num_shares
-        order = torch.argsort(share, stable=True)
-        places = (positions + shifts[piece])[order].to(torch.int32)
-        return order, list(torch.split(places, torch.bincount(share, minlength=self.num_shares).tolist()))
+        starts, shifts = (each.to(positions.dtype) for each in self._pieces(positions.device))
+        begins, counts = _runs(positions, starts)
+        by_share = counts.view(-1, self.num_shares).T
+        counts, begins, shifts = (self._share_by_share(each) for each in (counts, begins, shifts))
+        leaps = begins - (counts.cumsum(0) - counts)
+        order = torch.arange(positions.numel(), device=positions.device) + _repeated(leaps, counts, positions)
+        places = (positions[order] + _repeated(shifts, counts, positions)).to(torch.int32)
+        return order, list(torch.split(places, by_share.sum(1).tolist()))
 
     def positions(self, places: Sequence[Tensor]) -> Tensor:
-        """Where places within each share lie in the bucket, int64, one share after the other."""
+        """Where ascending places within each share lie in the bucket, int64, one share after the other."""
         if self.num_shares == 1:
             return places[0].to(torch.int64)
         starts, shifts = self._pieces_by_share(places[0].device)
         at = torch.cat([place.to(torch.int64) + begin for place, begin in zip(places, self._begins, strict=True)])
-        # Of pieces that begin at the same place all but the last are empty.
-        return at + shifts[torch.searchsorted(starts, at, right=True) - 1]
+        return at + _repeated(shifts, _runs(at, starts)[1], at)
 
     def _pieces(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each piece, in the bucket's order: where it begins, and what leads from the bucket to its share."""
@@ -68,13 +69,17 @@ class Shares:
             self._in_order[device] = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
         return self._in_order[device]
 
+    def _share_by_share(self, pieces: Tensor) -> Tensor:
+        """What is told of the pieces in the bucket's order, in the order of shares."""
+        return pieces.view(-1, self.num_shares).T.reshape(-1)
+
     def _pieces_by_share(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each piece, with all shares end to end: where it begins, and what leads from there to the bucket."""
         if device not in self._by_share:
             starts, shifts = self._pieces(device)
             at = (starts + shifts).view(-1, self.num_shares) + torch.tensor(self._begins, device=device)
             back = starts.view(-1, self.num_shares) - at
-            self._by_share[device] = at.T.reshape(-1), back.T.reshape(-1)
+            self._by_share[device] = self._share_by_share(at), self._share_by_share(back)
         return self._by_share[device]
 
     @cached_property
@@ -84,6 +89,21 @@ class Shares:
     @cached_property
     def _by_share(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
+
+
+def _runs(ascending: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the pieces that begin at `starts`: where the run of its entries begins among the ascending, and its length.
+
+    A search for each piece, of which there are few, not for each entry. Of pieces that begin at the same place all but
+    the last are empty.
+    """
+    begins = torch.searchsorted(ascending, starts)
+    return begins, torch.diff(begins, append=begins.new_tensor([ascending.numel()]))
+
+
+def _repeated(pieces: Tensor, counts: Tensor, entries: Tensor) -> Tensor:
+    """What is told of each piece, told of each of its entries."""
+    return torch.repeat_interleave(pieces, counts, output_size=entries.numel())
 
 
 def piece_borders(num_entries: int, num_shares: int) -> Sequence[int]:

@@ -51,7 +51,7 @@ class _Cut(NamedTuple):
 
     shares: Shares
     fixed_order: Tensor  # of the entries that go at every step, by share
-    fixed_places: list[Tensor]  # and where in each share they lie
+    fixed: list[Tensor]  # those of each share
     is_fixed: Tensor  # by position
 
 
@@ -106,8 +106,10 @@ class Consulting(Summing):
 
     def _cut(self, layout: Layout, plan: BucketPlan, wire: torch.device) -> _Cut:
         if layout not in self._cuts:
-            shares = Shares(layout, self.medium.num_shares)
-            self._cuts[layout] = _Cut(shares, *shares.cut(plan.fixed.to(wire)), plan.is_fixed.to(wire))
+            shares, fixed = Shares(layout, self.medium.num_shares), plan.fixed.to(wire)
+            order, places = shares.cut(fixed)
+            by_share = torch.split(fixed[order], [place.numel() for place in places])
+            self._cuts[layout] = _Cut(shares, order, list(by_share), plan.is_fixed.to(wire))
         return self._cuts[layout]
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
@@ -165,13 +167,13 @@ class Consulting(Summing):
     ) -> tuple[list[Tensor], Tensor]:
         """A frame for each owner, and what all of them together say, in the order of `values`."""
         num_fixed = plan.fixed.numel()
-        shares, fixed_order, fixed_places = cut.shares, cut.fixed_order, cut.fixed_places
+        shares, fixed_order = cut.shares, cut.fixed_order
         if shares.num_shares == 1:
             shape = _shape(shares, 0, chosen.numel(), num_fixed, plan)
             frame, said = _written(shape, chosen.to(torch.int32), values, frame_id)
             return [frame], said
         order, places = shares.cut(chosen)
-        counts = [fixed.numel() for fixed in fixed_places], [place.numel() for place in places]
+        counts = [fixed.numel() for fixed in cut.fixed], [place.numel() for place in places]
         fixed_values = torch.split(values[:num_fixed][fixed_order], counts[0])
         chosen_values = torch.split(values[num_fixed:][order], counts[1])
         frames, said = [], torch.empty_like(values)
@@ -186,11 +188,17 @@ class Consulting(Summing):
             at = at[0] + num_own, at[1] + num_chosen
         return frames, said
 
-    def _read(self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]) -> tuple[Tensor, Tensor] | None:
-        """(positions, values) of all answers, fixed entries included; None if someone overflowed."""
+    def _read(
+        self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]
+    ) -> tuple[Tensor | None, Tensor] | None:
+        """(positions, values) of all answers, fixed entries included; None if someone overflowed.
+
+        No positions mean every entry, in order.
+        """
         server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
         assert isinstance(server, Server)
-        places, values = [], []
+        fixed, places = [], []
+        whole, chosen = [], []  # values at those
         forms = [Sign(), Trits()] if server.votes else [quantize]
         for p, frame in enumerate(answers):
             n = cut.shares.layouts[p].num_entries
@@ -198,28 +206,35 @@ class Consulting(Summing):
             contents = shape.read(frame, **frame_id, peer=p)
             if contents.overflow:
                 return None
-            places.append(torch.cat([cut.fixed_places[p][: shape.num_fixed], contents.positions]))
-            values.append(contents.values.sign() if server.votes else contents.values)
-        return cut.shares.positions(places), torch.cat(values)
+            fixed.append(cut.fixed[p][: shape.num_fixed])
+            places.append(contents.positions)
+            whole.append(contents.values[: shape.num_fixed])
+            chosen.append(contents.values[shape.num_fixed :])
+        values = torch.cat([*whole, *chosen])
+        if len(answers) == 1 and values.numel() == n and shape.num_fixed in (0, n):
+            return None, values.sign() if server.votes else values
+        return torch.cat([*fixed, cut.shares.positions(places)]), values.sign() if server.votes else values
 
     def _apply_(
-        self, flat: Tensor, cut: _Cut, sent: _Sent, positions: Tensor, values: Tensor, past: Past | None
+        self, flat: Tensor, cut: _Cut, sent: _Sent, positions: Tensor | None, values: Tensor, past: Past | None
     ) -> None:
         """Overwrite the bucket with what the owners said, and learn from it."""
         told = (values * self._scale).to(flat.device, flat.dtype)
-        if positions.numel() == flat.numel() and cut.shares.num_shares == 1:  # everything, in order
+        if positions is None:
             flat.copy_(told)
         else:
             flat.zero_()
             flat[positions.to(flat.device)] = told
         if cut.fixed_order.numel() == flat.numel():
             return
-        free = nonzero((values != 0) & ~cut.is_fixed[positions])  # a dense answer also says where nothing is
+        is_fixed = cut.is_fixed if positions is None else cut.is_fixed[positions]
+        free = nonzero((values != 0) & ~is_fixed)  # a dense answer also says where nothing is
+        union = free if positions is None else positions[free]
         self._unions.num_sent += sent.chosen.numel()
         self._unions.num_answered += free.numel()
         select = self.scheme.select
         if past is not None and isinstance(select, Overlap):
-            past.note_(select.scored, positions[free].to(flat.device), values[free].to(flat.device))
+            past.note_(select.scored, union.to(flat.device), values[free].to(flat.device))
             past.sent_(sent.chosen, self._step)
 
 
