@@ -157,6 +157,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--epochs", "nan"], "--epochs is nan; give a finite number"),
         (["train", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--hosts", "2", "--workers", "2"], "leave --workers out"),
+        (["train", "--servers", "1", "--scheme", "topk"], "topk asks no server; leave --servers out"),
         (["compare", "--suite", "links", "--workers", "2"], "leave --link, --link-of, --target and --workers out"),
         (["compare", "--out", "/dev"], "/dev is not empty; give --out a new folder"),
         (["compare", "--scheme", "dense", "--scheme", "dense"], "given twice"),

@@ -246,6 +246,7 @@ def test_answers_that_do_not_fit_are_refused_with_a_cure() -> None:
         "scheme:select=topk(rho=0.1),quantize=levels,exchange=all-gather": "use Residual()",
         "sparse-sign:cover=-1": "above 0",
         "overlap:score=best": "give one of local",
+        "gossip:rho=7": "a share in",
         "maxnorm:bits=5,levels=7": "give one",
         "maxnorm:bits=1": "2 or more",
         "multiscale:share=12": "a multiple of it",

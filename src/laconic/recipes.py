@@ -246,9 +246,9 @@ def gossip(
     """The share `rho` of a model that changed most, exchanged with a peer so often that `rate` models leave a step."""
     turns = Period(steps=max(1.0, 2 * rho / rate)) if 0 < rho < 1 and rate > 0 else TargetRate(rate=rate)
     return Scheme(
-        select=TopK(rho=rho) if rho < 1 else Everything(),
+        select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
-        memory=Residual() if rho < 1 else Nothing(),
+        memory=Residual() if rho != 1 else Nothing(),
         exchange=Gossip(peers=peers, mode=mode, seed=seed),
         trigger=part("trigger", trigger) if trigger else turns,
     )

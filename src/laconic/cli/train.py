@@ -8,7 +8,7 @@ import sys
 
 from laconic.cli.job_options import add_job_options, job_of
 from laconic.cli.launching import add_lab_options, lab_spec, launcher, num_workers
-from laconic.errors import LaconicError
+from laconic.errors import LaconicError, TaskError
 from laconic.records import make_writable, to_json
 from laconic.tasks import TASKS
 from laconic.train import Job, is_worker, work
@@ -33,6 +33,8 @@ def run(asked: argparse.Namespace) -> int:
     """Start the workers, or be one."""
     job = job_of(asked)
     if not is_worker():
+        if job.servers and not job.asks_servers:
+            raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
         spec = lab_spec(asked)
         check_before_launch(job, num_workers(job, spec))
         with launcher(spec, lambda result: _tell(result, job)) as start:
