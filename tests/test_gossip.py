@@ -258,7 +258,8 @@ def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
         with torch.no_grad():
             model.body.weight.add_(torch.randn_like(model.body.weight))
         now = vector.read()
-        positions = unsaid.choose(now)
+        positions, values = unsaid.choose_(now.clone())
+        torch.testing.assert_close(values, now[positions], rtol=0, atol=1e-6)  # last + (x - last): two roundings
         change = (now - unsaid.last)[vector.chosen]
         said = positions[whole:] - vector.chosen.start
         assert torch.equal(said, change.abs().topk(k).indices.sort().values)
@@ -276,7 +277,7 @@ def test_a_letter_about_entries_is_read_as_it_was_written(quantize: str) -> None
     vector, unsaid, letters = _unsaid(f"gossip:rho=0.1,quantize={quantize}", model)
     with torch.no_grad():
         model.body.weight.add_(torch.randn_like(model.body.weight))
-    positions = unsaid.choose(vector.read())
+    positions, _ = unsaid.choose_(vector.read())
     letter = letters.ask(positions, vector.read(positions))
     about, values = letters.read_question(letter.message, 1)
     assert isinstance(about, Tensor) and torch.equal(about, positions) and torch.equal(values, letter.values)

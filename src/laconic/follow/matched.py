@@ -53,7 +53,7 @@ class Matched:
 
     def _agree(self, unsaid: Unsaid, partner: int) -> Tensor:
         """The entries that have changed most on one of a pair, the same on both."""
-        mine = unsaid.choose(check_finite(self._vector.read()))
+        mine, _ = unsaid.choose_(check_finite(self._vector.read()))
         frame = self._letters.name(mine).to(self._vector.device)
         theirs = self._letters.named(self.medium.swap(frame, partner, "model").cpu())
         either = torch.zeros(self._vector.num_entries, dtype=torch.bool, device=mine.device)

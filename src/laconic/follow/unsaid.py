@@ -35,11 +35,16 @@ class Unsaid:
     def num_whole(self) -> int:
         return self._whole.numel()
 
-    def choose(self, values: Tensor) -> Tensor:
-        """The positions that are said of a model: those that always go, then the k that changed most, ascending."""
+    def choose_(self, model: Tensor) -> tuple[Tensor, Tensor]:
+        """(what is said of a model: those that always go, then the k that changed most, ascending; the values there).
+
+        `model` is overwritten. The values are last + (x - last), which is x to a rounding: both ends move by them.
+        """
         chosen = self._vector.chosen
-        change = values[chosen] - self.last[chosen]
-        return self.positions(self._select.withdraw_(change, None, 1.0, self._plan, self._searches)[0] + chosen.start)
+        whole = model.index_select(0, self._whole)
+        at, change = self._select.withdraw_(model[chosen], self.last[chosen], -1.0, self._plan, self._searches)
+        positions = self.positions(at + chosen.start)
+        return positions, torch.cat([whole, self.last.index_select(0, positions[self.num_whole :]).add_(change)])
 
     def positions(self, chosen: Tensor) -> Tensor:
         """Those that always go, and the chosen ones."""

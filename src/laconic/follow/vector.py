@@ -70,12 +70,12 @@ class ModelVector:
         num_trained = sum(p.numel() for p in trained.values())
         self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 
-    def read(self, topic: Topic | None = None) -> Tensor:
-        """A float32 copy of what is named, end to end; of the whole model if nothing is."""
+    def read(self, topic: Topic | None = None, *, out: Tensor | None = None) -> Tensor:
+        """A float32 copy of what is named, end to end, in `out` if given; of the whole model if nothing is named."""
         if isinstance(topic, Tensor):
             return self.read().index_select(0, topic)
         pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(topic)]
-        return torch.cat([piece.to(torch.float32) for piece in pieces])
+        return torch.cat([piece.to(torch.float32) for piece in pieces], out=out)
 
     def sample(self, k: int, whole: Tensor | None = None) -> Tensor:
         """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it.
