@@ -48,7 +48,7 @@ class Free:
         self._room = torch.empty(vector.num_entries, device=vector.device)  # the model as told last; under the lock
         self._asking: dict[int, tuple[threading.Event, float]] = {}  # peer -> (set when it is over, since when)
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._num_askers = 0
+        self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
@@ -80,9 +80,10 @@ class Free:
             self._asking[peer] = (over, time.monotonic())
             num_asking = len(self._asking)
         self._questions.put((peer, groups, values, ready))
-        if num_asking > self._num_askers:
-            self._num_askers += 1
-            threading.Thread(target=self._ask_on, name="laconic-ask", daemon=True).start()
+        self._askers = [asker for asker in self._askers if asker.is_alive()]
+        if num_asking > len(self._askers):
+            self._askers.append(threading.Thread(target=self._ask_on, name="laconic-ask", daemon=True))
+            self._askers[-1].start()
         if pattern.mode == "wait":
             over.wait(pattern.patience)
             self._apply()
@@ -99,11 +100,8 @@ class Free:
 
     def _ask_on(self) -> None:
         """One question after the other."""
-        try:
-            while question := self._questions.get():
-                self._ask(*question)
-        finally:
-            self._num_askers -= 1
+        while question := self._questions.get():
+            self._ask(*question)
 
     def _ask(self, peer: int, groups: list[int], values: Tensor | None, ready: torch.cuda.Event | None) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
@@ -232,10 +230,10 @@ class Free:
             self._owed.zero_() if owed is None else self._owed.copy_(owed)
 
     def close(self) -> None:
-        for over, _ in list(self._asking.values()):
-            over.wait(self._pattern.patience)
-        for _ in range(self._num_askers):
+        for _ in self._askers:
             self._questions.put(None)
+        for asker in self._askers:  # one that outlives the interpreter by a moment would abort the process
+            asker.join(self._pattern.patience)
         self._mailbox.close()
 
 
