@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,13 +25,6 @@ class BucketPlan:
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
         ]
-
-    @cached_property
-    def is_fixed(self) -> Tensor:
-        """For each entry whether it goes at every step."""
-        marks = torch.zeros(self.plan.num_entries, dtype=torch.bool, device=self.fixed.device)
-        marks[self.fixed] = True
-        return marks
 
     def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""

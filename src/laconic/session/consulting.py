@@ -52,7 +52,7 @@ class _Cut(NamedTuple):
     shares: Shares
     fixed_order: Tensor  # of the entries that go at every step, by share
     fixed: list[Tensor]  # those of each share
-    is_fixed: Tensor  # by position
+    is_fixed: Tensor  # for each entry of the bucket whether it is one of them
 
 
 class Consulting(Summing):
@@ -109,7 +109,9 @@ class Consulting(Summing):
             shares, fixed = Shares(layout, self.medium.num_shares), plan.fixed.to(wire)
             order, places = shares.cut(fixed)
             by_share = torch.split(fixed[order], [place.numel() for place in places])
-            self._cuts[layout] = _Cut(shares, order, list(by_share), plan.is_fixed.to(wire))
+            is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=wire)
+            is_fixed[fixed] = True
+            self._cuts[layout] = _Cut(shares, order, list(by_share), is_fixed)
         return self._cuts[layout]
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
