@@ -21,14 +21,16 @@ import virtual
 from ddp_training import start
 from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
 from laconic.attach.serve import meet
-from laconic.exchange import InProcess, Served, Shares, in_process
+from laconic.exchange import Count, Group, InProcess, Served, Shares, consultation, in_process, own_group, world
+from laconic.exchange.consultation import Rounds, TwoHops
 from laconic.layout import Bucket, Layout
 from laconic.quantize import Sign, Trits
 from laconic.records import RECORDS, read
+from laconic.scheme import part
 from laconic.session.owner import Owner
 from laconic.train import Job, verdict, work_in_process
 from laconic.train.result import Result
-from laconic.wire import FrameShape
+from laconic.wire import FrameShape, longest_frame
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, flat_parameters
 
@@ -211,6 +213,64 @@ def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
     assert in_process(8, work)[0] == [1000] * 3
 
 
+def _sharded(text: str, way: type[TwoHops | Rounds]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+    """Four steps over Gloo, consulting in this way; what one worker applied and counted."""
+    cpu = torch.device("cpu")
+    medium = Group(own_group(world(), cpu), cpu)
+    medium._way = way(medium._group, cpu, medium.traffic)
+    session = Session(made(text), medium)
+    return [one_step(session, gradients(dist.get_rank(), step)) for step in range(4)], medium.traffic.copy()
+
+
+@pytest.mark.parametrize("text", ["overlap:rho=0.05", "sparse-sign", "topk:rho=0.9,quantize=none,exchange=server"])
+def test_two_hops_and_rounds_give_the_same_and_count_the_same(four_workers: WorkerPool, text: str) -> None:
+    def work(medium: InProcess) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+        session = Session(made(text), medium)
+        return [one_step(session, gradients(medium.rank, step)) for step in range(4)], medium.traffic.copy()
+
+    ways = [four_workers.run(_sharded, text, TwoHops), four_workers.run(_sharded, text, Rounds), in_process(4, work)]
+    for rank in range(4):
+        (hops, counted), *others = (way[rank] for way in ways)
+        for applied, count in others:
+            assert count == counted
+            for mine, theirs in zip(hops, applied, strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def _damaged(how: str) -> str:
+    """What a worker says when all the others' messages are damaged."""
+    whole = consultation._message
+
+    def damaged(frame: Tensor, longest: int) -> Tensor:
+        message = whole(frame, longest)
+        if how == "short":
+            return message[:-4]
+        message[:8].view(torch.int64)[0] = {"too long": longest + 1, "negative": -4, "too short": 20}[how]
+        return message
+
+    cpu = torch.device("cpu")
+    session = Session(made("topk:rho=0.05,exchange=server"), Group(own_group(world(), cpu), cpu))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consultation, "_message", damaged)
+        with pytest.raises(FrameError) as error:
+            one_step(session, gradients(dist.get_rank(), 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["short", "too long", "negative", "too short"])
+def test_a_damaged_message_names_its_sender(four_workers: WorkerPool, how: str) -> None:
+    for rank, said in enumerate(four_workers.run(_damaged, how)):
+        assert f"rank {(rank - 1) % 4}" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("text", ["none", "bf16", "sign", "levels(bits=5)"])
+def test_no_frame_is_longer_than_the_longest(text: str) -> None:
+    quantize = part("quantize", text)
+    for n in (0, 1, 31, 64, 1000):
+        forms = [FrameShape(n, k, n - k if k % 2 else 0, quantize).num_bytes for k in range(n + 1)]
+        assert max(forms) <= longest_frame(n, [quantize])
+
+
 def _as_worker(text: str, timeout_s: float = 60) -> Session:
     """This rank's session under rank 0, which serves."""
     medium = Served(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), text, timeout_s)
@@ -337,9 +397,9 @@ def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
     frame = shape.write(torch.empty(0, dtype=torch.int32), torch.ones(10), torch.ones(()), step=0, bucket=0)
     for spoilt in (frame[:-4], torch.cat([frame[:50], frame[50:51] ^ 1, frame[51:]]), frame[:20]):
         with pytest.raises(FrameError, match="rank 5"):
-            owner.answer({0: frame, 5: spoilt}, layout, step=0, bucket=0)
+            owner.answer([(0, frame), (5, spoilt)], layout, step=0, bucket=0)
     with pytest.raises(FrameError, match="rank 5"):
-        owner.answer({0: frame, 5: shape.write_overflow(frame.device, step=1, bucket=0)}, layout, step=0, bucket=0)
+        owner.answer([(5, shape.write_overflow(frame.device, step=1, bucket=0))], layout, step=0, bucket=0)
 
 
 def _ten_steps_or_five_and_five(text: str) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import SchemeError
+from laconic.exchange.consultation import Rounds, TwoHops
 from laconic.exchange.medium import Answer
 from laconic.exchange.traffic import Traffic
 from laconic.layout import Layout
@@ -28,7 +29,10 @@ class Group:
         self.num_workers = self.num_shares = group.size()
         self.owned_share: int | None = self.rank
         self.traffic = Traffic()
-        self.wire: torch.device | None = torch.device("cpu") if backend_for(group, device) == "gloo" else device
+        over_gloo = backend_for(group, device) == "gloo"
+        wire = torch.device("cpu") if over_gloo else device
+        self.wire: torch.device | None = wire
+        self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to consult
         self._group = group
         self._pinned: dict[str, Tensor] = {}
 
@@ -82,28 +86,9 @@ class Group:
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         pass  # the workers know
 
-    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
         assert answer is not None
-        sent = [part.numel() for part in parts]
-        heard = self._lengths(sent)
-        own = answer(dict(enumerate(self._swap(torch.cat(list(parts)), sent, heard))))
-        repeated = [own.numel()] * self.num_workers
-        lengths = self._lengths(repeated)
-        self.traffic.count_consultation(self.rank, sent, heard, lengths)
-        return self._swap(own.repeat(self.num_workers), repeated, lengths)
-
-    def _lengths(self, mine: Sequence[int]) -> list[int]:
-        """What each worker will send here, told in one hop; mine[r] goes to worker r."""
-        heard = torch.empty(self.num_workers, dtype=torch.int64, device=self.wire)
-        dist.all_to_all_single(heard, torch.tensor(mine, device=self.wire), group=self._group)
-        return heard.tolist()
-
-    def _swap(self, outgoing: Tensor, sent: Sequence[int], heard: Sequence[int]) -> list[Tensor]:
-        """sent[r] bytes go to worker r and heard[r] come from it."""
-        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self.wire)
-        dist.all_to_all_single(incoming, outgoing, list(heard), list(sent), group=self._group)
-        # A message may begin anywhere, its words may not.
-        return [part.clone() for part in torch.split(incoming, list(heard))]
+        return self._way.consult(parts, answer, longest)
 
     def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
         if peer == self.rank:

@@ -75,16 +75,17 @@ class InProcess:
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         pass  # the workers know
 
-    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
         self._table.parts[self.rank] = parts
         self._table.barrier.wait()
         heard = [each[self.owned_share] for each in self._table.parts] if self.owned_share is not None else []
         if self.owned_share is not None:
             assert answer is not None
-            self._table.answers[self.owned_share] = answer(dict(enumerate(heard)))
+            self._table.answers[self.owned_share] = answer(enumerate(heard))
         self._table.barrier.wait()
         answers, sent = list(self._table.answers), [part.numel() for part in parts]
         lengths = [each.numel() for each in answers]
+        assert all(max(lengths_of) <= most for *lengths_of, most in zip(sent, lengths, longest, strict=True))
         if self._table.served:
             self.traffic.count("up", sum(sent), sum(sent), 0)
             self.traffic.count("down", 0, 0, sum(lengths))

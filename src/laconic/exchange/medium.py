@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.exchange.traffic import Traffic
 from laconic.layout import Layout
 
-Answer = Callable[[Mapping[int, Tensor]], Tensor]  # an owner's, to what it heard, by rank
+Answer = Callable[[Iterable[tuple[int, Tensor]]], Tensor]  # an owner's, to (rank, part) of each worker as they arrive
 
 
 class Medium(Protocol):
@@ -39,10 +39,11 @@ class Medium(Protocol):
     def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
         """Tell owners that are no workers which bucket comes next."""
 
-    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
         """Part p (bytes) goes to owner p; returns every owner's answer to what it heard, the same on all workers.
 
-        `answer` is this worker's own, for the share it owns.
+        `answer` is this worker's own, for the share it owns. No part for owner p, nor what it answers, has more than
+        longest[p] bytes. Answers may lie in buffers that the next call overwrites.
         """
 
     def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:

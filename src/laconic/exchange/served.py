@@ -69,7 +69,7 @@ class Served:
         replies = self._ask(Message(ECHO), [said] + [b""] * (self.num_shares - 1), "broadcast")
         return from_bytes(replies[0])
 
-    def consult(self, parts: Sequence[Tensor], answer: Answer | None) -> list[Tensor]:
+    def consult(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
         step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says
         replies = self._ask(Message(PARTS, step, bucket), [to_bytes(part) for part in parts], "")
         return [from_bytes(reply) for reply in replies]

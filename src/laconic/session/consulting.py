@@ -15,13 +15,13 @@ from laconic.exchange import Answer, Server, Shares
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Due, Ledger
-from laconic.quantize import Marks, Sign, Trits
+from laconic.quantize import Marks, Quantizer, Trits
 from laconic.select import Overlap
 from laconic.session.bucket_plan import BucketPlan
 from laconic.session.owner import Owner
 from laconic.session.past import Boost, Past
 from laconic.session.summing import Summing
-from laconic.wire import FrameShape
+from laconic.wire import FrameShape, longest_frame
 
 
 @dataclass
@@ -53,6 +53,7 @@ class _Cut(NamedTuple):
     fixed_order: Tensor  # of the entries that go at every step, by share
     fixed: list[Tensor]  # those of each share
     is_fixed: Tensor  # for each entry of the bucket whether it is one of them
+    longest: list[int]  # bytes that a frame about a share may take
 
 
 class Consulting(Summing):
@@ -90,7 +91,7 @@ class Consulting(Summing):
         with self._clock.time("exchange", device):
             self.medium.announce(bucket.layout, **frame_id)
             answer = self._own_answer(bucket.layout, **frame_id)
-            answers = self.medium.consult(parts, answer)
+            answers = self.medium.consult(parts, answer, cut.longest)
         with self._clock.time("decode", device):
             heard = self._read(answers, cut, frame_id)
             if heard is None:
@@ -111,8 +112,15 @@ class Consulting(Summing):
             by_share = torch.split(fixed[order], [place.numel() for place in places])
             is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=wire)
             is_fixed[fixed] = True
-            self._cuts[layout] = _Cut(shares, order, list(by_share), is_fixed)
+            longest = [longest_frame(own.num_entries, self._forms) for own in shares.layouts]
+            self._cuts[layout] = _Cut(shares, order, list(by_share), is_fixed, longest)
         return self._cuts[layout]
+
+    @property
+    def _forms(self) -> list[Quantizer]:
+        """How values may be written, up or down."""
+        server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
+        return [quantize, Trits()] if isinstance(server, Server) and server.votes else [quantize]
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
         if self._owner is None:
@@ -197,14 +205,13 @@ class Consulting(Summing):
 
         No positions mean every entry, in order.
         """
-        server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
-        assert isinstance(server, Server)
+        forms = self._forms
+        votes = len(forms) > 1
         fixed, places = [], []
         whole, chosen = [], []  # values at those
-        forms = [Sign(), Trits()] if server.votes else [quantize]
         for p, frame in enumerate(answers):
             n = cut.shares.layouts[p].num_entries
-            shape = FrameShape.of(frame, n, [*forms, quantize], peer=p)
+            shape = FrameShape.of(frame, n, forms, peer=p)
             contents = shape.read(frame, **frame_id, peer=p)
             if contents.overflow:
                 return None
@@ -214,8 +221,8 @@ class Consulting(Summing):
             chosen.append(contents.values[shape.num_fixed :])
         values = torch.cat([*whole, *chosen])
         if len(answers) == 1 and values.numel() == n and shape.num_fixed in (0, n):
-            return None, values.sign() if server.votes else values
-        return torch.cat([*fixed, cut.shares.positions(places)]), values.sign() if server.votes else values
+            return None, values.sign() if votes else values
+        return torch.cat([*fixed, cut.shares.positions(places)]), values.sign() if votes else values
 
     def _apply_(
         self, flat: Tensor, cut: _Cut, sent: _Sent, positions: Tensor | None, values: Tensor, past: Past | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -54,10 +55,11 @@ class Owner:
             raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
         return contents
 
-    def answer(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> Tensor:
-        """Read a frame of each worker, and answer all of them."""
-        heard = {r: self.read(frame, layout, step=step, bucket=bucket, peer=r) for r, frame in frames.items()}
-        return self.answer_to(heard, layout, step=step, bucket=bucket)
+    def answer(self, frames: Iterable[tuple[int, Tensor]], layout: Layout, *, step: int, bucket: int) -> Tensor:
+        """Read the frame of each worker as it arrives, and answer all of them."""
+        heard = {r: self.read(frame, layout, step=step, bucket=bucket, peer=r) for r, frame in frames}
+        in_order = dict(sorted(heard.items(), key=itemgetter(0)))  # so that sums do not depend on who was first
+        return self.answer_to(in_order, layout, step=step, bucket=bucket)
 
     def answer_to(self, heard: Mapping[int, Contents], layout: Layout, *, step: int, bucket: int) -> Tensor:
         """A frame for all workers: the mean or the vote over those heard, or that one of them overflowed."""

@@ -3,7 +3,7 @@
 from laconic.wire.bitmap import Bitmap
 from laconic.wire.choose import floor_bits, smallest_index_codec
 from laconic.wire.elias_fano import EliasFano
-from laconic.wire.frame import Contents, FrameShape
+from laconic.wire.frame import Contents, FrameShape, longest_frame
 from laconic.wire.index_codec import Implied, IndexCodec
 
 INDEX_CODECS: dict[str, type[IndexCodec]] = {"implied": Implied, "bitmap": Bitmap, "elias-fano": EliasFano}
@@ -17,5 +17,6 @@ __all__ = [
     "Implied",
     "IndexCodec",
     "floor_bits",
+    "longest_frame",
     "smallest_index_codec",
 ]

@@ -155,6 +155,12 @@ class FrameShape:
         return frame
 
 
+def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
+    """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
+    most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
+    return 4 * (len(_HEADER) + -(-num_entries // 32) + -(-most // 4))
+
+
 def _signed_(frame: Tensor) -> Tensor:
     """Fill in the check word, which is still zero."""
     words = frame.view(torch.int32)

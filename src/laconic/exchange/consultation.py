@@ -1,0 +1,122 @@
+"""Where each worker owns a share: parts go to their owners and answers to all, of lengths that only senders know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.errors import FrameError
+from laconic.exchange.medium import Answer
+from laconic.exchange.traffic import Traffic
+
+_UP, _DOWN = 1, 2  # tags of parts and answers
+_LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
+
+
+class _Expected(NamedTuple):
+    """A message on its way, and the room it will lie in."""
+
+    work: dist.Work
+    room: Tensor
+
+    def read(self, sender: int) -> Tensor:
+        """Wait for it; FrameError names the sender if its length cannot be."""
+        self.work.wait()
+        length, most = int(self.room[:_LENGTH_BYTES].view(torch.int64)), self.room.numel() - _LENGTH_BYTES
+        if not 0 <= length <= most:
+            raise FrameError(f"a message from rank {sender} says it has {length} bytes of {most}; nothing is applied")
+        return self.room[_LENGTH_BYTES:][:length]
+
+
+class TwoHops:
+    """Over Gloo: a message begins with its length, and is received into room for the longest.
+
+    Gloo takes a message that is shorter than the room, and ends the process over a longer one, so senders look before.
+    All receives are posted before the first part leaves: a sender that had to ask for one would wait behind what fills
+    the link. The worker behind sends here first, and is read first. Rooms are kept, and pages that no message reaches
+    are never touched.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
+        self._group, self._wire, self._traffic = group, wire, traffic
+        self._rank, self._num_workers = group.rank(), group.size()
+        self._rooms: dict[tuple[int, int], Tensor] = {}  # by tag and sender
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        me, ahead = self._rank, [(self._rank + hop) % self._num_workers for hop in range(1, self._num_workers)]
+        coming = {peer: self._expect(peer, _UP, longest[me]) for peer in reversed(ahead)}
+        answers = {peer: self._expect(peer, _DOWN, longest[peer]) for peer in reversed(ahead)}
+        sent = [self._send(_message(parts[peer], longest[peer]), peer, _UP) for peer in ahead]
+        heard = [0] * self._num_workers
+
+        def arriving() -> Iterator[tuple[int, Tensor]]:
+            yield me, parts[me]
+            for peer, expected in coming.items():
+                part = expected.read(peer)
+                heard[peer] = part.numel()
+                yield peer, part
+
+        own = answer(arriving())
+        message = _message(own, longest[me])
+        sent += [self._send(message, peer, _DOWN) for peer in ahead]
+        told = {me: own} | {peer: expected.read(peer) for peer, expected in answers.items()}
+        for work in sent:
+            work.wait()
+        in_order = [told[rank] for rank in range(self._num_workers)]
+        up, down = [part.numel() for part in parts], [one.numel() for one in in_order]
+        self._traffic.count_consultation(me, up, heard, down)
+        return in_order
+
+    def _expect(self, sender: int, tag: int, longest: int) -> _Expected:
+        num_bytes = _LENGTH_BYTES + longest
+        kept = self._rooms.get((tag, sender))
+        if kept is None or kept.numel() < num_bytes:
+            kept = self._rooms[tag, sender] = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire)
+        room = kept[:num_bytes]
+        work = dist.irecv(room, group=self._group, group_src=sender, tag=tag)
+        assert work is not None
+        return _Expected(work, room)
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.isend(message, group=self._group, group_dst=peer, tag=tag)
+        assert work is not None
+        return work
+
+
+class Rounds:
+    """Over NCCL, which receives a message into room of its own length: four collectives, of which two tell lengths."""
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
+        self._group, self._wire, self._traffic = group, wire, traffic
+
+    def consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        sent = [part.numel() for part in parts]
+        heard = self._lengths(sent)
+        own = answer(enumerate(self._swap(torch.cat(list(parts)), sent, heard)))
+        repeated = [own.numel()] * len(parts)
+        lengths = self._lengths(repeated)
+        self._traffic.count_consultation(self._group.rank(), sent, heard, lengths)
+        return self._swap(own.repeat(len(parts)), repeated, lengths)
+
+    def _lengths(self, mine: Sequence[int]) -> list[int]:
+        """What each worker will send here, told in one hop; mine[r] goes to worker r."""
+        heard = torch.empty(len(mine), dtype=torch.int64, device=self._wire)
+        dist.all_to_all_single(heard, torch.tensor(mine, device=self._wire), group=self._group)
+        return heard.tolist()
+
+    def _swap(self, outgoing: Tensor, sent: Sequence[int], heard: Sequence[int]) -> list[Tensor]:
+        """sent[r] bytes go to worker r and heard[r] come from it."""
+        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self._wire)
+        dist.all_to_all_single(incoming, outgoing, list(heard), list(sent), group=self._group)
+        # A message may begin anywhere, its words may not.
+        return [part.clone() for part in torch.split(incoming, list(heard))]
+
+
+def _message(frame: Tensor, longest: int) -> Tensor:
+    """What is sent of a frame: its length before it."""
+    assert frame.numel() <= longest, "its receiver has no room for it"
+    return torch.cat([torch.tensor([frame.numel()]).view(torch.uint8), frame])
