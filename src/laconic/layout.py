@@ -38,6 +38,9 @@ class Layout:
             start += size
         return cls(tuple(spans))
 
+    def __hash__(self) -> int:  # asked for dozens of times a step, of models with hundreds of spans
+        return hash((self.num_entries, len(self.spans)))
+
     @cached_property
     def num_entries(self) -> int:
         return self.spans[-1].stop if self.spans else 0

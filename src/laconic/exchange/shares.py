@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,11 +31,6 @@ class Shares:
             Layout.of(self.layout.names, [cut[p + 1] - cut[p] for cut in cuts]) for p in range(self.num_shares)
         )
 
-    @cached_property
-    def _begins(self) -> list[int]:
-        """Where each share begins, with all of them end to end."""
-        return list(accumulate((layout.num_entries for layout in self.layouts), initial=0))[:-1]
-
     def cut(self, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
@@ -55,8 +49,9 @@ class Shares:
         if self.num_shares == 1:
             return places[0].to(torch.int64)
         starts, shifts = self._pieces_by_share(places[0].device)
-        at = torch.cat([place.to(torch.int64) + begin for place, begin in zip(places, self._begins, strict=True)])
-        return at + _repeated(shifts, _runs(at, starts)[1], at)
+        counts = [_runs(place, begins)[1] for place, begins in zip(places, starts, strict=True)]
+        at = torch.cat(list(places))
+        return (at + _repeated(shifts, torch.cat(counts), at)).to(torch.int64)
 
     def _pieces(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each piece, in the bucket's order: where it begins, and what leads from the bucket to its share."""
@@ -73,13 +68,12 @@ class Shares:
         """What is told of the pieces in the bucket's order, in the order of shares."""
         return pieces.view(-1, self.num_shares).T.reshape(-1)
 
-    def _pieces_by_share(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each piece, with all shares end to end: where it begins, and what leads from there to the bucket."""
+    def _pieces_by_share(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Share by share, of each piece: where it begins there, and what leads from there to the bucket; int32."""
         if device not in self._by_share:
-            starts, shifts = self._pieces(device)
-            at = (starts + shifts).view(-1, self.num_shares) + torch.tensor(self._begins, device=device)
-            back = starts.view(-1, self.num_shares) - at
-            self._by_share[device] = self._share_by_share(at), self._share_by_share(back)
+            starts, shifts = (each.to(torch.int32) for each in self._pieces(device))
+            own = self._share_by_share(starts + shifts).view(self.num_shares, -1)
+            self._by_share[device] = list(own), self._share_by_share(-shifts)
         return self._by_share[device]
 
     @cached_property
@@ -87,7 +81,7 @@ class Shares:
         return {}
 
     @cached_property
-    def _by_share(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _by_share(self) -> dict[torch.device, tuple[list[Tensor], Tensor]]:
         return {}
 
 

@@ -56,6 +56,22 @@ class _Cut(NamedTuple):
     longest: list[int]  # bytes that a frame about a share may take
 
 
+class _Heard(NamedTuple):
+    """What the answers say, one owner after the other."""
+
+    positions: Tensor | None  # None: every entry, in order
+    values: Tensor
+    num_fixed: int  # of entries that go at every step and are told as such: they come first
+
+    def free(self, cut: _Cut) -> Tensor:
+        """Whether each is told of an entry that is chosen among; a dense answer also says where nothing is."""
+        there = self.values != 0
+        if self.positions is not None and self.num_fixed == cut.fixed_order.numel():
+            there[: self.num_fixed] = False
+            return there
+        return there & ~(cut.is_fixed if self.positions is None else cut.is_fixed[self.positions])
+
+
 class Consulting(Summing):
     """What a session needs to consult owners; Session sets it up and counts the steps."""
 
@@ -103,7 +119,7 @@ class Consulting(Summing):
             if self.scheme.memory.refunds:
                 account.refund_(sent.positions, sent.values - sent.said)
             account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
-            self._apply_(flat, cut, sent, *heard, past)
+            self._apply_(flat, cut, sent, heard, past)
 
     def _cut(self, layout: Layout, plan: BucketPlan, wire: torch.device) -> _Cut:
         if layout not in self._cuts:
@@ -186,25 +202,20 @@ class Consulting(Summing):
         counts = [fixed.numel() for fixed in cut.fixed], [place.numel() for place in places]
         fixed_values = torch.split(values[:num_fixed][fixed_order], counts[0])
         chosen_values = torch.split(values[num_fixed:][order], counts[1])
-        frames, said = [], torch.empty_like(values)
-        at = 0, 0
-        for p in _all(shares):
+        frames, whole, rest = [], [], []  # and what those say of fixed and chosen entries
+        for p, (num_own, num_chosen) in enumerate(zip(*counts, strict=True)):
             own = torch.cat([fixed_values[p], chosen_values[p]])
-            num_own, num_chosen = counts[0][p], counts[1][p]
             frame, decoded = _written(_shape(shares, p, num_chosen, num_own, plan), places[p], own, frame_id)
             frames.append(frame)
-            said[fixed_order[at[0] : at[0] + num_own]] = decoded[:num_own]
-            said[num_fixed + order[at[1] : at[1] + num_chosen]] = decoded[num_own:]
-            at = at[0] + num_own, at[1] + num_chosen
+            whole.append(decoded[:num_own])
+            rest.append(decoded[num_own:])
+        said = torch.empty_like(values)
+        said[:num_fixed][fixed_order] = torch.cat(whole)
+        said[num_fixed:][order] = torch.cat(rest)
         return frames, said
 
-    def _read(
-        self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]
-    ) -> tuple[Tensor | None, Tensor] | None:
-        """(positions, values) of all answers, fixed entries included; None if someone overflowed.
-
-        No positions mean every entry, in order.
-        """
+    def _read(self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]) -> _Heard | None:
+        """What all owners say; None if someone overflowed."""
         forms = self._forms
         votes = len(forms) > 1
         fixed, places = [], []
@@ -220,30 +231,29 @@ class Consulting(Summing):
             whole.append(contents.values[: shape.num_fixed])
             chosen.append(contents.values[shape.num_fixed :])
         values = torch.cat([*whole, *chosen])
+        values = values.sign() if votes else values
         if len(answers) == 1 and values.numel() == n and shape.num_fixed in (0, n):
-            return None, values.sign() if votes else values
-        return torch.cat([*fixed, cut.shares.positions(places)]), values.sign() if votes else values
+            return _Heard(None, values, 0)
+        fixed_told = sum(told.numel() for told in whole)
+        return _Heard(torch.cat([*fixed, cut.shares.positions(places)]), values, fixed_told)
 
-    def _apply_(
-        self, flat: Tensor, cut: _Cut, sent: _Sent, positions: Tensor | None, values: Tensor, past: Past | None
-    ) -> None:
+    def _apply_(self, flat: Tensor, cut: _Cut, sent: _Sent, heard: _Heard, past: Past | None) -> None:
         """Overwrite the bucket with what the owners said, and learn from it."""
-        told = (values * self._scale).to(flat.device, flat.dtype)
-        if positions is None:
+        told = (heard.values * self._scale).to(flat.device, flat.dtype)
+        if heard.positions is None:
             flat.copy_(told)
         else:
             flat.zero_()
-            flat[positions.to(flat.device)] = told
+            flat[heard.positions.to(flat.device)] = told
         if cut.fixed_order.numel() == flat.numel():
             return
-        is_fixed = cut.is_fixed if positions is None else cut.is_fixed[positions]
-        free = nonzero((values != 0) & ~is_fixed)  # a dense answer also says where nothing is
-        union = free if positions is None else positions[free]
+        free, select = heard.free(cut), self.scheme.select
         self._unions.num_sent += sent.chosen.numel()
-        self._unions.num_answered += free.numel()
-        select = self.scheme.select
+        self._unions.num_answered += int(free.sum())
         if past is not None and isinstance(select, Overlap):
-            past.note_(select.scored, union.to(flat.device), values[free].to(flat.device))
+            at = nonzero(free)
+            union = at if heard.positions is None else heard.positions[at]
+            past.note_(select.scored, union.to(flat.device), heard.values[at].to(flat.device))
             past.sent_(sent.chosen, self._step)
 
 

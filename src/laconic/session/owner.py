@@ -80,8 +80,9 @@ class Owner:
         codes, scale = shape.quantize.encode(values)
         if self._scheme.holds:
             said = shape.quantize.decode(codes, scale)[: values.numel()]
-            at = torch.cat([fixed[: shape.num_fixed], places.to(torch.int64)])
-            held[at] += (values - said) * len(heard)
+            whole, chosen = ((values - said) * len(heard)).tensor_split([shape.num_fixed])
+            held[fixed[: shape.num_fixed]] += whole
+            kernels.add_at_(held, [places], [chosen])
         if self._overflowed and self._undoes:
             self._restore()  # workers undo this bucket too, at the end of the step
         return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from laconic.wire.bitmap import Bitmap
 from laconic.wire.elias_fano import EliasFano
 from laconic.wire.index_codec import Implied, IndexCodec
 
 
+@lru_cache(maxsize=1024)  # asked for several times in the life of a frame
 def smallest_index_codec(n: int, k: int) -> type[IndexCodec]:
     """The codec whose formula gives the fewest words for k positions out of n."""
     if k in (0, n):

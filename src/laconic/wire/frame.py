@@ -58,13 +58,13 @@ class FrameShape:
             or not 0 <= min(found[3:5]) <= sum(found[3:5]) <= num_entries
         ):
             raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
-        shape = cls(num_entries, found[3], found[4], by_id[code_id])
+        _, _, n, k, num_fixed = found[:5]
         if codec_id != Rice.codec_id:
-            return shape
-        num_words = (frame.numel() - shape.num_bytes) // 4 + shape.num_index_words
-        if num_words < 1 or shape.k < 1:
+            return cls(n, k, num_fixed, by_id[code_id])
+        num_words = frame.numel() // 4 - len(_HEADER) - -(-by_id[code_id].num_bytes(num_fixed + k) // 4)
+        if num_words < 1 or k < 1:
             raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
-        return replace(shape, num_rice_words=num_words)
+        return cls(n, k, num_fixed, by_id[code_id], num_words)
 
     @cached_property
     def index_codec(self) -> type[IndexCodec] | type[Rice]:
@@ -96,17 +96,18 @@ class FrameShape:
         return self.write(positions, codes, scale, step=step, bucket=bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
-        frame = self._blank(self._header(step, bucket), codes.device)
-        words = frame.view(torch.int32)
-        words[_SCALE] = scale.view(torch.int32)
-        words[len(_HEADER) : self._end_of_index] = index
-        raw = codes.contiguous().view(torch.uint8)
-        frame[4 * self._end_of_index :][: raw.numel()] = raw
-        return _signed_(frame)
+        head = self._head(self._header(step, bucket), codes.device)
+        head[_SCALE] = scale.view(torch.int32)
+        blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
+        if -self._num_value_bytes % 4:
+            blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
+        return _signed_(torch.cat(blocks))
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
-        return _signed_(self._blank(self._header(step, bucket, _OVERFLOW), device))
+        head = self._head(self._header(step, bucket, _OVERFLOW), device)
+        blank = torch.zeros(self.num_bytes // 4 - len(_HEADER), dtype=torch.int32, device=device)
+        return _signed_(torch.cat([head, blank]).view(torch.uint8))
 
     def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
         """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
@@ -149,10 +150,9 @@ class FrameShape:
         codecs = _VERSION | self.index_codec.codec_id << 8 | self.quantize.code_id << 16 | flags
         return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
 
-    def _blank(self, header: list[int], device: torch.device) -> Tensor:
-        frame = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        frame.view(torch.int32)[: len(header)] = torch.tensor(header, dtype=torch.int32, device=device)
-        return frame
+    def _head(self, header: list[int], device: torch.device) -> Tensor:
+        """The words of the header, scale and check sum not yet filled in."""
+        return torch.tensor(header + [0] * (len(_HEADER) - len(header)), dtype=torch.int32, device=device)
 
 
 def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
