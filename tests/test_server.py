@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ import virtual
 from ddp_training import start
 from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
 from laconic.attach.serve import meet
-from laconic.exchange import Count, Group, InProcess, Served, Shares, consultation, in_process, own_group, world
+from laconic.exchange import Count, Group, InProcess, Served, Server, Shares, consultation, in_process, own_group, world
 from laconic.exchange.consultation import Rounds, TwoHops
 from laconic.layout import Bucket, Layout
 from laconic.quantize import Sign, Trits
+from laconic.recipes import RECIPES
 from laconic.records import RECORDS, read
 from laconic.scheme import part
 from laconic.session.owner import Owner
@@ -169,7 +172,7 @@ def test_scores_make_unions_smaller_and_remember_alike(score: str) -> None:
         return union, session.state_dict()["past"].get("past", {})
 
     local = virtual.run(made("topk:rho=0.05,exchange=server"), 6, work)[0][0]
-    results = virtual.run(made(f"overlap:rho=0.05,score={score}"), 6, work)
+    results = virtual.run(made(f"overlap:rho=0.05,score={score},strength=0,down_rho=0"), 6, work)
     assert results[0][0] < 0.95 * local
     for _, past in results[1:]:
         assert all(torch.equal(past[name], results[0][1][name]) for name in past)
@@ -211,6 +214,63 @@ def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
         return told
 
     assert in_process(8, work)[0] == [1000] * 3
+
+
+def test_a_cut_that_leaves_room_sends_no_more_than_without() -> None:
+    """Room is not for what answers have rounded away, of which there is some at every entry that was ever said."""
+    n, draw = 10_000, torch.Generator().manual_seed(6)
+    layout, given = Layout.of(["w"], [n]), torch.randn(6, 2, n, generator=draw)
+
+    def work(medium: InProcess, text: str) -> list[int]:
+        session, told = Session(made(text), medium), []
+        for step in range(6):
+            flat = given[step, medium.rank].clone()
+            session.exchange_(Bucket(0, layout, flat, is_last=True))
+            told.append(int((flat != 0).sum()))
+        return told
+
+    cut, whole = (
+        in_process(2, partial(work, text=text), num_servers=1)[0]
+        for text in ("topk:rho=0.05,exchange=server(down_rho=0.5)", "topk:rho=0.05,exchange=server")
+    )
+    assert max(cut) <= 1000 and abs(sum(cut) - sum(whole)) < 10  # some sums cancel, and leave room
+
+
+def test_overlap_cuts_at_three_times_rho_unless_told_otherwise() -> None:
+    for text, share in {"overlap:rho=0.02": 0.06, "overlap:rho=0.5": 1.0, "overlap:down_rho=0": 0.0}.items():
+        scheme = made(text)
+        assert scheme.exchange == Server(down_rho=share) and scheme.holds
+        assert made(str(scheme)) == made(str(replace(scheme))) == scheme
+    assert (
+        RECIPES["overlap"](down_rho=None) == made("overlap") and made("overlap:quantize=none,down_rho=0").holds is False
+    )
+    layout = Layout.of(["w"], [100_000])
+    most = made("overlap").server_bytes(layout, 256, 1)[1]
+    assert (
+        most == made("overlap").server_bytes(layout, 8, 1)[1] < made("overlap:down_rho=0").server_bytes(layout, 8, 1)[1]
+    )
+
+
+def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
+    """Two runs, one of which meets Inf in between, are the same before and after, at workers and owners."""
+    scheme = made(
+        "overlap:rho=0.05,explore=0,down_rho=0.05"
+    )  # whose turn it is goes by steps, of which one run has more
+
+    def work(medium: InProcess, meets_inf: bool) -> tuple[dict[str, Tensor], Tensor]:
+        session = Session(scheme, medium, loss_scale=lambda: 8.0)
+        for step in range(4):
+            given = {name: 8 * g for name, g in gradients(medium.rank, step).items()}
+            if step == 3 and meets_inf:
+                spoilt = {name: torch.full_like(g, torch.inf) if medium.rank == 1 else g for name, g in given.items()}
+                one_step(session, spoilt)
+            out = one_step(session, given)
+        return out, session.state_dict()["owner"]["held"]["a"]
+
+    calm, shaken = (in_process(4, partial(work, meets_inf=inf)) for inf in (False, True))
+    for (out, held), (other, other_held) in zip(calm, shaken, strict=True):
+        assert torch.equal(held, other_held) and held.any()
+        assert all(torch.equal(out[name], other[name]) for name in out)
 
 
 def _sharded(text: str, way: type[TwoHops | Rounds]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:

@@ -127,19 +127,19 @@ def overlap(
     *,
     rho: float = 0.01,
     score: str = "product",
-    strength: float = 0.0,
+    strength: float = 1.0,
     explore: float = 0.02,
     quantize: str = "bf16",
     per: str = "bucket",
     warmup: int = 0,
-    down_rho: float = 0.0,
+    down_rho: float | None = None,
 ) -> Scheme:
-    """Top-k by a score that makes the workers agree, so that a server's answer is small; needs no bytes of its own."""
+    """Top-k by a score that makes the workers agree, of which a server answers the largest, 3*rho of all entries."""
     return Scheme(
         select=Overlap(rho=rho, score=score, strength=strength, explore=explore, per=per),
         quantize=part("quantize", quantize),
         memory=Residual(),
-        exchange=Server(down_rho=down_rho),
+        exchange=Server(down_rho=min(1.0, 3 * rho) if down_rho is None else down_rho),
         trigger=_warmed(warmup),
     )
 

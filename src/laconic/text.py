@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from laconic.errors import SchemeError
 
@@ -54,8 +54,8 @@ def write_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def write_pairs(arguments: Mapping[str, Any]) -> str:
-    """The inverse of pairs."""
-    return ",".join(f"{key}={value}" for key, value in arguments.items())
+    """The inverse of pairs; what is None is as good as not given."""
+    return ",".join(f"{key}={value}" for key, value in arguments.items() if value is not None)
 
 
 def parse_pairs(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def parse_pairs(make: Callable[..., Any], arguments: Mapping[str, str], where: s
     return {key: _convert(text, hints[key], f"{where}: {key}") for key, text in arguments.items()}
 
 
-def _convert(text: str, kind: type, where: str) -> Any:
+def _convert(text: str, kind: Any, where: str) -> Any:
+    kind = next(iter(get_args(kind)), kind)  # of `float | None`, since what is written down is not None
     if kind is str:
         return text
     try:

@@ -36,7 +36,7 @@ def unions(
     found = []
     for workers in num_workers:
         for score in scores:
-            scheme = f"overlap:rho={rho},score={score}"
+            scheme = f"overlap:rho={rho},score={score},strength=0,down_rho=0"  # what scores do, and no cut
             one = replace(job, scheme=scheme, workers=workers, servers=1, in_process=True, eval_every=10**9)
             found.append(_union(one, rho, score))
             say(f"{score} among {workers}: |U|/k {found[-1].union:.2f}, {found[-1].server_bytes_out:,} bytes a step")

@@ -97,10 +97,10 @@ class Owner:
         kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
         whole = held[fixed]
         held[fixed] = 0
-        if self._server.down_rho and own.num_entries:
-            places, values = self._largest(held, own)
+        places = union([one.positions for one in heard], own.num_entries)
+        if self._server.down_rho and places.numel():
+            places, values = self._largest(held, own, places.numel())
         else:
-            places = union([one.positions for one in heard], own.num_entries)
             values = held[places]
             held[places] = 0
         mean = torch.cat([whole, values]).div_(len(heard))
@@ -112,9 +112,12 @@ class Owner:
         everywhere[torch.cat([fixed, places])] = mean
         return dense, torch.arange(own.num_entries, dtype=torch.int32, device=mean.device), everywhere
 
-    def _largest(self, held: Tensor, own: Layout) -> tuple[Tensor, Tensor]:
-        """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place."""
-        room = max(1, round(self._server.down_rho * own.num_entries))
+    def _largest(self, held: Tensor, own: Layout, num_heard: int) -> tuple[Tensor, Tensor]:
+        """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place.
+
+        No more than were heard of: where those fit, the rest of the room would go to what answers have rounded away.
+        """
+        room = min(num_heard, max(1, round(self._server.down_rho * own.num_entries)))
         if own not in self._searches:
             self._searches[own] = kernels.new_search(own.num_entries, room, held.device)
         places, values = kernels.withdraw_(held, None, room, self._searches[own])
