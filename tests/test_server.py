@@ -21,7 +21,7 @@ from torch import Tensor
 
 import virtual
 from ddp_training import start
-from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
+from laconic import FrameError, PeerError, Scheme, ServerLostError, Session, attach, parse, serve
 from laconic.attach.serve import meet
 from laconic.exchange import Count, Group, InProcess, Served, Server, Shares, consultation, in_process, own_group, world
 from laconic.exchange.consultation import Rounds, TwoHops
@@ -321,6 +321,22 @@ def _damaged(how: str) -> str:
 def test_a_damaged_message_names_its_sender(four_workers: WorkerPool, how: str) -> None:
     for rank, said in enumerate(four_workers.run(_damaged, how)):
         assert f"rank {(rank - 1) % 4}" in said and "\n" not in said
+
+
+def _one_gives_up() -> str:
+    """What a worker says when another's frames are of another step."""
+    cpu = torch.device("cpu")
+    session = Session(made("topk:rho=0.05,exchange=server"), Group(own_group(world(), cpu), cpu))
+    session._step = 7 if dist.get_rank() == 2 else 0
+    with pytest.raises((FrameError, PeerError)) as error:
+        one_step(session, gradients(dist.get_rank(), 0))
+    return str(error.value)
+
+
+def test_who_fails_says_so_to_those_who_wait_for_it(four_workers: WorkerPool) -> None:
+    said = four_workers.run(_one_gives_up, timeout_s=60)
+    assert all("from rank 2: step is 7, not 0" in said[rank] or "gave up" in said[rank] for rank in (0, 1, 3))
+    assert "step is 0, not 7" in said[2] or "gave up" in said[2]
 
 
 @pytest.mark.parametrize("text", ["none", "bf16", "sign", "levels(bits=5)"])

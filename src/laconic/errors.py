@@ -4,7 +4,7 @@ LaconicError
 +-- SchemeError     a scheme whose answers do not fit together, or a text that names none
 +-- FrameError      a frame from a peer that is damaged or not the one expected
 +-- ServerLostError a dedicated server that is gone, or has given this worker up
-+-- PeerError       a peer of a gossip that has died or cannot be reached
++-- PeerError       a peer that has died, given up or cannot be reached
 +-- StateError      a saved state that does not fit this session
 +-- KernelError     a kernel backend that was asked for by name and is not there
 +-- TaskError       a task whose data or options are missing or wrong
@@ -30,7 +30,7 @@ class ServerLostError(LaconicError):
 
 
 class PeerError(LaconicError):
-    """A peer has died or cannot be reached; the others go on without it."""
+    """A peer has died, given up or cannot be reached; those who gossip go on without it."""
 
 
 class StateError(LaconicError, ValueError):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import FrameError
+from laconic.errors import FrameError, PeerError
 from laconic.exchange.medium import Answer
 from laconic.exchange.traffic import Traffic
 
 _UP, _DOWN = 1, 2  # tags of parts and answers
 _LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
+_GAVE_UP = -1  # in place of a length: nothing follows, and no other message
 
 
 class _Expected(NamedTuple):
@@ -24,9 +26,11 @@ class _Expected(NamedTuple):
     room: Tensor
 
     def read(self, sender: int) -> Tensor:
-        """Wait for it; FrameError names the sender if its length cannot be."""
+        """Wait for it; an error names the sender if it gave up, or if the length cannot be."""
         self.work.wait()
         length, most = int(self.room[:_LENGTH_BYTES].view(torch.int64)), self.room.numel() - _LENGTH_BYTES
+        if length == _GAVE_UP:
+            raise PeerError(f"rank {sender} gave up this step, and so does this one; see what it says")
         if not 0 <= length <= most:
             raise FrameError(f"a message from rank {sender} says it has {length} bytes of {most}; nothing is applied")
         return self.room[_LENGTH_BYTES:][:length]
@@ -38,15 +42,27 @@ class TwoHops:
     Gloo takes a message that is shorter than the room, and ends the process over a longer one, so senders look before.
     All receives are posted before the first part leaves: a sender that had to ask for one would wait behind what fills
     the link. The worker behind sends here first, and is read first. Rooms are kept, and pages that no message reaches
-    are never touched.
+    are never touched. A worker that fails says so to all who wait for it, who would not notice otherwise.
     """
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
         self._group, self._wire, self._traffic = group, wire, traffic
         self._rank, self._num_workers = group.rank(), group.size()
         self._rooms: dict[tuple[int, int], Tensor] = {}  # by tag and sender
+        self._owed: list[tuple[int, int]] = []  # tag and peer of the messages that are still to leave
+        self._last_words: list[dist.Work] = []
 
     def consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        self._owed = [(tag, peer) for tag in (_UP, _DOWN) for peer in range(self._num_workers) if peer != self._rank]
+        try:
+            return self._consult(parts, answer, longest)
+        except Exception:
+            for tag, peer in list(self._owed):
+                with suppress(RuntimeError):  # it may be the one that is gone
+                    self._last_words.append(self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag))
+            raise
+
+    def _consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
         me, ahead = self._rank, [(self._rank + hop) % self._num_workers for hop in range(1, self._num_workers)]
         coming = {peer: self._expect(peer, _UP, longest[me]) for peer in reversed(ahead)}
         answers = {peer: self._expect(peer, _DOWN, longest[peer]) for peer in reversed(ahead)}
@@ -84,6 +100,7 @@ class TwoHops:
     def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(message, group=self._group, group_dst=peer, tag=tag)
         assert work is not None
+        self._owed.remove((tag, peer))
         return work
 
 
