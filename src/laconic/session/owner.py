@@ -35,7 +35,7 @@ class Owner:
         self._held = Ledger(Residual())
         self._own: dict[Layout, Layout] = {}
         self._fixed: dict[Layout, Tensor] = {}
-        self._searches: dict[Layout, Tensor] = {}
+        self._searches: dict[tuple[Layout, int], Tensor] = {}  # by share and where a window begins
         self.ballot = Ballot(weighted=scheme.exchange.combine == "weighted")
         self._undoes = undoes
         self._undo: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +99,7 @@ class Owner:
         held[fixed] = 0
         places = union([one.positions for one in heard], own.num_entries)
         if self._server.down_rho and places.numel():
-            places, values = self._largest(held, own, places.numel())
+            places, values = self._largest(held, own, places)
         else:
             values = held[places]
             held[places] = 0
@@ -112,16 +112,26 @@ class Owner:
         everywhere[torch.cat([fixed, places])] = mean
         return dense, torch.arange(own.num_entries, dtype=torch.int32, device=mean.device), everywhere
 
-    def _largest(self, held: Tensor, own: Layout, num_heard: int) -> tuple[Tensor, Tensor]:
+    def _largest(self, held: Tensor, own: Layout, heard: Tensor) -> tuple[Tensor, Tensor]:
         """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place.
 
         No more than were heard of: where those fit, the rest of the room would go to what answers have rounded away.
+        Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
-        room = min(num_heard, max(1, round(self._server.down_rho * own.num_entries)))
-        if own not in self._searches:
-            self._searches[own] = kernels.new_search(own.num_entries, room, held.device)
-        places, values = kernels.withdraw_(held, None, room, self._searches[own])
-        return places[values != 0], values[values != 0]
+        by_parameter = getattr(self._scheme.select, "per", "") == "parameter"
+        windows = [(span.start, span.stop) for span in own.spans] if by_parameter else [(0, own.num_entries)]
+        num_heard = torch.searchsorted(heard, heard.new_tensor(windows)).diff().flatten().tolist()
+        places, values = [heard[:0]], [held[:0]]
+        for (start, stop), most in zip(windows, num_heard, strict=True):
+            room = min(most, max(1, round(self._server.down_rho * (stop - start))))
+            if not room:
+                continue
+            if (own, start) not in self._searches:
+                self._searches[own, start] = kernels.new_search(stop - start, room, held.device)
+            at, sums = kernels.withdraw_(held[start:stop], None, room, self._searches[own, start])
+            places.append(at[sums != 0] + start)
+            values.append(sums[sums != 0])
+        return torch.cat(places), torch.cat(values)
 
     def _vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[FrameShape, Tensor, Tensor]:
         """The entries on which there is a majority, and its signs; as trits where that is smaller."""
