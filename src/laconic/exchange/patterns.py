@@ -77,13 +77,14 @@ class Gossip(Pattern):
     """Two workers at a time exchange models and both move to the middle; the sum over the two is unchanged.
 
     i sends x_i; j answers with x_j and adds (x_i - x_j)/2 to its model; i adds (x_j - x_i as sent)/2 to whatever its
-    model is by then (after Ho, Wu, Liu, CCGRID 2018; the exchange without a barrier is ours). `free` asks and trains
-    on; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each step, and pairs
-    drawn from (seed, step) exchange where one of the two wants to.
+    model is by then (after Ho, Wu, Liu, CCGRID 2018; the exchange without a barrier is ours). `free` asks, waits
+    a moment and trains on; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each
+    step, and pairs drawn from (seed, step) exchange where one of the two wants to.
     """
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
+    grace: float = 1.0  # how long `free` waits for an answer before it trains on, in lengths of its own step
     patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
     seed: int = 0
 
@@ -92,5 +93,7 @@ class Gossip(Pattern):
             pairs_of(self.peers)
         if self.mode not in MODES:
             raise SchemeError(f"Gossip.mode is {self.mode!r}; give one of {', '.join(MODES)}")
+        if not self.grace >= 0:
+            raise SchemeError(f"Gossip.grace is {self.grace}; give lengths of a step, 0 to wait for nobody")
         if not self.patience > 0:
             raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

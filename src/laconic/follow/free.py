@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from laconic.follow.letter import check_finite, refusal
 from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
 
-_Question = tuple[int, list[int], Tensor | None, torch.cuda.Event | None]  # whom, of what, values, when they are there
+_Question = tuple[int, list[int]]  # whom, of what
+_NEW_SHARE = 0.2  # of the latest step in the mean length of a step
 
 
 class Free:
@@ -39,54 +40,62 @@ class Free:
         self.lost: dict[int, str] = {}
         self._mailbox = mailbox
         self._pattern, self._vector, self._letters, self._watch, self._unsaid = parts
-        pattern, vector = parts.pattern, parts.vector
-        self._reachable = set(neighbours(pattern.peers, mailbox.rank, mailbox.num_workers))
+        vector = parts.vector
+        self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
-        self._owed = torch.zeros(vector.num_entries, device=vector.device)  # what exchanges owe to the model
+        self._owed = torch.zeros(vector.num_entries)  # what exchanges owe to the model
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
-        self._room = torch.empty(vector.num_entries, device=vector.device)  # the model as told last; under the lock
+        self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
         self._asking: dict[int, tuple[threading.Event, float]] = {}  # peer -> (set when it is over, since when)
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
+        self._tardy: set[int] = set()  # whose last answer came when nobody waited any more
+        self._stepped_at, self._step_s = math.inf, 0.0  # when the last step ended; how long this worker trains for one
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(vector.device))
+        self._catch_up()
         mailbox.serve(self._answer)
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
+        trained_s = max(0.0, time.monotonic() - self._stepped_at)
+        self._step_s += _NEW_SHARE * (trained_s - self._step_s) if self._step_s else trained_s
         self._apply()
         self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
-        if not self._due or self._is_asking():
-            return
-        pattern = self._pattern
-        peer = pick(self._reachable - set(self._asking), pattern.seed, step, self._mailbox.rank)
-        if peer is None:
-            return
+        if self._due and not self._is_asking():
+            peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
+            if peer is not None:
+                self._begin(peer).wait(self._grace_s(peer))
+                self._apply()
+        self._stepped_at = time.monotonic()
+
+    def _begin(self, peer: int) -> threading.Event:
+        """Let a thread ask about what is due; the event is set when that is over."""
         groups, self._due = sorted(self._due), set()
-        values = self._vector.read(groups) if self._unsaid is None else None
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.current_stream(self._vector.device).record_event()
-            if values is not None:
-                values.record_stream(self._stream)
         over = threading.Event()
+        self._catch_up()
         with self._lock:
             self._asking[peer] = (over, time.monotonic())
             num_asking = len(self._asking)
-        self._questions.put((peer, groups, values, ready))
+        self._questions.put((peer, groups))
         self._askers = [asker for asker in self._askers if asker.is_alive()]
         if num_asking > len(self._askers):
             self._askers.append(threading.Thread(target=self._ask_on, name="laconic-ask", daemon=True))
             self._askers[-1].start()
-        if pattern.mode == "wait":
-            over.wait(pattern.patience)
-            self._apply()
+        return over
+
+    def _grace_s(self, peer: int) -> float:
+        """How long an answer is waited for: a model that moves a step late learns less from its peers.
+
+        Who came late is not waited for until it answers in time again, so that nobody slows the others down.
+        """
+        if self._pattern.mode == "wait":
+            return self._pattern.patience
+        return 0.0 if peer in self._tardy else self._pattern.grace * self._step_s
 
     def _is_asking(self) -> bool:
         """Whether an answer is still waited for; one that takes longer than the patience is no longer."""
@@ -103,14 +112,14 @@ class Free:
         while question := self._questions.get():
             self._ask(*question)
 
-    def _ask(self, peer: int, groups: list[int], values: Tensor | None, ready: torch.cuda.Event | None) -> None:
+    def _ask(self, peer: int, groups: list[int]) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
         try:
-            with self._beside(ready):
-                topic, values = self._choose() if values is None else (groups, check_finite(values))
-                mine = self._letters.ask(topic, values)
+            with self._lock:
+                topic, values = self._choose(groups)
+            mine = self._letters.ask(topic, values)
             reply = self._mailbox.ask(peer, mine.message, self._letters.answer_bytes(topic))
-            with self._lock, self._beside(None):
+            with self._lock:
                 theirs = self._letters.read_answer(topic, reply, peer)
                 self.asked += 1
                 self._owe(topic, values, (theirs - mine.values) / 2)
@@ -120,27 +129,28 @@ class Free:
             self._drop(peer, str(error))
         finally:
             with self._lock:
-                over, _ = self._asking.pop(peer)
+                over, since = self._asking.pop(peer)
+                in_time = time.monotonic() - since <= self._pattern.grace * self._step_s
+                self._tardy = self._tardy - {peer} if in_time else self._tardy | {peer}
             over.set()
 
-    def _choose(self) -> tuple[Tensor, Tensor]:
-        """(the positions of what has changed most, their values)."""
-        assert self._unsaid is not None
-        with self._lock:
-            model = self._vector.read(out=self._room)
-            if self._touched:
-                model += self._owed
-            return self._unsaid.choose_(check_finite(model))
+    def _choose(self, groups: list[int]) -> tuple[Topic, Tensor]:
+        """(what is said: these groups, or the positions of what has changed most; the values there)."""
+        if self._unsaid is None:
+            return groups, check_finite(self._tell(groups))
+        model = self._read(None, self._room)
+        if self._touched:
+            model += self._owed
+        return self._unsaid.choose_(check_finite(model))
 
     def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
         try:
-            with self._beside(None):
-                topic, theirs = self._letters.read_question(message, peer)
+            topic, theirs = self._letters.read_question(message, peer)
         except FrameError as error:
             self._refused(peer, error)
             return refusal(num_bytes)
-        with self._lock, self._beside(None):
+        with self._lock:
             values = self._tell(topic)
             mine = self._letters.answer(topic, values)
             if kernels.all_finite(values):
@@ -150,10 +160,7 @@ class Free:
 
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
-        if isinstance(topic, Tensor):
-            values = self._vector.read(out=self._room).index_select(0, topic)
-        else:
-            values = self._vector.read(topic)
+        values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
         return values.add_(self._vector.cut(self._owed, topic)) if self._touched else values
 
     def _owe(self, topic: Topic, told: Tensor, delta: Tensor) -> None:
@@ -174,22 +181,21 @@ class Free:
                     self._due -= self._touched
                 self._owed.zero_()
                 self._touched = set()
-                if self._stream is not None:  # what the mailbox reads next is the model after this
-                    self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
+                self._catch_up()
             self._watch.sent(self._num_sent)
             self._num_sent = 0
 
-    @contextmanager
-    def _beside(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """On CUDA, work on a stream of our own once `ready` has happened, and end with it done."""
+    def _catch_up(self) -> None:
+        """What is read next is the model after all that this thread has told the device to do."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
+
+    def _read(self, groups: Sequence[int] | None, out: Tensor | None = None) -> Tensor:
+        """The model as it is; on CUDA by a stream of our own, so that training is not waited for."""
         if self._stream is None:
-            yield
-            return
+            return self._vector.read(groups, out=out)
         with torch.cuda.device(self._vector.device), torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
-            yield
-            self._stream.synchronize()
+            return self._vector.read(groups, out=out)
 
     def _refused(self, peer: int, error: FrameError) -> None:
         self.refused += 1

@@ -18,8 +18,8 @@ from laconic.wire import FrameShape
 class Letter(NamedTuple):
     """A message as it goes out, and the values that its reader will see."""
 
-    message: Tensor  # uint8 on the CPU
-    values: Tensor  # float32 on the model's device
+    message: Tensor  # uint8
+    values: Tensor  # float32
 
 
 class Letters:
@@ -41,17 +41,16 @@ class Letters:
             return Letter(torch.cat([named, letter.message]), letter.values)
         codes, scale = self._quantize.encode(values)
         frame = self._question_shape.write(self._entries.chosen(topic), codes, scale, step=0, bucket=0)
-        return Letter(_on_host(frame), self._quantize.decode(codes, scale))
+        return Letter(frame, self._quantize.decode(codes, scale))
 
     def answer(self, topic: Topic, values: Tensor) -> Letter:
         """Values alone, of what the other has named; only that they are not finite, where they are not."""
         shape = self._answer_shape(topic)
         if not kernels.all_finite(values):
-            return Letter(_on_host(shape.write_overflow(values.device, step=0, bucket=0)), values)
+            return Letter(shape.write_overflow(values.device, step=0, bucket=0), values)
         codes, scale = self._quantize.encode(values)
-        empty = torch.empty(0, dtype=torch.int32, device=values.device)
-        frame = shape.write(empty, codes, scale, step=0, bucket=0)
-        return Letter(_on_host(frame), self._quantize.decode(codes, scale))
+        frame = shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
+        return Letter(frame, self._quantize.decode(codes, scale))
 
     def read_question(self, message: Tensor, peer: int) -> tuple[Topic, Tensor]:
         """What it is about, and the peer's values; FrameError, which names it, if nothing of this may be applied."""
@@ -59,27 +58,26 @@ class Letters:
             groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
             return groups, self.read_answer(groups, message[self._num_named :].clone(), peer)  # on a whole word
         contents = self._question_shape.read(message, step=0, bucket=0, peer=peer)
-        positions = self._unsaid.positions(contents.positions.to(self._vector.device))
-        return positions, self._on_device(contents.values)
+        return self._unsaid.positions(contents.positions), contents.values
 
     def name(self, positions: Tensor) -> Tensor:
         """Only which entries are chosen, at a length that both ends know."""
         codec = self._question_shape.index_codec
-        return _on_host(codec.encode(self._entries.chosen(positions), self._vector.num_entries).view(torch.uint8))
+        return codec.encode(self._entries.chosen(positions), self._vector.num_entries).view(torch.uint8)
 
     def named(self, message: Tensor) -> Tensor:
         """What the other has named."""
         codec, n, k = self._question_shape.index_codec, self._vector.num_entries, self._entries.k
-        return self._entries.positions(codec.decode(message.view(torch.int32), n, k).to(self._vector.device))
+        return self._entries.positions(codec.decode(message.view(torch.int32), n, k))
 
     def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
-        """The values on the model's device; FrameError as above."""
+        """The peer's values; FrameError as above."""
         if not message[:4].any():
             raise FrameError("nothing of a letter was taken")
         contents = self._answer_shape(topic).read(message, step=0, bucket=0, peer=peer)
         if contents.overflow:
             raise FrameError("one of the two models is not finite")
-        return self._on_device(contents.values)
+        return contents.values
 
     def answer_bytes(self, topic: Topic) -> int:
         """The length of an answer."""
@@ -103,11 +101,6 @@ class Letters:
         """The bytes of the map: a frame begins on a whole word."""
         return -(-len(self._vector.groups) // 4) * 4
 
-    def _on_device(self, values: Tensor) -> Tensor:
-        if self._vector.device.type == "cuda":
-            return values.pin_memory().to(self._vector.device, non_blocking=True)
-        return values
-
 
 def check_finite(values: Tensor) -> Tensor:
     """These values; FrameError if a letter about them would be of no use."""
@@ -119,13 +112,3 @@ def check_finite(values: Tensor) -> Tensor:
 def refusal(num_bytes: int) -> Tensor:
     """An answer that says: nothing of this was taken."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
-def _on_host(frame: Tensor) -> Tensor:
-    """A frame in the host's memory; on CUDA through pinned memory, waiting for this thread's stream alone."""
-    if frame.device.type != "cuda":
-        return frame
-    host = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)
-    host.copy_(frame, non_blocking=True)
-    torch.cuda.current_stream(frame.device).synchronize()
-    return host

@@ -56,7 +56,7 @@ class Matched:
         mine, _ = unsaid.choose_(check_finite(self._vector.read()))
         frame = self._letters.name(mine).to(self._vector.device)
         theirs = self._letters.named(self.medium.swap(frame, partner, "model").cpu())
-        either = torch.zeros(self._vector.num_entries, dtype=torch.bool, device=mine.device)
+        either = torch.zeros(self._vector.num_entries, dtype=torch.bool)
         either[mine] = either[theirs] = True
         return either.nonzero().view(-1)
 
@@ -65,13 +65,13 @@ class Matched:
 
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:
         """The mean over all workers."""
-        total = mine.clone()
+        total = mine.to(self._vector.device, copy=True)
         if kind is None:
             before = self.traffic.copy()
         self.medium.all_reduce_(total, kind or "measured")
         if kind is None:
             self.traffic.by_kind = before
-        return total / self.medium.num_workers
+        return total.to(mine.device) / self.medium.num_workers
 
     def gather(self, mine: Tensor) -> Tensor:
         """Everyone's, in rank order; not counted."""

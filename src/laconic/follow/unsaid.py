@@ -20,10 +20,10 @@ class Unsaid:
     def __init__(self, select: Selector, vector: ModelVector, num_workers: int) -> None:
         self._select, self._vector = select, vector
         self._plan = select.plan(vector.chosen_layout, select.density_among(num_workers))
-        self._searches = [kernels.new_search(w.stop - w.start, w.k, vector.device) for w in self._plan.windows]
+        self._searches = [kernels.new_search(w.stop - w.start, w.k, torch.device("cpu")) for w in self._plan.windows]
         self._whole = torch.ones(vector.num_entries, dtype=torch.bool)
         self._whole[vector.chosen] = False
-        self._whole = self._whole.nonzero().view(-1).to(vector.device)
+        self._whole = self._whole.nonzero().view(-1)
         self.last = vector.read()
 
     @property

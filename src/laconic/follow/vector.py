@@ -38,6 +38,8 @@ Topic = Sequence[int] | Tensor  # what an exchange is about: whole groups, or en
 class ModelVector:
     """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
 
+    Vectors lie on the host, where letters are written: of a model on CUDA one copy comes over, and one goes back.
+
     Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
     that those chosen from lie next to each other: at `chosen`.
     """
@@ -74,8 +76,18 @@ class ModelVector:
         """A float32 copy of what is named, end to end, in `out` if given; of the whole model if nothing is named."""
         if isinstance(topic, Tensor):
             return self.read().index_select(0, topic)
-        pieces = [self._tensors[span.name].detach().reshape(-1) for span in self._spans(topic)]
-        return torch.cat([piece.to(torch.float32) for piece in pieces], out=out)
+        pieces = [self._tensors[span.name].detach().reshape(-1).to(torch.float32) for span in self._spans(topic)]
+        if self.device.type != "cuda":
+            return torch.cat(pieces, out=out)
+        whole = torch.cat(pieces)
+        host = self.room(whole.numel()) if out is None else out
+        host.copy_(whole, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        return host
+
+    def room(self, num_entries: int) -> Tensor:
+        """A vector on the host to which the model's device can copy."""
+        return torch.empty(num_entries, pin_memory=self.device.type == "cuda")
 
     def sample(self, k: int, whole: Tensor | None = None) -> Tensor:
         """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it.
@@ -92,15 +104,17 @@ class ModelVector:
             if apart > 1 and runs >= apart:
                 flat = flat[: runs * _RUN_ENTRIES].view(runs, _RUN_ENTRIES)[::apart].reshape(-1)
             pieces.append(flat.to(torch.float32))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()).to(self.device)
 
     @torch.no_grad()
     def add_(self, delta: Tensor, topic: Topic | None = None) -> None:
         """Add a vector like that of `read` to the model."""
         if isinstance(topic, Tensor):
-            whole = torch.zeros(self.num_entries, device=self.device)
+            whole = torch.zeros(self.num_entries)
             whole[topic] = delta
             delta, topic = whole, None
+        if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device
+            delta = delta.pin_memory().to(self.device, non_blocking=True)
         for tensor, piece in self._pieces(delta, topic):
             tensor.add_(piece)
 
