@@ -59,13 +59,15 @@ COMPOSED_TEXTS = (
 
 # Compositions of gossip that no recipe has as its default.
 GOSSIP_TEXTS = (
-    "gossip:rho=1,rate=0.3,quantize=none",
-    "gossip:rho=1,trigger=target-rate(rate=0.3,per=model),peers=ring",
+    "gossip:rate=0.3,quantize=none",
+    "gossip:trigger=target-rate(rate=0.3,per=model),peers=ring",
+    "gossip:rho=0.2,rate=0.22",
     "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
-    "gossip:rho=1,rate=0.3,mode=matched,seed=4",
-    "gossip:mode=matched,seed=4",
-    "gossip:trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
+    "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
+    "gossip:mode=matched,seed=4,quantize=residue(bits=4)",
+    "gossip:rho=0.2,rate=0.22,mode=matched,seed=4",
+    "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
     "gossip-every:mode=matched,quantize=bf16,peers=ring",
     "gossip-period:steps=2.5,mode=matched",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import threading
@@ -17,9 +18,11 @@ from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes
 from laconic.exchange.mailbox import GlooMailbox
 from laconic.exchange.peers import GRAPHS
 from laconic.follow.letter import Letters, refusal
+from laconic.follow.remainders import Remainders
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector
 from laconic.follow.watch import Watch
+from laconic.quantize import Residue, steps_of
 from laconic.select import TopK
 from laconic.trigger import Change, EveryStep, Period, TargetRate
 from parts import gossip_texts
@@ -279,7 +282,7 @@ def test_a_letter_about_entries_is_read_as_it_was_written(quantize: str) -> None
         model.body.weight.add_(torch.randn_like(model.body.weight))
     positions, _ = unsaid.choose_(vector.read())
     letter = letters.ask(positions, vector.read(positions))
-    about, values = letters.read_question(letter.message, 1)
+    about, values = letters.open(letter.message, 1)
     assert isinstance(about, Tensor) and torch.equal(about, positions) and torch.equal(values, letter.values)
     answer = letters.answer(positions, vector.read(positions))
     assert answer.message.numel() == letters.answer_bytes(positions) < letter.message.numel()
@@ -288,9 +291,81 @@ def test_a_letter_about_entries_is_read_as_it_was_written(quantize: str) -> None
     letter.message[-5] += 1
     for wrong in (letter.message, letter.message[:-4], letter.message[:20]):
         with pytest.raises(FrameError, match="rank 1"):
-            letters.read_question(wrong.clone(), 1)
+            letters.open(wrong.clone(), 1)
     with pytest.raises(FrameError, match="nothing of a letter was taken"):
         letters.read_answer(positions, refusal(answer.message.numel()), 1)
+
+
+# Remainders
+
+
+def _alike(model: nn.Module, seed: int, scale: float) -> Remainders:
+    """Remainders of a model that is `scale` times a random vector away from the one given."""
+    torch.manual_seed(seed)
+    near = copy.deepcopy(model)
+    remainders = Remainders(ModelVector(near, "model"), Residue(bits=5), 0, seed)
+    with torch.no_grad():
+        for p in near.parameters():
+            p.add_(torch.randn_like(p), alpha=scale)
+    return remainders
+
+
+def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were_apart() -> None:
+    model, topic = Small(), [0]
+    one, other = _alike(model, 1, 0.002), _alike(model, 2, 0.002)
+    apart = []
+    for turn in range(40):
+        x, y = one._vector.read(), other._vector.read()
+        apart.append(float((x - y).norm()))
+        question = one.ask(topic, x)
+        about, told = other.open(question.message, 0)
+        answer, back = other.reply(told, about, y)
+        way = one.settle(topic, question, answer, 1)
+        assert back is not None and torch.equal(way, -back)
+        assert answer.numel() == one.answer_bytes(topic) < 0.2 * 4 * x.numel() + 100
+        assert torch.equal(one.reach, other.reach) or turn == 0
+        one._vector.write_(x + way)
+        other._vector.write_(y + back)
+    assert apart[1] < 0.3 * apart[0] and apart[-1] < 1e-3 * apart[0]  # what is not there to be seen fades by a fifth
+
+
+def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_they_meet() -> None:
+    model = Small()
+    one, other = _alike(model, 1, 0.001), _alike(model, 2, 0.001)
+    one.reach.fill_(1e-5)
+    one.last = one._vector.read()
+    x, y = one._vector.read(), other._vector.read()
+    missed = []
+    for _ in range(12):
+        question = one.ask([0], x)
+        answer, back = other.reply(other.open(question.message, 0)[1], [0], y)
+        way = one.settle([0], question, answer, 1)
+        assert back is not None and torch.equal(way, -back)
+        missed.append(float((way[:1525] == 0).float().mean()))
+    assert missed[0] == 1 and missed[-1] < 0.2
+    assert torch.all((x - y - 2 * -way).abs() <= 2 * steps_of(question.told.exponents).max())
+
+
+def test_a_letter_of_remainders_that_is_not_one_is_refused() -> None:
+    remainders = _alike(Small(), 1, 0.01)
+    values = remainders._vector.read()
+    question = remainders.ask([0], values)
+    damaged = question.message.clone()
+    damaged[60] += 1
+    for wrong, why in {
+        damaged: "check sum",
+        question.message[:-4]: "bytes",
+        refusal(question.message.numel()): "taken",
+    }.items():
+        with pytest.raises(FrameError, match=why):
+            remainders.open(wrong, 3)
+    later = remainders.ask([0], values)
+    with pytest.raises(FrameError, match="rank 3 answered another question"):
+        remainders.settle([0], later, question.message, 3)
+    answer, way = remainders.reply(question.told, [0], torch.full_like(values, math.nan))
+    assert way is None
+    with pytest.raises(FrameError, match="not finite"):
+        remainders.settle([0], question, answer, 3)
 
 
 # In step
@@ -496,6 +571,11 @@ def test_wrong_compositions_name_their_cure() -> None:
         "scheme:exchange=gossip,memory=residual": "use Nothing",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
         "gossip:trigger=target-rate(rate=0.1)": "per='model'",
+        "gossip:rho=0.2,trigger=target-rate(rate=0.1)": "per='model'",
+        "gossip:rho=0.2,quantize=residue": "use BF16",
+        "gossip:quantize=residue(bits=9)": "2 to 8",
+        "scheme:quantize=residue": "use Gossip",
+        "scheme:exchange=gossip(grace=-1)": "0 to wait for nobody",
         "gossip:mode=fast": "free, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
         "gossip:trigger=change(per=layer)": "model or tensor",

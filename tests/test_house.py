@@ -15,7 +15,7 @@ import laconic
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
     ("errors",),
-    ("layout", "text"),
+    ("layout", "text", "torch_hook"),
     ("kernels",),
     ("select", "quantize", "memory", "wire", "exchange", "trigger"),
     ("scheme",),

@@ -18,7 +18,7 @@ from torch import Tensor
 from inputs import SIZES, vectors
 from laconic import KernelError, kernels
 from laconic.kernels import cpu, reference
-from laconic.kernels.cpu import bits, library, rounding, selection, signs, sums
+from laconic.kernels.cpu import bits, library, residues, rounding, selection, signs, sums
 from laconic.kernels.draws import key_of
 from laconic.select import SEARCHES
 
@@ -32,7 +32,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, rounding, selection, signs, sums):
+    for module in (bits, residues, rounding, selection, signs, sums):
         monkeypatch.setattr(module, "library", chosen)
     return name
 

@@ -5,14 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.quantize import QUANTIZERS, Levels, Sign, Trits
+from laconic.quantize import QUANTIZERS, Levels, Residue, Sign, Trits, exponents_for, steps_of
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
 
 def test_every_quantizer_is_tested() -> None:
     assert {*RELATIVE, "sign", "levels"} == set(QUANTIZERS)
-    assert len({q.code_id for q in QUANTIZERS.values()} | {Trits.code_id}) == len(QUANTIZERS) + 1
+    others = Trits.code_id, Residue.code_id
+    assert len({q.code_id for q in QUANTIZERS.values()} | set(others)) == len(QUANTIZERS) + len(others)
+
+
+def test_steps_that_can_be_told_are_not_below_those_asked_for() -> None:
+    asked = torch.logspace(-9, 9, 999)
+    told = steps_of(exponents_for(asked))
+    assert bool((told >= 0.99999 * asked).all()) and bool((told <= 1.19 * asked).all())
+    assert steps_of(torch.tensor([-128, -5, 0, 4, 127], dtype=torch.int8)).tolist()[2:4] == [1.0, 2.0]
+    assert float(steps_of(exponents_for(torch.zeros(1)))) == 2.0**-32
+
+
+@pytest.mark.parametrize("count", [1, 8, 256, 1000])
+def test_remainders_are_read_as_they_were_written_and_unbiased(count: int) -> None:
+    quantize, draw = Residue(bits=4), torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=draw)
+    y = x + 0.03 * torch.rand(count, generator=draw)
+    exponents = exponents_for(torch.full((quantize.num_blocks(count),), 0.011))
+    total = torch.zeros(count)
+    for turn in range(200):
+        told = quantize.tell(y, exponents, turn / 200)
+        codes, scale = quantize.write(told)
+        assert codes.numel() == quantize.num_bytes(count)
+        way, peaks = quantize.halfway(x, quantize.read(codes, scale, count))
+        assert bool((peaks >= 0).all())
+        total += way
+    torch.testing.assert_close(total / 200, (y - x) / 2, atol=2e-4, rtol=0)
 
 
 def test_signs_keep_signs_and_the_mean_size() -> None:

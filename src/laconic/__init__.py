@@ -19,8 +19,9 @@ from laconic.errors import (
 )
 from laconic.follow import Follower, FollowerStats, follow
 from laconic.recipes import parse
-from laconic.scheme import Scheme, TorchHook
+from laconic.scheme import Scheme
 from laconic.session import Session, Stats
+from laconic.torch_hook import TorchHook
 
 __version__ = "0.1.0"
 

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Nothing, Residual
-from laconic.quantize import BF16, MaxNorm, MultiScale, Sign
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
+from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
+from laconic.torch_hook import TorchHook
 from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
-_BITS = 4  # of a code, its sign included
 
 R = TypeVar("R", bound=Callable[..., AnyScheme])
 
@@ -163,17 +163,17 @@ def sparse_sign(
 
 
 @recipe
-def maxnorm(*, bits: int = _BITS, levels: int = 0, block: int = 512, stages: int = 0, seed: int = 0) -> Scheme:
+def maxnorm(*, bits: int = CODE_BITS, levels: int = 0, block: int = 512, stages: int = 0, seed: int = 0) -> Scheme:
     """Integers on a max-norm grid, added in the network; bits count the sign: levels = 2^(bits-1) - 1, or as given."""
     return Scheme(
-        quantize=MaxNorm(levels=_levels(bits, levels), block=block, seed=seed), exchange=AllReduce(stages=stages)
+        quantize=MaxNorm(levels=levels_of(bits, levels), block=block, seed=seed), exchange=AllReduce(stages=stages)
     )
 
 
 @recipe
 def multiscale(
     *,
-    bits: int = _BITS,
+    bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
     scales: int = 4,
@@ -185,7 +185,7 @@ def multiscale(
     """The same on the finest of several grids that every worker's entry fits, agreed on per `share` entries."""
     return Scheme(
         quantize=MultiScale(
-            levels=_levels(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
+            levels=levels_of(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
         ),
         exchange=AllReduce(stages=stages),
     )
@@ -195,7 +195,7 @@ def multiscale(
 def randk_maxnorm(
     *,
     rho: float = 0.1,
-    bits: int = _BITS,
+    bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
     mode: str = "independent",
@@ -213,7 +213,7 @@ def randk_maxnorm(
 def randk_multiscale(
     *,
     rho: float = 0.1,
-    bits: int = _BITS,
+    bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
     scales: int = 4,
@@ -235,16 +235,18 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.22,
-    rho: float = 0.2,
+    rate: float = 0.95,
+    rho: float = 1,
     trigger: str = "",
-    quantize: str = "bf16",
+    quantize: str = "",
     peers: str = "uniform",
     mode: str = "free",
     seed: int = 0,
 ) -> Scheme:
-    """The share `rho` of a model that changed most, exchanged with a peer so often that `rate` models leave a step."""
-    turns = Period(steps=max(1.0, 2 * rho / rate)) if 0 < rho < 1 and rate > 0 else TargetRate(rate=rate)
+    """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
+    quantize = quantize or ("residue" if rho == 1 else "bf16")
+    in_turn = rate > 0 and (quantize.startswith("residue") or 0 < rho < 1)
+    turns = Period(steps=max(1.0, 2 * rho / rate)) if in_turn else TargetRate(rate=rate)
     return Scheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
@@ -278,15 +280,6 @@ def torch_fp16() -> TorchHook:
 def torch_powersgd(*, rank: int = 1, start: int = 2) -> TorchHook:
     """PyTorch's powerSGD_hook, unchanged, from step `start` on: a control; over Gloo it needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
-
-
-def _levels(bits: int, levels: int) -> int:
-    """s = 2^(b-1) - 1, the codes of b bits with their sign; the paper's b leaves the sign out: s = 2^b - 1."""
-    if levels and bits != _BITS:
-        raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
-    if bits < 2:
-        raise SchemeError(f"bits is {bits}; give 2 or more, of which one is the sign")
-    return levels or (1 << (bits - 1)) - 1
 
 
 def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str, warmup: int) -> Scheme:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from laconic.errors import SchemeError
 from laconic.exchange import (
@@ -26,29 +26,31 @@ from laconic.memory import MEMORIES, Memory, Nothing, Residual
 from laconic.quantize import (
     GRIDS,
     QUANTIZERS,
+    RESIDUES,
     Carrier,
     Exact,
     Grid,
     InFrames,
     Levels,
     Quantizer,
+    Residue,
     Sign,
     Trits,
     carrier_for,
 )
 from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
+from laconic.torch_hook import TorchHook
 from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
 from laconic.wire import FrameShape
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,
-    "quantize": {**QUANTIZERS, **GRIDS},
+    "quantize": {**QUANTIZERS, **GRIDS, **RESIDUES},
     "memory": MEMORIES,
     "exchange": PATTERNS,
     "trigger": TRIGGERS,
 }
-TORCH_HOOKS = ("fp16", "powersgd")
 COMPOSED = "scheme"  # the name under which a composition without a recipe is written
 
 
@@ -60,7 +62,7 @@ class Scheme:
     """
 
     select: Selector | RandK = Everything()
-    quantize: Quantizer | Grid = Exact()
+    quantize: Quantizer | Grid | Residue = Exact()
     memory: Memory = Nothing()
     exchange: Pattern = AllReduce()
     trigger: Trigger = EveryStep()
@@ -125,18 +127,23 @@ class Scheme:
             raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
         if not gossips and isinstance(self.trigger, Speech):
             raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
+        tells_remainders = isinstance(self.quantize, Residue)
+        if tells_remainders and not gossips:
+            raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
         if not gossips:
             return
         if isinstance(self.quantize, Grid | InFrames):
             raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
         chooses = self.select.density < 1
+        if chooses and tells_remainders:
+            raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
         if type(self.memory) is not (Residual if chooses else Nothing):
             raise SchemeError(
                 "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
                 f"nothing; use {'Residual()' if chooses else 'Nothing()'}"
             )
-        if chooses and getattr(self.trigger, "per", "model") != "model":
-            raise SchemeError(f"entries are chosen from the whole model, so it speaks as one; use {name}(per='model')")
+        if (chooses or tells_remainders) and getattr(self.trigger, "per", "model") != "model":
+            raise SchemeError(f"what is said is of the whole model, so it speaks as one; use {name}(per='model')")
 
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
@@ -194,7 +201,8 @@ class Scheme:
 
     def _letter_bytes_out(self, layout: Layout, num_workers: int) -> float:
         """What a gossip's letters come to per step, asked and answering; NaN where change decides when."""
-        plan, quantize = self.select.plan(layout, self.select.density_among(num_workers)), self.frame_answers[1]
+        plan = self.select.plan(layout, self.select.density_among(num_workers))
+        quantize = cast(Quantizer, self.quantize)
         count = plan.num_fixed + plan.k
         question, answer = (plan.num_entries, plan.k, plan.num_fixed), (count, count, 0)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
@@ -226,7 +234,7 @@ class Scheme:
     @property
     def frame_answers(self) -> tuple[Selector, Quantizer]:
         """What is sent and how it is written, where every worker sends a frame of its own."""
-        assert not isinstance(self.select, RandK) and not isinstance(self.quantize, Grid)
+        assert not isinstance(self.select, RandK) and not isinstance(self.quantize, Grid | Residue)
         return self.select, self.quantize
 
     def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:
@@ -241,28 +249,6 @@ class Scheme:
                 f"use {cure}",
                 stacklevel=3,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchHook:
-    """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
-
-    hook: str
-    rank: int = 1  # PowerSGD's
-    start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
-    label: str = field(default="", init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.hook not in TORCH_HOOKS:
-            raise SchemeError(f"TorchHook.hook is {self.hook!r}; give one of {', '.join(TORCH_HOOKS)}")
-        if self.rank < 1:
-            raise SchemeError(f"rank is {self.rank}; give 1 or more")
-        if self.start < 2:
-            raise SchemeError(f"start is {self.start}; give 2 or more")
-
-    def __str__(self) -> str:
-        own = f":rank={self.rank},start={self.start}" if self.hook == "powersgd" else ""
-        return self.label or f"torch-{self.hook}{own}"
 
 
 AnyScheme = Scheme | TorchHook

@@ -19,8 +19,9 @@ from laconic.errors import SchemeError, StateError
 from laconic.exchange import Gossip, Group, Served, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Background, Session, Stats
+from laconic.torch_hook import TorchHook
 
 
 @runtime_checkable

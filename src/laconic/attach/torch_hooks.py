@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import SchemeError, StateError
 from laconic.exchange import CountedGroup, backend_for, ring_bytes
-from laconic.scheme import TorchHook
 from laconic.session import PHASES, Stats
+from laconic.torch_hook import TorchHook
 
 
 class TorchHookSession:

@@ -13,6 +13,7 @@ from laconic import kernels
 from laconic.bench.clock import median_seconds
 
 _NUM_FRAMES = 8
+_RESIDUE_BITS = 5
 _LANE_WIDTH = 6
 _LOW_WIDTH = 7  # what Elias-Fano takes at 1 %
 _LEVELS, _CODE_WIDTH = 7, 6  # maxnorm:bits=4 among 4 workers: five codes to an int32
@@ -112,7 +113,12 @@ def _coding(of: ModuleType, positions: Tensor, lanes: Tensor, n: int) -> _Works:
 
 def _signing(of: ModuleType, x: Tensor) -> _Works:
     n, ballots = x.numel(), [kernels.reference.pack_signs(torch.roll(x, f)) for f in range(_NUM_FRAMES)]
+    steps = torch.full((-(-n // 256),), 0.1, device=x.device)
+    told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
+    residue_bytes = 4 * n + n * _RESIDUE_BITS / 8
     return {
+        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), residue_bytes),
+        "decode_residues": (lambda: of.decode_residues(x, *told, steps, 0.5, _RESIDUE_BITS), residue_bytes + 4 * n),
         "pack_signs": (lambda: of.pack_signs(x), 4 * n + n / 8),
         "unpack_signs": (lambda: of.unpack_signs(ballots[0], n, 0.5), 4 * n + n / 8),
         "vote": (lambda: of.vote(ballots), (_NUM_FRAMES + 2) * n / 8),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,19 @@ from laconic.follow.free import Free
 from laconic.follow.letter import Letters
 from laconic.follow.matched import Matched
 from laconic.follow.parts import Parts
+from laconic.follow.remainders import Remainders
 from laconic.follow.stats import FollowerStats
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector
 from laconic.follow.watch import Watch
+from laconic.quantize import Grid, Quantizer, Residue
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
+from laconic.select import RandK
 from laconic.session import PHASES
 from laconic.trigger import EveryStep, Speech
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Follower:
@@ -54,11 +57,15 @@ class Follower:
         check_peers(pattern.peers, end.num_workers)
         self.scheme, self.rank, self.num_workers = scheme, end.rank, end.num_workers
         self._optimizer = optimizer
-        select, quantize = scheme.frame_answers
+        select, quantize = scheme.select, scheme.quantize
+        assert not isinstance(select, RandK) and not isinstance(quantize, Grid)
         self._vector = ModelVector(model, getattr(trigger, "per", "model"), getattr(select, "dense_below", 0))
         self._watch = Watch(trigger, self._vector, pattern.seed, end.rank)
         self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
-        letters = Letters(self._vector, quantize, self._unsaid)
+        self._remainders = None
+        if isinstance(quantize, Residue):
+            self._remainders = Remainders(self._vector, quantize, pattern.seed, end.rank)
+        letters = self._remainders or Letters(self._vector, cast(Quantizer, quantize), self._unsaid)
         side = Matched if pattern.mode == "matched" else Free
         parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid)
         self._side: Matched | Free = side(end, parts)  # type: ignore[arg-type]
@@ -79,6 +86,8 @@ class Follower:
         self._watch.exchanged(range(len(self._vector.groups)))
         if self._unsaid is not None:
             self._unsaid.last.copy_(self._vector.read())
+        if self._remainders is not None:
+            self._remainders.last = self._vector.read()
         self._side.settle()  # nobody is told of a model from before
 
     def consensus(self) -> tuple[Tensor, float]:
@@ -139,7 +148,8 @@ class Follower:
             "num_workers": self.num_workers,
             "groups": [group.num_entries for group in self._vector.groups],
             "watch": self._watch.state_dict(),
-            "last": None if self._unsaid is None else self._unsaid.last.to("cpu", copy=True),
+            "last": None if self._unsaid is None else self._unsaid.last.clone(),
+            "remainders": None if self._remainders is None else self._remainders.state_dict(),
             "owed": self._side.owed,
         }
 
@@ -160,6 +170,8 @@ class Follower:
         self._watch.load_state_dict(mine[0]["watch"])
         if self._unsaid is not None:
             self._unsaid.last.copy_(mine[0]["last"])
+        if self._remainders is not None:
+            self._remainders.load_state_dict(mine[0]["remainders"])
         self._side.owe(mine[0]["owed"])
 
     def close(self) -> None:

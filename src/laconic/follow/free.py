@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic import kernels
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import Mailbox, neighbours, pick
 from laconic.follow.letter import check_finite, refusal
@@ -117,12 +116,12 @@ class Free:
         try:
             with self._lock:
                 topic, values = self._choose(groups)
-            mine = self._letters.ask(topic, values)
+                mine = self._letters.ask(topic, values)
             reply = self._mailbox.ask(peer, mine.message, self._letters.answer_bytes(topic))
             with self._lock:
-                theirs = self._letters.read_answer(topic, reply, peer)
+                way = self._letters.settle(topic, mine, reply, peer)
                 self.asked += 1
-                self._owe(topic, values, (theirs - mine.values) / 2)
+                self._owe(topic, values, way)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
@@ -146,29 +145,29 @@ class Free:
     def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
         try:
-            topic, theirs = self._letters.read_question(message, peer)
+            topic, question = self._letters.open(message, peer)
         except FrameError as error:
             self._refused(peer, error)
             return refusal(num_bytes)
         with self._lock:
             values = self._tell(topic)
-            mine = self._letters.answer(topic, values)
-            if kernels.all_finite(values):
+            answer, way = self._letters.reply(question, topic, values)
+            if way is not None:
                 self.answered += 1
-                self._owe(topic, values, (theirs - mine.values) / 2)
-        return mine.message
+                self._owe(topic, values, way)
+        return answer
 
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
         values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
         return values.add_(self._vector.cut(self._owed, topic)) if self._touched else values
 
-    def _owe(self, topic: Topic, told: Tensor, delta: Tensor) -> None:
-        self._vector.add_into_(self._owed, topic, delta)
+    def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
+        self._vector.add_into_(self._owed, topic, way)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
         self._num_sent += self._vector.count(topic)
         if self._unsaid is not None and isinstance(topic, Tensor):
-            self._unsaid.exchanged(topic, told + delta)
+            self._unsaid.exchanged(topic, told + way)
 
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""

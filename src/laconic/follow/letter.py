@@ -14,6 +14,8 @@ from laconic.follow.vector import ModelVector, Topic
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 
+NOTHING_TAKEN = "nothing of a letter was taken"
+
 
 class Letter(NamedTuple):
     """A message as it goes out, and the values that its reader will see."""
@@ -52,13 +54,22 @@ class Letters:
         frame = shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
         return Letter(frame, self._quantize.decode(codes, scale))
 
-    def read_question(self, message: Tensor, peer: int) -> tuple[Topic, Tensor]:
-        """What it is about, and the peer's values; FrameError, which names it, if nothing of this may be applied."""
+    def open(self, message: Tensor, peer: int) -> tuple[Topic, Tensor]:
+        """What a question is about, and the peer's values; FrameError, which names it, if nothing may be applied."""
         if self._unsaid is None:
             groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
             return groups, self.read_answer(groups, message[self._num_named :].clone(), peer)  # on a whole word
         contents = self._question_shape.read(message, step=0, bucket=0, peer=peer)
         return self._unsaid.positions(contents.positions), contents.values
+
+    def reply(self, question: Tensor, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
+        mine = self.answer(topic, values)
+        return mine.message, (question - mine.values) / 2 if kernels.all_finite(values) else None
+
+    def settle(self, topic: Topic, mine: Letter, reply: Tensor, peer: int) -> Tensor:
+        """The way to the middle from the values that were told, after an answer; FrameError as above."""
+        return (self.read_answer(topic, reply, peer) - mine.values) / 2
 
     def name(self, positions: Tensor) -> Tensor:
         """Only which entries are chosen, at a length that both ends know."""
@@ -73,7 +84,7 @@ class Letters:
     def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
         """The peer's values; FrameError as above."""
         if not message[:4].any():
-            raise FrameError("nothing of a letter was taken")
+            raise FrameError(NOTHING_TAKEN)
         contents = self._answer_shape(topic).read(message, step=0, bucket=0, peer=peer)
         if contents.overflow:
             raise FrameError("one of the two models is not finite")

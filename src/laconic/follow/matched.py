@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import Medium, matching
-from laconic.follow.letter import check_finite
+from laconic.follow.letter import Letters, check_finite
 from laconic.follow.parts import Parts
+from laconic.follow.remainders import Remainders, offset_of
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import Topic
 
@@ -33,14 +34,12 @@ class Matched:
         groups = torch.nonzero(everyone[medium.rank] | everyone[partner]).view(-1).tolist()
         nothing = flags[:0].to(self._vector.device)
         if partner == medium.rank or not groups:
-            for _ in range(1 if self._unsaid is None else 2):
+            for _ in range(1 if self._unsaid is None and isinstance(self._letters, Letters) else 2):
                 medium.swap(nothing, medium.rank, "model")
             return
         topic: Topic = groups if self._unsaid is None else self._agree(self._unsaid, partner)
         values = self._vector.read(topic)
-        mine = self._letters.answer(topic, values)
-        theirs = medium.swap(mine.message.to(self._vector.device), partner, "model").cpu()
-        delta = (self._letters.read_answer(topic, theirs, partner) - mine.values) / 2
+        delta = self._way(topic, values, partner, step)
         self._vector.add_(delta, topic)
         self._watch.sent(self._vector.count(topic))
         if self._unsaid is not None and isinstance(topic, Tensor):
@@ -51,11 +50,29 @@ class Matched:
         else:
             self.answered += 1
 
+    def _way(self, topic: Topic, values: Tensor, partner: int, step: int) -> Tensor:
+        """(x_peer - x)/2, as both tell it."""
+        letters = self._letters
+        if isinstance(letters, Remainders):
+            # The wider of both steps, and an offset that both know.
+            mine = letters.propose(check_finite(values))
+            theirs = self._swap(mine.view(torch.uint8), partner).view(torch.int8)
+            offset = offset_of(self._pattern.seed, step, min(self.medium.rank, partner))
+            said = letters.write(values, torch.maximum(mine, theirs), offset)
+            return letters.settle(topic, said, self._swap(said.message, partner), partner)
+        assert isinstance(letters, Letters)
+        letter = letters.answer(topic, values)
+        return letters.settle(topic, letter, self._swap(letter.message, partner), partner)
+
+    def _swap(self, message: Tensor, partner: int) -> Tensor:
+        return self.medium.swap(message.to(self._vector.device), partner, "model").cpu()
+
     def _agree(self, unsaid: Unsaid, partner: int) -> Tensor:
         """The entries that have changed most on one of a pair, the same on both."""
+        letters = self._letters
+        assert isinstance(letters, Letters)
         mine, _ = unsaid.choose_(check_finite(self._vector.read()))
-        frame = self._letters.name(mine).to(self._vector.device)
-        theirs = self._letters.named(self.medium.swap(frame, partner, "model").cpu())
+        theirs = letters.named(self._swap(letters.name(mine), partner))
         either = torch.zeros(self._vector.num_entries, dtype=torch.bool)
         either[mine] = either[theirs] = True
         return either.nonzero().view(-1)

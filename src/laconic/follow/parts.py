@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from laconic.exchange import Gossip
-from laconic.follow.letter import Letters
 from laconic.follow.unsaid import Unsaid
-from laconic.follow.vector import ModelVector
+from laconic.follow.vector import ModelVector, Topic
 from laconic.follow.watch import Watch
+
+
+class Correspondence(Protocol):
+    """How two workers write to each other; what a letter is besides its message is its writer's own affair."""
+
+    def ask(self, topic: Topic, values: Tensor) -> Any:
+        """A question, with a `message` that goes out: this worker's values of what it is about."""
+
+    def answer_bytes(self, topic: Topic) -> int:
+        """The length of an answer."""
+
+    def open(self, message: Tensor, peer: int) -> tuple[Topic, Any]:
+        """What a question is about, and what it says; FrameError, which names the peer, if nothing may be applied."""
+
+    def reply(self, question: Any, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
+
+    def settle(self, topic: Topic, mine: Any, reply: Tensor, peer: int) -> Tensor:
+        """The way to the middle from the values that were told, after an answer; FrameError as above."""
 
 
 class Parts(NamedTuple):
@@ -16,6 +36,6 @@ class Parts(NamedTuple):
 
     pattern: Gossip
     vector: ModelVector
-    letters: Letters
+    letters: Correspondence
     watch: Watch
     unsaid: Unsaid | None  # where only chosen entries go

@@ -31,8 +31,10 @@ __all__ = [
     "compact",
     "count_at_least",
     "decode_elias_fano",
+    "decode_residues",
     "decode_rice",
     "encode_elias_fano",
+    "encode_residues",
     "encode_rice",
     "largest_magnitudes",
     "mean_magnitude",
@@ -112,8 +114,10 @@ check_sum = _dispatched(reference.check_sum)
 compact = _dispatched(reference.compact)
 count_at_least = _dispatched(reference.count_at_least)
 decode_elias_fano = _dispatched(reference.decode_elias_fano)
+decode_residues = _dispatched(reference.decode_residues)
 decode_rice = _dispatched(reference.decode_rice)
 encode_elias_fano = _dispatched(reference.encode_elias_fano)
+encode_residues = _dispatched(reference.encode_residues)
 encode_rice = _dispatched(reference.encode_rice)
 largest_magnitudes = _dispatched(reference.largest_magnitudes)
 mean_magnitude = _dispatched(reference.mean_magnitude)

@@ -2,21 +2,25 @@
 
 from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
 from laconic.quantize.cast import BF16, FP16, Exact
-from laconic.quantize.grid import Grid, Steps, round_up
+from laconic.quantize.grid import CODE_BITS, Grid, Steps, levels_of, round_up
 from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import InFrames, Quantizer
+from laconic.quantize.residue import Residue, Told, exponents_for, steps_of
 from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
+RESIDUES: dict[str, type[Residue]] = {"residue": Residue}
 
 __all__ = [
     "BF16",
+    "CODE_BITS",
     "FP16",
     "GRIDS",
     "QUANTIZERS",
+    "RESIDUES",
     "Carrier",
     "Exact",
     "Grid",
@@ -26,10 +30,15 @@ __all__ = [
     "MaxNorm",
     "MultiScale",
     "Quantizer",
+    "Residue",
     "Sign",
     "Steps",
+    "Told",
     "Trits",
     "carrier_for",
+    "exponents_for",
     "largest_levels",
+    "levels_of",
     "round_up",
+    "steps_of",
 ]

@@ -14,6 +14,18 @@ from laconic.quantize.carrier import largest_levels
 _SMALLEST_NORM = 2.0**-100
 
 
+CODE_BITS = 4  # of a code, its sign included, where nobody says
+
+
+def levels_of(bits: int, levels: int) -> int:
+    """s = 2^(b-1) - 1, the codes of b bits with their sign; the paper's b leaves the sign out: s = 2^b - 1."""
+    if levels and bits != CODE_BITS:
+        raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
+    if bits < 2:
+        raise SchemeError(f"bits is {bits}; give 2 or more, of which one is the sign")
+    return levels or (1 << (bits - 1)) - 1
+
+
 def round_up(norms: Tensor) -> Tensor:
     """float32 >= 0 as the next bf16, at most 1/128 more: half the bits, and nothing lies beyond the last level."""
     return ((norms.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -13,9 +13,10 @@ from laconic.errors import TaskError
 from laconic.exchange import Server
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
-from laconic.scheme import Scheme, TorchHook
+from laconic.scheme import Scheme
 from laconic.tasks import TASKS, Data
 from laconic.tasks.task import shard
+from laconic.torch_hook import TorchHook
 from laconic.train.job import Job
 
 _WEIGHT_DECAY = 1e-4

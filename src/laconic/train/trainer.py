@@ -17,9 +17,10 @@ from laconic.attach.attach import DdpSession
 from laconic.errors import LaconicError
 from laconic.exchange import Served, Server
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Session, Stats
 from laconic.tasks import Data
+from laconic.torch_hook import TorchHook
 from laconic.train.checkpoint import load_checkpoint, save_checkpoint
 from laconic.train.council import Circle, Council, ServedCouncil
 from laconic.train.course import Course, loss_of, score

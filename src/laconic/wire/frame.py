@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,12 +112,23 @@ class FrameShape:
 
     def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
         """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
-        try:
-            return self._read(frame, step, bucket)
-        except FrameError as error:
-            raise FrameError(f"frame of bucket {bucket}, step {step} from rank {peer}: {error}") from None
+        with _from(peer, step, bucket):
+            written = self._codes(frame, step, bucket)
+            words = frame.view(torch.int32)
+            if written is None:
+                return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
+            positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
+            values = self.quantize.decode(*written)[: self.num_fixed + self.k]
+            if not kernels.all_finite(values):
+                raise FrameError("its values are not finite")
+            return Contents(positions, values, False)
 
-    def _read(self, frame: Tensor, step: int, bucket: int) -> Contents:
+    def codes(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> tuple[Tensor, Tensor] | None:
+        """(codes, scale) as `peer` wrote them, or None if it saw Inf or NaN; FrameError as above."""
+        with _from(peer, step, bucket):
+            return self._codes(frame, step, bucket)
+
+    def _codes(self, frame: Tensor, step: int, bucket: int) -> tuple[Tensor, Tensor] | None:
         if frame.numel() != self.num_bytes:
             raise FrameError(f"it has {frame.numel()} bytes, not {self.num_bytes}")
         words = frame.view(torch.int32)
@@ -129,14 +141,9 @@ class FrameShape:
         if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
             raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
-            return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
-        positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
+            return None
         raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
-        values = self.quantize.decode(raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32))
-        values = values[: self.num_fixed + self.k]
-        if not kernels.all_finite(values):
-            raise FrameError("its values are not finite")
-        return Contents(positions, values, False)
+        return raw.view(self.quantize.code_dtype), words[_SCALE].view(torch.float32)
 
     @property
     def _end_of_index(self) -> int:
@@ -159,6 +166,15 @@ def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
     """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
     most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
     return 4 * (len(_HEADER) + -(-num_entries // 32) + -(-most // 4))
+
+
+@contextmanager
+def _from(peer: int, step: int, bucket: int) -> Iterator[None]:
+    """Say of an error whose frame it is about."""
+    try:
+        yield
+    except FrameError as error:
+        raise FrameError(f"frame of bucket {bucket}, step {step} from rank {peer}: {error}") from None
 
 
 def _signed_(frame: Tensor) -> Tensor:

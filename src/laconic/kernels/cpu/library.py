@@ -46,6 +46,8 @@ _SIGNATURES = {
     "most_rice_words": (_N, (_N,)),
     "encode_rice": (_N, (_P, _N, _P)),
     "decode_rice": (_N, (_P, _N, _N, _N, _P)),
+    "encode_residues": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
+    "decode_residues": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P)),
     "check_sum": (ctypes.c_uint32, (_P, _N)),
     "pack_signs": (None, (_P, _N, _INT, _P)),
     "unpack_signs": (None, (_P, _N, _F, _INT, _P)),

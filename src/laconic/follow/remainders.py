@@ -1,0 +1,129 @@
+"""Letters between models that are nearly alike: of each value only a remainder goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import FrameError
+from laconic.follow.letter import NOTHING_TAKEN, check_finite
+from laconic.follow.vector import ModelVector, Topic
+from laconic.kernels.draws import hash_64
+from laconic.kernels.reference.residues import RESIDUE_BLOCK
+from laconic.quantize import Quantizer, Residue, Told, exponents_for, steps_of
+from laconic.wire import FrameShape
+
+_MARGIN = 1.5  # of what two models may be apart over what they are expected to be
+_CHANGE_WEIGHT = 1.5  # a peer's own change comes on top of this worker's
+_FADE = 0.8  # per exchange, of what was seen before
+_FIRST_SHARE = 1 / 128  # of the largest entry: what is expected before anything was seen
+_FINEST_SHARE = 2.0**-20  # of the largest entry: below that float32 has no finer steps
+
+
+class Remainder(NamedTuple):
+    """A question or an answer as it goes out, and what it was made of."""
+
+    message: Tensor
+    values: Tensor
+    told: Told
+
+
+class Remainders:
+    """Writes and reads letters about the whole model, and learns how far apart two models are.
+
+    reach: how far a block's entries were from a peer's at most, max(seen, 0.8 * reach), and twice as far as was allowed
+    for where that was not enough. Allowed for is 1.5 * max(reach, 1.5 * |x - last|), in 2^(bits-1) steps, where last is
+    the model after the last exchange (all ours).
+    """
+
+    def __init__(self, vector: ModelVector, residue: Residue, seed: int, rank: int) -> None:
+        self._vector, self._residue = vector, residue
+        self._draw = seed, rank
+        self._num_asked = 0
+        self.last = vector.read()
+        self.reach = torch.zeros(residue.num_blocks(vector.num_entries))
+
+    def ask(self, topic: Topic, values: Tensor) -> Remainder:
+        """A question about the whole model."""
+        self._num_asked += 1
+        return self.write(check_finite(values), self.propose(values), offset_of(*self._draw, self._num_asked))
+
+    def propose(self, values: Tensor) -> Tensor:
+        """The exponents of steps with which a peer's values are expected to be within reach."""
+        change = kernels.largest_magnitudes(values - self.last, RESIDUE_BLOCK)
+        size = kernels.largest_magnitudes(values, RESIDUE_BLOCK)
+        first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
+        reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
+        return exponents_for(torch.maximum(_MARGIN * reach / self._residue.reach, _FINEST_SHARE * size))
+
+    def write(self, values: Tensor, exponents: Tensor, offset: float) -> Remainder:
+        """These values, with steps that both ends know."""
+        told = self._residue.tell(values, exponents, offset)
+        return Remainder(self._framed(told), values, told)
+
+    def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
+        """What a question says; FrameError, which names the peer, if nothing of it may be applied."""
+        return [0], self._read(message, peer)
+
+    def reply(self, question: Told, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
+        if not kernels.all_finite(values):
+            return self._shape.write_overflow(values.device, step=0, bucket=0), None
+        told = self._residue.tell(values, question.exponents, question.offset)
+        return self._framed(told), self._way(values, question)
+
+    def settle(self, topic: Topic, mine: Remainder, reply: Tensor, peer: int) -> Tensor:
+        """The way to the middle from the values that were told, after an answer; FrameError as above."""
+        theirs = self._read(reply, peer)
+        if theirs.offset != mine.told.offset or not torch.equal(theirs.exponents, mine.told.exponents):
+            raise FrameError(f"rank {peer} answered another question")
+        return self._way(mine.values, theirs)
+
+    def answer_bytes(self, topic: Topic) -> int:
+        """The length of an answer."""
+        return self._shape.num_bytes
+
+    def _way(self, values: Tensor, theirs: Told) -> Tensor:
+        way, peaks = self._residue.halfway(values, theirs)
+        steps = steps_of(theirs.exponents)
+        missed = 2 * self._residue.reach / _MARGIN * steps
+        self.reach = torch.maximum(torch.where(peaks < 0, missed, (peaks + 0.5) * steps), _FADE * self.reach)
+        self.last = values + way
+        return way
+
+    def _framed(self, told: Told) -> Tensor:
+        codes, scale = self._residue.write(told)
+        return self._shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
+
+    def _read(self, message: Tensor, peer: int) -> Told:
+        if not message[:4].any():
+            raise FrameError(NOTHING_TAKEN)
+        written = self._shape.codes(message, step=0, bucket=0, peer=peer)
+        if written is None:
+            raise FrameError("one of the two models is not finite")
+        told = self._residue.read(*written, self._vector.num_entries)
+        if not 0 <= told.offset < 1:
+            raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
+        return told
+
+    @property
+    def _shape(self) -> FrameShape:
+        n = self._vector.num_entries
+        return FrameShape(n, n, 0, cast(Quantizer, self._residue))  # whose codes are read as they are
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain tensors."""
+        return {"last": self.last.clone(), "reach": self.reach.clone(), "asked": self._num_asked}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.last, self.reach, self._num_asked = saved["last"].clone(), saved["reach"].clone(), saved["asked"]
+
+
+def offset_of(*numbers: int) -> float:
+    """One of 2^24 offsets in [0, 1), each as likely as the next."""
+    return (hash_64(*numbers) >> 40) / 2.0**24

@@ -1,0 +1,39 @@
+"""Remainders of values that another worker holds nearly alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.kernels.cpu.library import library
+from laconic.kernels.cpu.pointer import num_threads, pointer
+from laconic.kernels.reference.residues import RESIDUE_BLOCK
+
+
+def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
+    n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
+    codes = torch.empty(-(-n // 8) * bits, dtype=torch.uint8)
+    sums = torch.empty(num_blocks, dtype=torch.int32)
+    at, steps_at = pointer("x", x, torch.float32), pointer("steps", steps, torch.float32, num_blocks)
+    library().laconic_encode_residues(at, n, steps_at, offset, bits, num_threads(), codes.data_ptr(), sums.data_ptr())
+    return codes, sums
+
+
+def decode_residues(
+    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
+) -> tuple[Tensor, Tensor]:
+    n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
+    moves, peaks = torch.empty_like(x), torch.empty(num_blocks, dtype=torch.int32)
+    library().laconic_decode_residues(
+        pointer("x", x, torch.float32),
+        n,
+        pointer("codes", codes, torch.uint8, -(-n // 8) * bits),
+        pointer("sums", sums, torch.int32, num_blocks),
+        pointer("steps", steps, torch.float32, num_blocks),
+        offset,
+        bits,
+        num_threads(),
+        moves.data_ptr(),
+        peaks.data_ptr(),
+    )
+    return moves, peaks

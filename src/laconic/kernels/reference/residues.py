@@ -1,0 +1,76 @@
+"""Remainders of values that another worker holds nearly alike, and the differences that two of them tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RESIDUE_BLOCK = 256  # entries that share a step
+_LANES = 8  # codes that share whole bytes
+_LIMIT = 2.0**30  # a quotient beyond is cut off: such values are not alike
+_SUM_MASK = 0xFFFF
+
+
+def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
+    """(codes, sums) of finite float32 entries: q mod 2^bits, where q = floor(x/step + offset), and sum of (2i+1)*q.
+
+    `steps` has one float32 for every 256 entries, and so have the int32 sums, over a block and mod 2^16. Eight codes
+    take `bits` bytes, the first in the lowest bits; the last eight are filled up with zeros.
+    """
+    q = _quotients(x, steps, offset)
+    return _pack((q & ((1 << bits) - 1)).view(-1)[: x.numel()], bits), _sums(q)
+
+
+def decode_residues(
+    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
+) -> tuple[Tensor, Tensor]:
+    """((y - x)/2, peaks) for the codes and sums of y: the difference nearest to zero that they allow, in whole steps.
+
+    Where it is not the true one somewhere in a block, the sums disagree, and the block stays as it is: zeros, and a
+    peak of -1. A peak is otherwise the largest difference of its block, in steps. Both ends reach the same verdict, and
+    their halves are each other's opposites bit for bit, so that the sum of x and y is unchanged.
+    """
+    half = 1 << (bits - 1)
+    q = _quotients(x, steps, offset)
+    theirs = torch.zeros_like(q).view(-1)
+    theirs[: x.numel()] = _unpack(codes, x.numel(), bits)
+    away = ((theirs.view(q.shape) - q + half) & (2 * half - 1)) - half
+    away.view(-1)[x.numel() :] = 0
+    peaks = away.abs().amax(1).to(torch.int32)
+    alike = (((sums - _sums(q) - _weighted(away)) & _SUM_MASK) == 0) & (peaks < half)
+    moves = torch.where(alike.unsqueeze(1), away.to(torch.float32) * (steps * 0.5).unsqueeze(1), 0.0)
+    return moves.view(-1)[: x.numel()].clone(), torch.where(alike, peaks, -1)
+
+
+def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
+    """floor(x/step + offset) in rows of a block, int32; zeros after the last entry."""
+    rows = x.new_zeros(steps.numel(), RESIDUE_BLOCK)
+    rows.view(-1)[: x.numel()] = x
+    inverse = (1.0 / steps).unsqueeze(1)
+    q = (rows * inverse + torch.tensor(offset, dtype=torch.float32)).clamp_(-_LIMIT, _LIMIT).floor_().to(torch.int32)
+    q.view(-1)[x.numel() :] = 0
+    return q
+
+
+def _sums(q: Tensor) -> Tensor:
+    return _weighted(q) & _SUM_MASK
+
+
+def _weighted(q: Tensor) -> Tensor:
+    """Two entries that are wrong by as much in opposite ways still show."""
+    weights = 2 * torch.arange(RESIDUE_BLOCK, device=q.device) + 1
+    return (q.to(torch.int64) * weights).sum(1).to(torch.int32)
+
+
+def _pack(q: Tensor, bits: int) -> Tensor:
+    lanes = q.new_zeros(-(-q.numel() // _LANES), _LANES, dtype=torch.int64)
+    lanes.view(-1)[: q.numel()] = q
+    words = (lanes << (bits * torch.arange(_LANES, device=q.device))).sum(1, keepdim=True)
+    return (words >> (8 * torch.arange(bits, device=q.device)) & 0xFF).to(torch.uint8).view(-1)
+
+
+def _unpack(codes: Tensor, count: int, bits: int) -> Tensor:
+    octets = codes.view(-1, bits).to(torch.int64)
+    words = (octets << (8 * torch.arange(bits, device=codes.device))).sum(1, keepdim=True)
+    q = words >> (bits * torch.arange(_LANES, device=codes.device)) & ((1 << bits) - 1)
+    return q.view(-1)[:count].to(torch.int32)
