@@ -17,6 +17,7 @@ from laconic.errors import FrameError, LaunchError
 from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
 from laconic.exchange.mailbox import GlooMailbox
 from laconic.exchange.peers import GRAPHS
+from laconic.follow.free import Free
 from laconic.follow.letter import Letters, refusal
 from laconic.follow.remainders import Remainders
 from laconic.follow.unsaid import Unsaid
@@ -524,6 +525,21 @@ def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
     box._lost.add(0)
     with pytest.raises(LaunchError, match="waited 0 s to meet rank 1 and has lost rank 0; mend its links"):
         box.meet(torch.zeros(1), lambda parts: parts[0], None)
+
+
+def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:
+    side = learner_at(local_mailboxes(2)[0], "gossip", 0.1).follower._side
+    assert isinstance(side, Free)
+    never, now = threading.Event(), threading.Event()
+    now.set()
+    side._grace_s = 0.01
+    side._wait(1, never)
+    assert side._tardy == {1} and side._grace_s <= 0
+    side._grace_s = 1e9  # and here nothing waits
+    side._wait(1, never)
+    assert not side._tardy
+    side._wait(1, now)
+    assert not side._tardy
 
 
 @pytest.mark.parametrize("text", ["gossip-every", "gossip:trigger=every-step"])

@@ -87,9 +87,12 @@ class GlooMailbox:
                 threading.Thread(target=self._answer, args=arguments, name="laconic-answer", daemon=True).start()
 
     def _answer(self, peer: int, bytes_in: int, bytes_out: int, answer: Answer) -> None:
-        with suppress(PeerError):  # who asks anew, finds out; who does not, need not know
-            reply = answer(peer, self._receive(peer, bytes_in, _BODY), bytes_out)
-            self._deliver(peer, reply, _REPLY)
+        """In a thread that is left behind if the peer dies half-way: who asks it anew, finds out."""
+        message = torch.empty(bytes_in, dtype=torch.uint8)
+        with suppress(PeerError):
+            self._finish(self._begin(self._group.recv, peer, message, _BODY), peer)
+            reply = answer(peer, message, bytes_out)
+            self._finish(self._begin(self._group.send, peer, reply, _REPLY), peer)
             self._count("model", reply.nbytes, bytes_in)
 
     def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
@@ -152,18 +155,24 @@ class GlooMailbox:
         except RuntimeError as error:
             raise self._gone(peer, error) from None
 
+    def _finish(self, work: dist.Work, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._gone(peer, error) from None
+
     def _wait(self, work: dist.Work, peer: int, longest_s: float) -> None:
         """Wait for as long as the peer is there, or `longest_s`.
 
         A message whose sender dies half-way leaves Gloo waiting for ever, but the next send on that pair fails: so the
         waiting is a thread's, which is then left behind, and a knock each `patience_s` finds out.
         """
-        failed: list[RuntimeError] = []
+        failed: list[PeerError] = []
 
         def wait() -> None:
             try:
-                work.wait()
-            except RuntimeError as error:
+                self._finish(work, peer)
+            except PeerError as error:
                 failed.append(error)
 
         waiting = threading.Thread(target=wait, name="laconic-wait", daemon=True)
@@ -180,7 +189,7 @@ class GlooMailbox:
                     f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
                 )
         if failed:
-            raise self._gone(peer, failed[0])
+            raise failed[0]
 
     def _gone(self, peer: int, error: RuntimeError) -> PeerError:
         self._lost.add(peer)

@@ -84,7 +84,7 @@ class Gossip(Pattern):
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
-    grace: float = 1.0  # how long `free` waits for an answer before it trains on, in lengths of its own step
+    grace: float = 1.0  # how long `free` may wait for answers, as a share of the time it trains for
     patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
     seed: int = 0
 
@@ -94,6 +94,6 @@ class Gossip(Pattern):
         if self.mode not in MODES:
             raise SchemeError(f"Gossip.mode is {self.mode!r}; give one of {', '.join(MODES)}")
         if not self.grace >= 0:
-            raise SchemeError(f"Gossip.grace is {self.grace}; give lengths of a step, 0 to wait for nobody")
+            raise SchemeError(f"Gossip.grace is {self.grace}; give a share of the training time, 0 to wait for nobody")
         if not self.patience > 0:
             raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

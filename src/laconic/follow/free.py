@@ -19,7 +19,7 @@ from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
 
 _Question = tuple[int, list[int]]  # whom, of what
-_NEW_SHARE = 0.2  # of the latest step in the mean length of a step
+_SAVED_STEPS = 8  # in which no answer was waited for: the most that one may be waited for afterwards
 
 
 class Free:
@@ -50,8 +50,9 @@ class Free:
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
-        self._tardy: set[int] = set()  # whose last answer came when nobody waited any more
-        self._stepped_at, self._step_s = math.inf, 0.0  # when the last step ended; how long this worker trains for one
+        self._tardy: set[int] = set()  # whose last answer was waited for in vain
+        self._stepped_at = math.inf
+        self._grace_s = 0.0  # what may still be spent on waiting for answers
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
@@ -61,15 +62,14 @@ class Free:
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
-        trained_s = max(0.0, time.monotonic() - self._stepped_at)
-        self._step_s += _NEW_SHARE * (trained_s - self._step_s) if self._step_s else trained_s
+        allowed_s = self._pattern.grace * max(0.0, time.monotonic() - self._stepped_at)
+        self._grace_s = min(self._grace_s + allowed_s, _SAVED_STEPS * allowed_s)
         self._apply()
         self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
         if self._due and not self._is_asking():
             peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
             if peer is not None:
-                self._begin(peer).wait(self._grace_s(peer))
-                self._apply()
+                self._wait(peer, self._begin(peer))
         self._stepped_at = time.monotonic()
 
     def _begin(self, peer: int) -> threading.Event:
@@ -87,14 +87,20 @@ class Free:
             self._askers[-1].start()
         return over
 
-    def _grace_s(self, peer: int) -> float:
-        """How long an answer is waited for: a model that moves a step late learns less from its peers.
+    def _wait(self, peer: int, over: threading.Event) -> None:
+        """Wait for an answer while there is time for it: a model that moves a step late learns less from its peers.
 
-        Who came late is not waited for until it answers in time again, so that nobody slows the others down.
+        Who was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
         """
+        since = time.monotonic()
         if self._pattern.mode == "wait":
-            return self._pattern.patience
-        return 0.0 if peer in self._tardy else self._pattern.grace * self._step_s
+            over.wait(self._pattern.patience)
+        elif peer in self._tardy:
+            self._tardy.discard(peer)
+        elif not over.wait(self._grace_s):
+            self._tardy.add(peer)
+        self._grace_s -= time.monotonic() - since
+        self._apply()
 
     def _is_asking(self) -> bool:
         """Whether an answer is still waited for; one that takes longer than the patience is no longer."""
@@ -128,9 +134,7 @@ class Free:
             self._drop(peer, str(error))
         finally:
             with self._lock:
-                over, since = self._asking.pop(peer)
-                in_time = time.monotonic() - since <= self._pattern.grace * self._step_s
-                self._tardy = self._tardy - {peer} if in_time else self._tardy | {peer}
+                over, _ = self._asking.pop(peer)
             over.set()
 
     def _choose(self, groups: list[int]) -> tuple[Topic, Tensor]:
