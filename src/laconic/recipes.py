@@ -235,7 +235,7 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.95,
+    rate: float = 0.9,
     rho: float = 1,
     trigger: str = "",
     quantize: str = "",

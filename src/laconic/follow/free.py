@@ -97,7 +97,7 @@ class Free:
             over.wait(self._pattern.patience)
         elif peer in self._tardy:
             self._tardy.discard(peer)
-        elif not over.wait(self._grace_s):
+        elif not over.wait(min(self._grace_s, self._pattern.patience)):  # a pause between steps is no training
             self._tardy.add(peer)
         self._grace_s -= time.monotonic() - since
         self._apply()
