@@ -248,6 +248,43 @@ def test_rice_is_the_same_code_everywhere(n: int, share: float, seed: int) -> No
             assert torch.equal(decode(words, n, count), reference.decode_rice(words, n, count))
 
 
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, bits: int, level: str) -> None:
+    draw = torch.Generator().manual_seed(n + bits)
+    x = torch.randn(n, generator=draw)
+    steps = 2.0 ** torch.randint(-12, -6, (-(-n // 256),), generator=draw)
+    allowed = (2 ** (bits - 1) - 1.01) * steps.repeat_interleave(256)[:n]
+    y = x + allowed * (2 * torch.rand(n, generator=draw) - 1)
+    far = n // 2
+    y[far] += 10 * allowed[far] + 40
+    found = []
+    for code in (reference, cpu):
+        codes, sums = code.encode_residues(y, steps, 0.375, bits)
+        assert codes.numel() == -(-n // 8) * bits
+        found.append((codes, sums, *code.decode_residues(x, codes, sums, steps, 0.375, bits)))
+        back, _ = code.decode_residues(y, *code.encode_residues(x, steps, 0.375, bits), steps, 0.375, bits)
+        assert torch.equal(back, -found[-1][2])  # the sum of x and y is unchanged, also where they are far apart
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    _, _, moves, peaks = found[1]
+    missed = (peaks < 0).repeat_interleave(256)[:n]
+    assert missed[far] and int((peaks < 0).sum()) == 1 and not moves[missed].any()
+    within = (2 * moves - (y - x)).abs() <= steps.repeat_interleave(256)[:n]
+    assert within[~missed].all()
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_models_that_only_seem_alike_are_found_out(bits: int, level: str) -> None:
+    x, wrap = torch.zeros(256), 2.0**bits
+    opposite, uniform, beyond = x.clone(), x + 2.0**20, x + 1e30
+    opposite[3], opposite[131] = wrap, -wrap  # whose remainders are those of zero, like the others'
+    for y in (opposite, uniform, beyond, x - 2.0**16):
+        for code in (reference, cpu):
+            told = code.encode_residues(y, torch.ones(1), 0.5, bits)
+            moves, peaks = code.decode_residues(x, *told, torch.ones(1), 0.5, bits)
+            assert peaks.tolist() == [-1] and not moves.any()
+
+
 @pytest.mark.parametrize("n", SIZES[:-1])
 def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
     cases = vectors(n)

@@ -50,16 +50,17 @@ class TwoHops:
         self._rank, self._num_workers = group.rank(), group.size()
         self._rooms: dict[tuple[int, int], Tensor] = {}  # by tag and sender
         self._owed: list[tuple[int, int]] = []  # tag and peer of the messages that are still to leave
-        self._last_words: list[dist.Work] = []
+        self._works: list[dist.Work] = []  # of the last consultation: Gloo drops what nobody holds
 
     def consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        self._works = []
         self._owed = [(tag, peer) for tag in (_UP, _DOWN) for peer in range(self._num_workers) if peer != self._rank]
         try:
             return self._consult(parts, answer, longest)
         except Exception:
             for tag, peer in list(self._owed):
                 with suppress(RuntimeError):  # it may be the one that is gone
-                    self._last_words.append(self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag))
+                    self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag)
             raise
 
     def _consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
@@ -95,12 +96,14 @@ class TwoHops:
         room = kept[:num_bytes]
         work = dist.irecv(room, group=self._group, group_src=sender, tag=tag)
         assert work is not None
+        self._works.append(work)
         return _Expected(work, room)
 
     def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(message, group=self._group, group_dst=peer, tag=tag)
         assert work is not None
         self._owed.remove((tag, peer))
+        self._works.append(work)
         return work
 
 
@@ -136,4 +139,4 @@ class Rounds:
 def _message(frame: Tensor, longest: int) -> Tensor:
     """What is sent of a frame: its length before it."""
     assert frame.numel() <= longest, "its receiver has no room for it"
-    return torch.cat([torch.tensor([frame.numel()]).view(torch.uint8), frame])
+    return torch.cat([torch.tensor([frame.numel()], device=frame.device).view(torch.uint8), frame])

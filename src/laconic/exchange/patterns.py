@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,7 +94,7 @@ class Gossip(Pattern):
             pairs_of(self.peers)
         if self.mode not in MODES:
             raise SchemeError(f"Gossip.mode is {self.mode!r}; give one of {', '.join(MODES)}")
-        if not self.grace >= 0:
+        if not 0 <= self.grace < math.inf:
             raise SchemeError(f"Gossip.grace is {self.grace}; give a share of the training time, 0 to wait for nobody")
         if not self.patience > 0:
             raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

@@ -19,7 +19,7 @@ from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
 
 _Question = tuple[int, list[int]]  # whom, of what
-_SAVED_STEPS = 8  # in which no answer was waited for: the most that one may be waited for afterwards
+_SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
 
 
 class Free:
@@ -42,7 +42,7 @@ class Free:
         vector = parts.vector
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
-        self._owed = torch.zeros(vector.num_entries)  # what exchanges owe to the model
+        self._owed = torch.zeros(vector.num_entries, dtype=torch.float32)  # what exchanges owe to the model
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
         self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
@@ -97,7 +97,7 @@ class Free:
             over.wait(self._pattern.patience)
         elif peer in self._tardy:
             self._tardy.discard(peer)
-        elif not over.wait(min(self._grace_s, self._pattern.patience)):  # a pause between steps is no training
+        elif self._grace_s > 0 and not over.wait(min(self._grace_s, self._pattern.patience)):
             self._tardy.add(peer)
         self._grace_s -= time.monotonic() - since
         self._apply()

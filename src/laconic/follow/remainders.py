@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.follow.letter import NOTHING_TAKEN, check_finite
+from laconic.follow.letter import NOTHING_TAKEN
 from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
@@ -45,12 +45,12 @@ class Remainders:
         self._draw = seed, rank
         self._num_asked = 0
         self.last = vector.read()
-        self.reach = torch.zeros(residue.num_blocks(vector.num_entries))
+        self.reach = torch.zeros(residue.num_blocks(vector.num_entries), dtype=torch.float32)
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
         """A question about the whole model."""
         self._num_asked += 1
-        return self.write(check_finite(values), self.propose(values), offset_of(*self._draw, self._num_asked))
+        return self.write(values, self.propose(values), offset_of(*self._draw, self._num_asked))
 
     def propose(self, values: Tensor) -> Tensor:
         """The exponents of steps with which a peer's values are expected to be within reach."""
@@ -58,7 +58,7 @@ class Remainders:
         size = kernels.largest_magnitudes(values, RESIDUE_BLOCK)
         first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
         reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
-        return exponents_for(torch.maximum(_MARGIN * reach / self._residue.reach, _FINEST_SHARE * size))
+        return exponents_for(torch.maximum(_MARGIN * reach / self._residue.half_range, _FINEST_SHARE * size))
 
     def write(self, values: Tensor, exponents: Tensor, offset: float) -> Remainder:
         """These values, with steps that both ends know."""
@@ -90,7 +90,7 @@ class Remainders:
     def _way(self, values: Tensor, theirs: Told) -> Tensor:
         way, peaks = self._residue.halfway(values, theirs)
         steps = steps_of(theirs.exponents)
-        missed = 2 * self._residue.reach / _MARGIN * steps
+        missed = 2 * self._residue.half_range / _MARGIN * steps
         self.reach = torch.maximum(torch.where(peaks < 0, missed, (peaks + 0.5) * steps), _FADE * self.reach)
         self.last = values + way
         return way
@@ -121,7 +121,9 @@ class Remainders:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.last, self.reach, self._num_asked = saved["last"].clone(), saved["reach"].clone(), saved["asked"]
+        self.last.copy_(saved["last"])
+        self.reach.copy_(saved["reach"])
+        self._num_asked = int(saved["asked"])
 
 
 def offset_of(*numbers: int) -> float:

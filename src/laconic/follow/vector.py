@@ -87,7 +87,7 @@ class ModelVector:
 
     def room(self, num_entries: int) -> Tensor:
         """A vector on the host to which the model's device can copy."""
-        return torch.empty(num_entries, pin_memory=self.device.type == "cuda")
+        return torch.empty(num_entries, dtype=torch.float32, pin_memory=self.device.type == "cuda")
 
     def sample(self, k: int, whole: Tensor | None = None) -> Tensor:
         """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it.
@@ -110,7 +110,7 @@ class ModelVector:
     def add_(self, delta: Tensor, topic: Topic | None = None) -> None:
         """Add a vector like that of `read` to the model."""
         if isinstance(topic, Tensor):
-            whole = torch.zeros(self.num_entries)
+            whole = torch.zeros(self.num_entries, dtype=torch.float32)
             whole[topic] = delta
             delta, topic = whole, None
         if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device

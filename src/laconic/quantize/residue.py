@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,15 @@ from laconic.errors import SchemeError
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
 
 _EXPONENTS_PER_OCTAVE = 4  # so that a step is at most a fifth larger than it need be
-_SUM_BYTES = 2
+_SUM_BYTES = 4
+
+_STEPS = torch.tensor(
+    [
+        math.ldexp(2.0 ** (e % _EXPONENTS_PER_OCTAVE / _EXPONENTS_PER_OCTAVE), e // _EXPONENTS_PER_OCTAVE)
+        for e in range(-128, 128)
+    ],
+    dtype=torch.float32,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Residue:
             raise SchemeError(f"Residue.bits is {self.bits}; give 2 to 8")
 
     @property
-    def reach(self) -> int:
+    def half_range(self) -> int:
         """The steps that two values must be less apart than."""
         return 1 << (self.bits - 1)
 
@@ -71,8 +80,8 @@ class Residue:
 
     def write(self, told: Told) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
-        sums = told.sums.to(torch.int16).view(torch.uint8)
-        return torch.cat([told.exponents.view(torch.uint8), sums, told.codes]), torch.tensor(told.offset)
+        parts = (told.exponents, told.sums, told.codes)
+        return torch.cat([part.view(torch.uint8) for part in parts]), torch.tensor(told.offset, dtype=torch.float32)
 
     def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
         """The inverse; any codes are some values' remainders."""
@@ -80,7 +89,7 @@ class Residue:
         exponents, sums, rest = torch.split(codes, [blocks, _SUM_BYTES * blocks, -(-count // 8) * self.bits])
         return Told(
             exponents.view(torch.int8),
-            sums.clone().view(torch.int16).to(torch.int32) & 0xFFFF,
+            sums.clone().view(torch.int32),  # a sum may begin anywhere, its word may not
             rest.contiguous(),
             float(scale),
         )
@@ -93,7 +102,4 @@ def exponents_for(steps: Tensor) -> Tensor:
 
 def steps_of(exponents: Tensor) -> Tensor:
     """2^(e/4) as float32, the same bits on every machine."""
-    parts = torch.tensor([2.0 ** (part / _EXPONENTS_PER_OCTAVE) for part in range(_EXPONENTS_PER_OCTAVE)])
-    wide = exponents.to(torch.int64)
-    octaves = torch.div(wide, _EXPONENTS_PER_OCTAVE, rounding_mode="floor")
-    return torch.ldexp(parts[wide - octaves * _EXPONENTS_PER_OCTAVE], octaves)
+    return _STEPS[exponents.to(torch.int64) + 128]

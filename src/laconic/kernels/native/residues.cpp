@@ -12,9 +12,12 @@ using namespace laconic;
 namespace {
 
 constexpr int64_t kShared = 256;  // entries that share a step; divides kBlock
-constexpr float kLimit = 1 << 30;
+constexpr float kLimit = (1 << 30) - 64;
+constexpr uint32_t kWeight = 2654435761u;  // of an entry in the sum of its block: its place times this, made odd
 
-// floor(x/step + offset) of up to a block of entries, zeros after them; returns the sum of (2i+1)*q.
+inline uint32_t weight(int64_t place) { return (static_cast<uint32_t>(place) * kWeight) | 1; }
+
+// floor(x/step + offset) of up to a block of entries, zeros after them; returns their weighted sum.
 inline uint32_t quotients(const float* x, int64_t count, float step, float offset, int32_t* q) {
   const float inverse = 1.0f / step;
   for (int64_t i = 0; i < count; ++i) {
@@ -23,7 +26,7 @@ inline uint32_t quotients(const float* x, int64_t count, float step, float offse
   }
   std::fill(q + count, q + kShared, 0);
   uint32_t sum = 0;
-  for (int64_t i = 0; i < kShared; ++i) sum += static_cast<uint32_t>(2 * i + 1) * static_cast<uint32_t>(q[i]);
+  for (int64_t i = 0; i < kShared; ++i) sum += weight(i) * static_cast<uint32_t>(q[i]);
   return sum;
 }
 
@@ -39,7 +42,7 @@ extern "C" void laconic_encode_residues(const float* x, int64_t n, const float* 
     int32_t q[kShared];
     for (int64_t first = begin; first < end; first += kShared) {
       const int64_t count = std::min(kShared, end - first), block = first / kShared;
-      sums[block] = static_cast<int32_t>(quotients(x + first, count, steps[block], offset, q) & 0xFFFF);
+      sums[block] = static_cast<int32_t>(quotients(x + first, count, steps[block], offset, q));
       uint8_t* out = codes + code_bytes(first, bits);
       for (int64_t i = 0; i < count; i += 8, out += bits) {
         uint64_t word = 0;
@@ -73,9 +76,9 @@ extern "C" void laconic_decode_residues(const float* x, int64_t n, const uint8_t
         const uint32_t apart = static_cast<uint32_t>(away[i]) - static_cast<uint32_t>(q[i]);
         away[i] = static_cast<int32_t>((apart + half) & mask) - half;
         peak = std::max(peak, std::abs(away[i]));
-        expected += static_cast<uint32_t>(2 * i + 1) * static_cast<uint32_t>(away[i]);
+        expected += weight(i) * static_cast<uint32_t>(away[i]);
       }
-      const bool alike = ((static_cast<uint32_t>(sums[block]) - expected) & 0xFFFF) == 0 && peak < half;
+      const bool alike = static_cast<uint32_t>(sums[block]) == expected && peak < half;
       const float move = alike ? steps[block] * 0.5f : 0.0f;
       for (int64_t i = 0; i < count; ++i) moves[first + i] = static_cast<float>(away[i]) * move;
       peaks[block] = alike ? peak : -1;

@@ -7,14 +7,14 @@ from torch import Tensor
 
 RESIDUE_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes
-_LIMIT = 2.0**30  # a quotient beyond is cut off: such values are not alike
-_SUM_MASK = 0xFFFF
+_LIMIT = 2.0**30 - 64  # a quotient beyond is cut off, and its sum, of no power of two, shows it
+_WEIGHT = 2_654_435_761  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
 
 
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes, sums) of finite float32 entries: q mod 2^bits, where q = floor(x/step + offset), and sum of (2i+1)*q.
+    """(codes, sums) of finite float32 entries: q mod 2^bits, where q = floor(x/step + offset), and weighted sums of q.
 
-    `steps` has one float32 for every 256 entries, and so have the int32 sums, over a block and mod 2^16. Eight codes
+    `steps` has one float32 for every 256 entries, and there is an int32 sum, mod 2^32, for each such block. Eight codes
     take `bits` bytes, the first in the lowest bits; the last eight are filled up with zeros.
     """
     q = _quotients(x, steps, offset)
@@ -37,7 +37,7 @@ def decode_residues(
     away = ((theirs.view(q.shape) - q + half) & (2 * half - 1)) - half
     away.view(-1)[x.numel() :] = 0
     peaks = away.abs().amax(1).to(torch.int32)
-    alike = (((sums - _sums(q) - _weighted(away)) & _SUM_MASK) == 0) & (peaks < half)
+    alike = (sums == _sums(q + away)) & (peaks < half)
     moves = torch.where(alike.unsqueeze(1), away.to(torch.float32) * (steps * 0.5).unsqueeze(1), 0.0)
     return moves.view(-1)[: x.numel()].clone(), torch.where(alike, peaks, -1)
 
@@ -53,13 +53,10 @@ def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
 
 
 def _sums(q: Tensor) -> Tensor:
-    return _weighted(q) & _SUM_MASK
-
-
-def _weighted(q: Tensor) -> Tensor:
-    """Two entries that are wrong by as much in opposite ways still show."""
-    weights = 2 * torch.arange(RESIDUE_BLOCK, device=q.device) + 1
-    return (q.to(torch.int64) * weights).sum(1).to(torch.int32)
+    """Sums in which entries do not make up for each other: two that are wrong by as much, or all of a block, show."""
+    weights = _WEIGHT * torch.arange(RESIDUE_BLOCK, device=q.device) & 0xFFFFFFFF | 1
+    total = (q.to(torch.int64) * weights).sum(1) & 0xFFFFFFFF
+    return (total - (total >> 31 << 32)).to(torch.int32)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
