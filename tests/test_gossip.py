@@ -565,6 +565,8 @@ def test_states_are_checked() -> None:
         learner.follower.load_state_dict({**saved, "num_workers": 3})
     with pytest.raises(StateError, match="another model"):
         learner.follower.load_state_dict({**saved, "groups": [5]})
+    with pytest.raises(StateError, match=r"the state is of gossip:rho=0\.2; resume with that scheme"):
+        learner.follower.load_state_dict(learner_at(box, "gossip:rho=0.2", 0.1).follower.state_dict())
     with pytest.raises(StateError, match="no state of a follower"):
         learner.follower.load_state_dict({"format": 1})
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 RESIDUE_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes
-_LIMIT = 2.0**30 - 64  # a quotient beyond is cut off, and its sum, of no power of two, shows it
-_WEIGHT = 2_654_435_761  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
+_LIMIT = float(0x2AAAAA80)  # a quotient beyond is cut off, to no power of two, so that its sum shows it
+_WEIGHT = 2_654_435_767  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
 
 
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
