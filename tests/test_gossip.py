@@ -334,7 +334,7 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
     model = Small()
     one, other = _alike(model, 1, 0.001), _alike(model, 2, 0.001)
     one.reach.fill_(1e-5)
-    one.last = one._vector.read()
+    one.last.copy_(one._vector.read())
     x, y = one._vector.read(), other._vector.read()
     missed = []
     for _ in range(12):

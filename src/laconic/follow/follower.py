@@ -87,7 +87,7 @@ class Follower:
         if self._unsaid is not None:
             self._unsaid.last.copy_(self._vector.read())
         if self._remainders is not None:
-            self._remainders.last = self._vector.read()
+            self._remainders.last.copy_(self._vector.read())
         self._side.settle()  # nobody is told of a model from before
 
     def consensus(self) -> tuple[Tensor, float]:

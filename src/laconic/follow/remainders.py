@@ -45,6 +45,7 @@ class Remainders:
         self._draw = seed, rank
         self._num_asked = 0
         self.last = vector.read()
+        self._room = torch.empty_like(self.last)  # new pages at every exchange would cost as much as its arithmetic
         self.reach = torch.zeros(residue.num_blocks(vector.num_entries), dtype=torch.float32)
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
@@ -54,7 +55,7 @@ class Remainders:
 
     def propose(self, values: Tensor) -> Tensor:
         """The exponents of steps with which a peer's values are expected to be within reach."""
-        change = kernels.largest_magnitudes(values - self.last, RESIDUE_BLOCK)
+        change = kernels.largest_magnitudes(torch.sub(values, self.last, out=self._room), RESIDUE_BLOCK)
         size = kernels.largest_magnitudes(values, RESIDUE_BLOCK)
         first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
         reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
@@ -92,7 +93,7 @@ class Remainders:
         steps = steps_of(theirs.exponents)
         missed = 2 * self._residue.half_range / _MARGIN * steps
         self.reach = torch.maximum(torch.where(peaks < 0, missed, (peaks + 0.5) * steps), _FADE * self.reach)
-        self.last = values + way
+        torch.add(values, way, out=self.last)
         return way
 
     def _framed(self, told: Told) -> Tensor:
