@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.bench.clock import median_seconds
+from laconic.kernels.reference.residues import RESIDUE_BLOCK
 
 _NUM_FRAMES = 8
 _RESIDUE_BITS = 5
@@ -73,6 +74,7 @@ def _works(of: ModuleType, n: int, rho: float, device: str, seed: int) -> _Works
         **_coding(of, frames[0], lanes, n),
         "add_at_": (lambda: of.add_at_(total, frames, values), _NUM_FRAMES * 16 * k),
         **_signing(of, x),
+        **_remainders(of, x),
         **_rounding(of, x),
     }
 
@@ -113,15 +115,20 @@ def _coding(of: ModuleType, positions: Tensor, lanes: Tensor, n: int) -> _Works:
 
 def _signing(of: ModuleType, x: Tensor) -> _Works:
     n, ballots = x.numel(), [kernels.reference.pack_signs(torch.roll(x, f)) for f in range(_NUM_FRAMES)]
-    steps = torch.full((-(-n // 256),), 0.1, device=x.device)
-    told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
-    residue_bytes = 4 * n + n * _RESIDUE_BITS / 8
     return {
-        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), residue_bytes),
-        "decode_residues": (lambda: of.decode_residues(x, *told, steps, 0.5, _RESIDUE_BITS), residue_bytes + 4 * n),
         "pack_signs": (lambda: of.pack_signs(x), 4 * n + n / 8),
         "unpack_signs": (lambda: of.unpack_signs(ballots[0], n, 0.5), 4 * n + n / 8),
         "vote": (lambda: of.vote(ballots), (_NUM_FRAMES + 2) * n / 8),
+    }
+
+
+def _remainders(of: ModuleType, x: Tensor) -> _Works:
+    n, steps = x.numel(), torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
+    told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
+    num_bytes = 4 * n + n * _RESIDUE_BITS / 8
+    return {
+        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), num_bytes),
+        "decode_residues": (lambda: of.decode_residues(x, *told, steps, 0.5, _RESIDUE_BITS), num_bytes + 4 * n),
     }
 
 

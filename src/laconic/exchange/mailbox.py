@@ -91,14 +91,11 @@ class GlooMailbox:
         message = torch.empty(bytes_in, dtype=torch.uint8)
         with suppress(PeerError):
             self._finish(self._begin(self._group.recv, peer, message, _BODY), peer)
+            reply = torch.zeros(bytes_out, dtype=torch.uint8)  # which a defect in `answer` leaves: nothing was taken
             try:
                 reply = answer(peer, message, bytes_out)
-            except Exception:  # a defect here must not leave the peer waiting
-                self._finish(
-                    self._begin(self._group.send, peer, torch.zeros(bytes_out, dtype=torch.uint8), _REPLY), peer
-                )
-                raise
-            self._finish(self._begin(self._group.send, peer, reply, _REPLY), peer)
+            finally:
+                self._finish(self._begin(self._group.send, peer, reply, _REPLY), peer)
             self._count("model", reply.nbytes, bytes_in)
 
     def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:

@@ -148,15 +148,9 @@ class Follower:
             "num_workers": self.num_workers,
             "groups": [group.num_entries for group in self._vector.groups],
             "watch": self._watch.state_dict(),
-            **self._said_before(),
-            "owed": self._side.owed,
-        }
-
-    def _said_before(self) -> dict[str, Any]:
-        """What this worker remembers of its letters, whichever kind it writes."""
-        return {
             "last": None if self._unsaid is None else self._unsaid.last.clone(),
             "remainders": None if self._remainders is None else self._remainders.state_dict(),
+            "owed": self._side.owed,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -172,7 +166,8 @@ class Follower:
             )
         if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
-        if any((mine[0][part] is None) != (own is None) for part, own in self._said_before().items()):
+        kept = {"last": self._unsaid, "remainders": self._remainders}
+        if any((mine[0][part] is None) != (own is None) for part, own in kept.items()):
             raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
         self._steps = int(mine[0]["step"])
         self._watch.load_state_dict(mine[0]["watch"])

@@ -14,8 +14,6 @@ from laconic.follow.vector import ModelVector, Topic
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 
-NOTHING_TAKEN = "nothing of a letter was taken"
-
 
 class Letter(NamedTuple):
     """A message as it goes out, and the values that its reader will see."""
@@ -83,11 +81,9 @@ class Letters:
 
     def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
         """The peer's values; FrameError as above."""
-        if not message[:4].any():
-            raise FrameError(NOTHING_TAKEN)
-        contents = self._answer_shape(topic).read(message, step=0, bucket=0, peer=peer)
+        contents = self._answer_shape(topic).read(check_taken(message), step=0, bucket=0, peer=peer)
         if contents.overflow:
-            raise FrameError("one of the two models is not finite")
+            raise NotFiniteError
         return contents.values
 
     def answer_bytes(self, topic: Topic) -> int:
@@ -118,6 +114,20 @@ def check_finite(values: Tensor) -> Tensor:
     if not kernels.all_finite(values):
         raise FrameError("its own model is not finite")
     return values
+
+
+class NotFiniteError(FrameError):
+    """A letter that only says so."""
+
+    def __init__(self) -> None:
+        super().__init__("one of the two models is not finite")
+
+
+def check_taken(message: Tensor) -> Tensor:
+    """This message; FrameError if it is a refusal."""
+    if not message[:4].any():
+        raise FrameError("nothing of a letter was taken")
+    return message
 
 
 def refusal(num_bytes: int) -> Tensor:

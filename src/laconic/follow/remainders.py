@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.follow.letter import NOTHING_TAKEN
+from laconic.follow.letter import NotFiniteError, check_taken
 from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
@@ -101,11 +101,9 @@ class Remainders:
         return self._shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
 
     def _read(self, message: Tensor, peer: int) -> Told:
-        if not message[:4].any():
-            raise FrameError(NOTHING_TAKEN)
-        written = self._shape.codes(message, step=0, bucket=0, peer=peer)
+        written = self._shape.codes(check_taken(message), step=0, bucket=0, peer=peer)
         if written is None:
-            raise FrameError("one of the two models is not finite")
+            raise NotFiniteError
         told = self._residue.read(*written, self._vector.num_entries)
         if not 0 <= told.offset < 1:
             raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
