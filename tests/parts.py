@@ -65,7 +65,7 @@ GOSSIP_TEXTS = (
     "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
     "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
-    "gossip:mode=matched,seed=4,quantize=residue(bits=4)",
+    "gossip:mode=matched,seed=4,quantize=residue(bits=5),momentum=local",
     "gossip:rho=0.2,rate=0.22,mode=matched,seed=4",
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
     "gossip-every:mode=matched,quantize=bf16,peers=ring",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.quantize import QUANTIZERS, Levels, Residue, Sign, Trits, exponents_for, steps_of
+from laconic.quantize import QUANTIZERS, Difference, Levels, Residue, Sign, Trits, exponents_for, num_blocks, steps_of
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
 
 def test_every_quantizer_is_tested() -> None:
     assert {*RELATIVE, "sign", "levels"} == set(QUANTIZERS)
-    others = Trits.code_id, Residue.code_id
+    others = Trits.code_id, Residue.code_id, Difference.code_id
     assert len({q.code_id for q in QUANTIZERS.values()} | set(others)) == len(QUANTIZERS) + len(others)
 
 
@@ -29,14 +29,18 @@ def test_remainders_are_read_as_they_were_written_and_unbiased(count: int) -> No
     quantize, draw = Residue(bits=4), torch.Generator().manual_seed(count)
     x = torch.randn(count, generator=draw)
     y = x + 0.03 * torch.rand(count, generator=draw)
-    exponents = exponents_for(torch.full((quantize.num_blocks(count),), 0.011))
+    exponents = exponents_for(torch.full((num_blocks(count),), 0.011))
     total = torch.zeros(count)
     for turn in range(200):
         told = quantize.tell(y, exponents, turn / 200)
         codes, scale = quantize.write(told)
         assert codes.numel() == quantize.num_bytes(count)
-        way, peaks = quantize.halfway(x, quantize.read(codes, scale, count))
-        assert bool((peaks >= 0).all())
+        way, compared = quantize.compare(x, quantize.read(codes, scale, count))
+        assert bool((compared.peaks >= 0).all())
+        codes, scale = quantize.answer.write(compared)
+        assert codes.numel() == quantize.answer.num_bytes(count)
+        back = quantize.answer.way(quantize.answer.read(codes, scale, count), exponents, count)
+        assert torch.equal(back, -way)
         total += way
     torch.testing.assert_close(total / 200, (y - x) / 2, atol=2e-4, rtol=0)
 

@@ -235,12 +235,13 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 0.9,
+    rate: float = 1.35,
     rho: float = 1,
     trigger: str = "",
     quantize: str = "",
     peers: str = "uniform",
     mode: str = "free",
+    momentum: str = "quasi-global",
     seed: int = 0,
 ) -> Scheme:
     """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
@@ -251,7 +252,7 @@ def gossip(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
         memory=Residual() if rho != 1 else Nothing(),
-        exchange=Gossip(peers=peers, mode=mode, seed=seed),
+        exchange=Gossip(peers=peers, mode=mode, momentum=momentum, seed=seed),
         trigger=part("trigger", trigger) if trigger else turns,
     )
 
@@ -259,7 +260,7 @@ def gossip(
 @recipe
 def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> Scheme:
     """Gossip at every step, waiting for the answer: the published baseline of `gossip`."""
-    return gossip(rho=1, trigger="every-step", quantize=quantize, peers=peers, mode=mode, seed=seed)
+    return gossip(trigger="every-step", quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
 
 @recipe
@@ -267,7 +268,8 @@ def gossip_period(
     *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
 ) -> Scheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
-    return gossip(rho=1, trigger=f"period(steps={steps})", quantize=quantize, peers=peers, mode=mode, seed=seed)
+    trigger = f"period(steps={steps})"
+    return gossip(trigger=trigger, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
 
 @recipe

@@ -90,20 +90,21 @@ class Group:
         assert answer is not None
         return self._way.consult(parts, answer, longest)
 
-    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         if peer == self.rank:
             return frame
-        self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.nbytes)
+        self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
         mine = frame
         if self._stages(frame):
             mine = self._host("mine", frame.numel(), frame.dtype)
             mine.copy_(frame)
-        theirs = torch.empty_like(mine)
+        theirs = mine.new_empty(num_back)
         ops = [
-            dist.P2POp(dist.isend, mine, group=self._group, group_peer=peer),
-            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
+            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
+            for move, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+            if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         return theirs.to(frame.device)
 

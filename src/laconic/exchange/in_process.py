@@ -94,10 +94,10 @@ class InProcess:
         self._table.barrier.wait()
         return answers
 
-    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         """Unlike over processes, a call that all workers make at once, those without a peer with themselves."""
         if peer != self.rank:
-            self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.nbytes)
+            self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
         theirs = self._lay_down(frame)[peer].clone()
         self._table.barrier.wait()
         return theirs

@@ -46,5 +46,8 @@ class Medium(Protocol):
         longest[p] bytes. Answers may lie in buffers that the next call overwrites.
         """
 
-    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
-        """Give `frame` to `peer`, who makes the same call, and get its frame; with oneself nothing is sent."""
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        """Give `frame` to `peer`, who makes the same call, and get its frame of so many elements; either may be empty.
+
+        With oneself nothing is sent.
+        """

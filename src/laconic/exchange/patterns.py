@@ -10,6 +10,7 @@ from laconic.errors import SchemeError
 from laconic.exchange.peers import GRAPHS, pairs_of
 
 MODES = ("free", "wait", "matched")
+MOMENTA = ("local", "quasi-global")
 
 _COMBINES = ("mean", "majority", "weighted")
 
@@ -86,6 +87,7 @@ class Gossip(Pattern):
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
     grace: float = 1.0  # how long `free` may wait for answers, as a share of the time it trains for
+    momentum: str = "local"  # or quasi-global: SGD's heeds what peers move the model by, as if it had been its own step
     patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
     seed: int = 0
 
@@ -94,6 +96,8 @@ class Gossip(Pattern):
             pairs_of(self.peers)
         if self.mode not in MODES:
             raise SchemeError(f"Gossip.mode is {self.mode!r}; give one of {', '.join(MODES)}")
+        if self.momentum not in MOMENTA:
+            raise SchemeError(f"Gossip.momentum is {self.momentum!r}; give one of {', '.join(MOMENTA)}")
         if not 0 <= self.grace < math.inf:
             raise SchemeError(f"Gossip.grace is {self.grace}; give a share of the training time, 0 to wait for nobody")
         if not self.patience > 0:

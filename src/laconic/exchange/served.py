@@ -94,7 +94,7 @@ class Served:
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
 
-    def swap(self, frame: Tensor, peer: int, kind: str) -> Tensor:
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
 
     def server_states(self) -> list[bytes]:

@@ -27,6 +27,7 @@ from laconic.exchange import (
 from laconic.follow.free import Free
 from laconic.follow.letter import Letters
 from laconic.follow.matched import Matched
+from laconic.follow.momentum import Momentum
 from laconic.follow.parts import Parts
 from laconic.follow.remainders import Remainders
 from laconic.follow.stats import FollowerStats
@@ -67,7 +68,8 @@ class Follower:
             self._remainders = Remainders(self._vector, quantize, pattern.seed, end.rank)
         letters = self._remainders or Letters(self._vector, cast(Quantizer, quantize), self._unsaid)
         side = Matched if pattern.mode == "matched" else Free
-        parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid)
+        momentum = Momentum(optimizer) if pattern.momentum == "quasi-global" else None
+        parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid, momentum)
         self._side: Matched | Free = side(end, parts)  # type: ignore[arg-type]
         self._steps, self._seconds = 0, 0.0
 
@@ -191,7 +193,7 @@ def follow(
 ) -> Follower:
     """Let `model`, which is in no DDP, gossip under `scheme`; a call that all ranks of `group` (or all) make.
 
-    All models begin as rank 0's. Momentum and everything else of the optimizer stays local.
+    All models begin as rank 0's. What the optimizer keeps stays local; momentum of SGD may heed what peers do.
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)

@@ -38,7 +38,7 @@ class Free:
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
         self._mailbox = mailbox
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid = parts
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid, self._momentum = parts
         vector = parts.vector
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
@@ -178,7 +178,9 @@ class Free:
         with self._lock:
             if self._touched:
                 groups = sorted(self._touched)
-                self._vector.add_(self._vector.cut(self._owed, groups), groups)
+                moved = self._vector.add_(self._vector.cut(self._owed, groups), groups)
+                if self._momentum is not None:
+                    self._momentum.heed_(moved)
                 self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
                 if self._watch.looks:
                     self._due -= self._touched

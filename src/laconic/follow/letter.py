@@ -14,6 +14,8 @@ from laconic.follow.vector import ModelVector, Topic
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 
+NO_POSITIONS = torch.empty(0, dtype=torch.int32)  # of a frame about all there is
+
 
 class Letter(NamedTuple):
     """A message as it goes out, and the values that its reader will see."""
@@ -49,7 +51,7 @@ class Letters:
         if not kernels.all_finite(values):
             return Letter(shape.write_overflow(values.device, step=0, bucket=0), values)
         codes, scale = self._quantize.encode(values)
-        frame = shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
+        frame = shape.write(NO_POSITIONS, codes, scale, step=0, bucket=0)
         return Letter(frame, self._quantize.decode(codes, scale))
 
     def open(self, message: Tensor, peer: int) -> tuple[Topic, Tensor]:
@@ -57,7 +59,7 @@ class Letters:
         if self._unsaid is None:
             groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
             return groups, self.read_answer(groups, message[self._num_named :].clone(), peer)  # on a whole word
-        contents = self._question_shape.read(message, step=0, bucket=0, peer=peer)
+        contents = self._question_shape.read(check_taken(message), step=0, bucket=0, peer=peer)
         return self._unsaid.positions(contents.positions), contents.values
 
     def reply(self, question: Tensor, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -69,22 +71,18 @@ class Letters:
         """The way to the middle from the values that were told, after an answer; FrameError as above."""
         return (self.read_answer(topic, reply, peer) - mine.values) / 2
 
-    def name(self, positions: Tensor) -> Tensor:
-        """Only which entries are chosen, at a length that both ends know."""
-        codec = self._question_shape.index_codec
-        return codec.encode(self._entries.chosen(positions), self._vector.num_entries).view(torch.uint8)
-
-    def named(self, message: Tensor) -> Tensor:
-        """What the other has named."""
-        codec, n, k = self._question_shape.index_codec, self._vector.num_entries, self._entries.k
-        return self._entries.positions(codec.decode(message.view(torch.int32), n, k))
-
     def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
         """The peer's values; FrameError as above."""
         contents = self._answer_shape(topic).read(check_taken(message), step=0, bucket=0, peer=peer)
         if contents.overflow:
             raise NotFiniteError
         return contents.values
+
+    def question_bytes(self, topic: Topic) -> int:
+        """The length of a question."""
+        if self._unsaid is None:
+            return self._num_named + self.answer_bytes(topic)
+        return self._question_shape.num_bytes
 
     def answer_bytes(self, topic: Topic) -> int:
         """The length of an answer."""
@@ -100,7 +98,7 @@ class Letters:
         return FrameShape(self._vector.num_entries, self._entries.k, self._entries.num_whole, self._quantize)
 
     def _answer_shape(self, topic: Topic) -> FrameShape:
-        count = self._vector.count(topic)
+        count = self._vector.count(topic) if self._unsaid is None else self._unsaid.num_whole + self._unsaid.k
         return FrameShape(count, count, 0, self._quantize)
 
     @property

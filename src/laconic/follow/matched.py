@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic import kernels
+from laconic.errors import FrameError
 from laconic.exchange import Medium, matching
-from laconic.follow.letter import Letters, check_finite
+from laconic.follow.letter import NotFiniteError, refusal
 from laconic.follow.parts import Parts
-from laconic.follow.remainders import Remainders, offset_of
-from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import Topic
+from laconic.kernels.draws import hash_64
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Matched:
@@ -21,10 +24,10 @@ class Matched:
         self.traffic = medium.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid = parts
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid, self._momentum = parts
 
     def step(self, step: int, lr: float) -> None:
-        """x += (x_peer - x)/2 for the groups that one of a pair wants to exchange."""
+        """x += (x_peer - x)/2 for what one of a pair wants to exchange."""
         medium, pattern = self.medium, self._pattern
         wanted = self._watch.wants(step, lr, patiently=True)
         flags = torch.zeros(len(self._vector.groups), dtype=torch.uint8)
@@ -32,50 +35,58 @@ class Matched:
         everyone = medium.all_gather(flags.to(self._vector.device), "flags").cpu()
         partner = matching(pattern.peers, pattern.seed, step, medium.num_workers)[medium.rank]
         groups = torch.nonzero(everyone[medium.rank] | everyone[partner]).view(-1).tolist()
-        nothing = flags[:0].to(self._vector.device)
         if partner == medium.rank or not groups:
-            for _ in range(1 if self._unsaid is None and isinstance(self._letters, Letters) else 2):
-                medium.swap(nothing, medium.rank, "model")
+            for _ in ("question", "answer"):
+                self._swap(_NOTHING, medium.rank, 0)
             return
-        topic: Topic = groups if self._unsaid is None else self._agree(self._unsaid, partner)
+        turn = hash_64(pattern.seed, step, min(medium.rank, partner), max(medium.rank, partner)) & 1
+        asks = (medium.rank < partner) == bool(turn)
+        topic, values, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
+        self._moved(topic, values, way, groups)
+        self.asked += asks
+        self.answered += not asks
+
+    def _ask(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
+        """(what it was about, this worker's values of it, the way to the middle)."""
+        values = self._vector.read(None if self._unsaid else groups)
+        topic: Topic = groups
+        if not kernels.all_finite(values):
+            self._swap(refusal(self._letters.question_bytes(topic)), partner, 0)
+            self._swap(_NOTHING, partner, self._letters.answer_bytes(topic))
+            raise NotFiniteError
+        if self._unsaid is not None:
+            topic, values = self._unsaid.choose_(values)
+        letter = self._letters.ask(topic, values)
+        self._swap(letter.message, partner, 0)
+        reply = self._swap(_NOTHING, partner, self._letters.answer_bytes(topic))
+        return topic, values, self._letters.settle(topic, letter, reply, partner)
+
+    def _answer(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
+        """The same at the other end."""
+        message = self._swap(_NOTHING, partner, self._letters.question_bytes(groups))
+        try:
+            topic, question = self._letters.open(message, partner)
+        except FrameError:
+            self._swap(refusal(self._letters.answer_bytes(groups)), partner, 0)
+            raise
         values = self._vector.read(topic)
-        delta = self._way(topic, values, partner, step)
-        self._vector.add_(delta, topic)
+        reply, way = self._letters.reply(question, topic, values)
+        self._swap(reply, partner, 0)
+        if way is None:
+            raise NotFiniteError
+        return topic, values, way
+
+    def _moved(self, topic: Topic, values: Tensor, way: Tensor, groups: list[int]) -> None:
+        moved = self._vector.add_(way, topic)
+        if self._momentum is not None:
+            self._momentum.heed_(moved)
         self._watch.sent(self._vector.count(topic))
         if self._unsaid is not None and isinstance(topic, Tensor):
-            self._unsaid.exchanged(topic, values + delta)
+            self._unsaid.exchanged(topic, values + way)
         self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
-        if wanted:
-            self.asked += 1
-        else:
-            self.answered += 1
 
-    def _way(self, topic: Topic, values: Tensor, partner: int, step: int) -> Tensor:
-        """(x_peer - x)/2, as both tell it."""
-        letters = self._letters
-        if isinstance(letters, Remainders):
-            # The wider of both steps, and an offset that both know.
-            mine = letters.propose(check_finite(values))
-            theirs = self._swap(mine.view(torch.uint8), partner).view(torch.int8)
-            offset = offset_of(self._pattern.seed, step, min(self.medium.rank, partner))
-            said = letters.write(values, torch.maximum(mine, theirs), offset)
-            return letters.settle(topic, said, self._swap(said.message, partner), partner)
-        assert isinstance(letters, Letters)
-        letter = letters.answer(topic, values)
-        return letters.settle(topic, letter, self._swap(letter.message, partner), partner)
-
-    def _swap(self, message: Tensor, partner: int) -> Tensor:
-        return self.medium.swap(message.to(self._vector.device), partner, "model").cpu()
-
-    def _agree(self, unsaid: Unsaid, partner: int) -> Tensor:
-        """The entries that have changed most on one of a pair, the same on both."""
-        letters = self._letters
-        assert isinstance(letters, Letters)
-        mine, _ = unsaid.choose_(check_finite(self._vector.read()))
-        theirs = letters.named(self._swap(letters.name(mine), partner))
-        either = torch.zeros(self._vector.num_entries, dtype=torch.bool)
-        either[mine] = either[theirs] = True
-        return either.nonzero().view(-1)
+    def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
+        return self.medium.swap(message.to(self._vector.device), partner, "model", num_back).cpu()
 
     def settle(self) -> None:
         """Nothing is ever under way between two steps."""

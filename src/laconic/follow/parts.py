@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from laconic.exchange import Gossip
+from laconic.follow.momentum import Momentum
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector, Topic
 from laconic.follow.watch import Watch
@@ -17,6 +18,9 @@ class Correspondence(Protocol):
 
     def ask(self, topic: Topic, values: Tensor) -> Any:
         """A question, with a `message` that goes out: this worker's values of what it is about."""
+
+    def question_bytes(self, topic: Topic) -> int:
+        """The length of a question."""
 
     def answer_bytes(self, topic: Topic) -> int:
         """The length of an answer."""
@@ -39,3 +43,4 @@ class Parts(NamedTuple):
     letters: Correspondence
     watch: Watch
     unsaid: Unsaid | None  # where only chosen entries go
+    momentum: Momentum | None  # where it heeds what peers do

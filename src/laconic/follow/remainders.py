@@ -10,11 +10,11 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.follow.letter import NotFiniteError, check_taken
+from laconic.follow.letter import NO_POSITIONS, NotFiniteError, check_taken
 from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.quantize import Quantizer, Residue, Told, exponents_for, steps_of
+from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.wire import FrameShape
 
 _MARGIN = 1.5  # of what two models may be apart over what they are expected to be
@@ -25,7 +25,7 @@ _FINEST_SHARE = 2.0**-20  # of the largest entry: below that float32 has no fine
 
 
 class Remainder(NamedTuple):
-    """A question or an answer as it goes out, and what it was made of."""
+    """A question as it goes out, and what it was made of."""
 
     message: Tensor
     values: Tensor
@@ -34,6 +34,9 @@ class Remainder(NamedTuple):
 
 class Remainders:
     """Writes and reads letters about the whole model, and learns how far apart two models are.
+
+    A question tells remainders; its reader answers how far those are from its own values, in steps, and both move by
+    half of that, in opposite directions to the last bit.
 
     reach: how far a block's entries were from a peer's at most, max(seen, 0.8 * reach), and twice as far as was allowed
     for where that was not enough. Allowed for is 1.5 * max(reach, 1.5 * |x - last|), in 2^(bits-1) steps, where last is
@@ -46,73 +49,70 @@ class Remainders:
         self._num_asked = 0
         self.last = vector.read()
         self._room = torch.empty_like(self.last)  # new pages at every exchange would cost as much as its arithmetic
-        self.reach = torch.zeros(residue.num_blocks(vector.num_entries), dtype=torch.float32)
+        self.reach = torch.zeros(num_blocks(vector.num_entries), dtype=torch.float32)
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
         """A question about the whole model."""
         self._num_asked += 1
-        return self.write(values, self.propose(values), offset_of(*self._draw, self._num_asked))
+        told = self._residue.tell(values, self._exponents(values), offset_of(*self._draw, self._num_asked))
+        return Remainder(self._question.write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=0), values, told)
 
-    def propose(self, values: Tensor) -> Tensor:
-        """The exponents of steps with which a peer's values are expected to be within reach."""
+    def _exponents(self, values: Tensor) -> Tensor:
+        """Those of steps with which a peer's values are expected to be within reach."""
         change = kernels.largest_magnitudes(torch.sub(values, self.last, out=self._room), RESIDUE_BLOCK)
         size = kernels.largest_magnitudes(values, RESIDUE_BLOCK)
         first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
         reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
         return exponents_for(torch.maximum(_MARGIN * reach / self._residue.half_range, _FINEST_SHARE * size))
 
-    def write(self, values: Tensor, exponents: Tensor, offset: float) -> Remainder:
-        """These values, with steps that both ends know."""
-        told = self._residue.tell(values, exponents, offset)
-        return Remainder(self._framed(told), values, told)
+    def question_bytes(self, topic: Topic) -> int:
+        """The length of a question."""
+        return self._question.num_bytes
+
+    def answer_bytes(self, topic: Topic) -> int:
+        """The length of an answer."""
+        return self._answer.num_bytes
 
     def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
         """What a question says; FrameError, which names the peer, if nothing of it may be applied."""
-        return [0], self._read(message, peer)
+        told = self._residue.read(*_written(self._question, message, peer), self._vector.num_entries)
+        if not 0 <= told.offset < 1:
+            raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
+        return [0], told
 
     def reply(self, question: Told, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
         if not kernels.all_finite(values):
-            return self._shape.write_overflow(values.device, step=0, bucket=0), None
-        told = self._residue.tell(values, question.exponents, question.offset)
-        return self._framed(told), self._way(values, question)
+            return self._answer.write_overflow(values.device, step=0, bucket=0), None
+        way, compared = self._residue.compare(values, question)
+        self._learn(compared.peaks, question.exponents, values, way)
+        return self._answer.write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=0), way
 
     def settle(self, topic: Topic, mine: Remainder, reply: Tensor, peer: int) -> Tensor:
         """The way to the middle from the values that were told, after an answer; FrameError as above."""
-        theirs = self._read(reply, peer)
-        if theirs.offset != mine.told.offset or not torch.equal(theirs.exponents, mine.told.exponents):
+        count, exponents, answer = self._vector.num_entries, mine.told.exponents, self._residue.answer
+        compared = answer.read(*_written(self._answer, reply, peer), count)
+        if compared.offset != mine.told.offset:
             raise FrameError(f"rank {peer} answered another question")
-        return self._way(mine.values, theirs)
+        way = answer.way(compared, exponents, count)
+        self._learn(compared.peaks, exponents, mine.values, way)
+        return way
 
-    def answer_bytes(self, topic: Topic) -> int:
-        """The length of an answer."""
-        return self._shape.num_bytes
-
-    def _way(self, values: Tensor, theirs: Told) -> Tensor:
-        way, peaks = self._residue.halfway(values, theirs)
-        steps = steps_of(theirs.exponents)
+    def _learn(self, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
+        steps = steps_of(exponents)
         missed = 2 * self._residue.half_range / _MARGIN * steps
         self.reach = torch.maximum(torch.where(peaks < 0, missed, (peaks + 0.5) * steps), _FADE * self.reach)
         torch.add(values, way, out=self.last)
-        return way
-
-    def _framed(self, told: Told) -> Tensor:
-        codes, scale = self._residue.write(told)
-        return self._shape.write(torch.empty(0, dtype=torch.int32), codes, scale, step=0, bucket=0)
-
-    def _read(self, message: Tensor, peer: int) -> Told:
-        written = self._shape.codes(check_taken(message), step=0, bucket=0, peer=peer)
-        if written is None:
-            raise NotFiniteError
-        told = self._residue.read(*written, self._vector.num_entries)
-        if not 0 <= told.offset < 1:
-            raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
-        return told
 
     @property
-    def _shape(self) -> FrameShape:
+    def _question(self) -> FrameShape:
         n = self._vector.num_entries
         return FrameShape(n, n, 0, cast(Quantizer, self._residue))  # whose codes are read as they are
+
+    @property
+    def _answer(self) -> FrameShape:
+        n = self._vector.num_entries
+        return FrameShape(n, n, 0, cast(Quantizer, self._residue.answer))
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain tensors."""
@@ -128,3 +128,11 @@ class Remainders:
 def offset_of(*numbers: int) -> float:
     """One of 2^24 offsets in [0, 1), each as likely as the next."""
     return (hash_64(*numbers) >> 40) / 2.0**24
+
+
+def _written(shape: FrameShape, message: Tensor, peer: int) -> tuple[Tensor, Tensor]:
+    """(codes, scale) as a peer wrote them."""
+    written = shape.codes(check_taken(message), step=0, bucket=0, peer=peer)
+    if written is None:
+        raise NotFiniteError
+    return written

@@ -107,16 +107,18 @@ class ModelVector:
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()).to(self.device)
 
     @torch.no_grad()
-    def add_(self, delta: Tensor, topic: Topic | None = None) -> None:
-        """Add a vector like that of `read` to the model."""
+    def add_(self, delta: Tensor, topic: Topic | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Add a vector like that of `read` to the model: (tensor, what was added to it) of each."""
         if isinstance(topic, Tensor):
             whole = torch.zeros(self.num_entries, dtype=torch.float32)
             whole[topic] = delta
             delta, topic = whole, None
         if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device
             delta = delta.pin_memory().to(self.device, non_blocking=True)
-        for tensor, piece in self._pieces(delta, topic):
+        pieces = self._pieces(delta, topic)
+        for tensor, piece in pieces:
             tensor.add_(piece)
+        return pieces
 
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:

@@ -29,9 +29,10 @@ __all__ = [
     "backend",
     "check_sum",
     "compact",
+    "compare_residues",
     "count_at_least",
+    "decode_differences",
     "decode_elias_fano",
-    "decode_residues",
     "decode_rice",
     "encode_elias_fano",
     "encode_residues",
@@ -112,9 +113,10 @@ all_finite = _dispatched(reference.all_finite)
 average_words = _dispatched(reference.average_words)
 check_sum = _dispatched(reference.check_sum)
 compact = _dispatched(reference.compact)
+compare_residues = _dispatched(reference.compare_residues)
 count_at_least = _dispatched(reference.count_at_least)
+decode_differences = _dispatched(reference.decode_differences)
 decode_elias_fano = _dispatched(reference.decode_elias_fano)
-decode_residues = _dispatched(reference.decode_residues)
 decode_rice = _dispatched(reference.decode_rice)
 encode_elias_fano = _dispatched(reference.encode_elias_fano)
 encode_residues = _dispatched(reference.encode_residues)

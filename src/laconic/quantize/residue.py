@@ -1,4 +1,4 @@
-"""Remainders: all that a reader needs of a value who holds nearly the same one."""
+"""Remainders: all that a reader needs of a value who holds nearly the same one, and what it answers."""
 
 from __future__ import annotations
 
@@ -35,57 +35,63 @@ class Told:
     offset: float  # in [0, 1), in steps
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What its reader answers: how far those values are from the reader's own, in steps."""
+
+    peaks: Tensor  # int8, the largest difference of each block; -1 where it was out of reach and nothing moves
+    codes: Tensor  # uint8
+    offset: float  # the question's own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Residue:
     """floor(v/step + u) mod 2^bits, with a step for every 256 values (after Lu and De Sa, ICML 2020).
 
-    Two workers whose values are less than half of 2^bits steps apart tell each other the difference, to a step; that it
-    is so is checked by a sum over each block (ours). The offset u, new each time and the same at both ends, leaves the
-    difference unbiased.
+    A worker whose values are less than half of 2^bits steps away finds the difference, to a step; that it is so is
+    checked by a sum over each block (ours). The offset u, new each time, leaves the difference unbiased.
     """
 
     code_id: ClassVar[int] = 7
     code_dtype: ClassVar[torch.dtype] = torch.uint8
 
-    bits: int = 5
+    bits: int = 4
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise SchemeError(f"Residue.bits is {self.bits}; give 2 to 8")
+        if not 3 <= self.bits <= 8:
+            raise SchemeError(f"Residue.bits is {self.bits}; give 3 to 8")
 
     @property
     def half_range(self) -> int:
         """The steps that two values must be less apart than."""
         return 1 << (self.bits - 1)
 
-    def num_blocks(self, count: int) -> int:
-        """The steps that so many values take."""
-        return -(-count // RESIDUE_BLOCK)
+    @property
+    def answer(self) -> Difference:
+        """How a difference is told, in one bit less: few are so large that they are cut."""
+        return Difference(self.bits - 1)
 
     def num_bytes(self, count: int) -> int:
-        return self.num_blocks(count) * (1 + _SUM_BYTES) + -(-count // 8) * self.bits
+        return num_blocks(count) * (1 + _SUM_BYTES) + -(-count // 8) * self.bits
 
     def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
         """What to say of finite float32 values."""
         codes, sums = kernels.encode_residues(values, steps_of(exponents), offset, self.bits)
         return Told(exponents, sums, codes, offset)
 
-    def halfway(self, values: Tensor, told: Told) -> tuple[Tensor, Tensor]:
-        """((theirs - values)/2, peaks): the way to the middle, and each block's largest difference in steps.
-
-        What one end gets is the opposite of what the other gets. A block that is out of reach stays where it is, with a
-        peak of -1.
-        """
-        return kernels.decode_residues(values, told.codes, told.sums, steps_of(told.exponents), told.offset, self.bits)
+    def compare(self, values: Tensor, told: Told) -> tuple[Tensor, Compared]:
+        """((theirs - values)/2, what to answer): the way to the middle, and all that the other needs to come there."""
+        steps = steps_of(told.exponents)
+        way, codes, peaks = kernels.compare_residues(values, told.codes, told.sums, steps, told.offset, self.bits)
+        return way, Compared(peaks, codes, told.offset)
 
     def write(self, told: Told) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
-        parts = (told.exponents, told.sums, told.codes)
-        return torch.cat([part.view(torch.uint8) for part in parts]), torch.tensor(told.offset, dtype=torch.float32)
+        return _joined(told.exponents, told.sums, told.codes), torch.tensor(told.offset, dtype=torch.float32)
 
     def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
         """The inverse; any codes are some values' remainders."""
-        blocks = self.num_blocks(count)
+        blocks = num_blocks(count)
         exponents, sums, rest = torch.split(codes, [blocks, _SUM_BYTES * blocks, -(-count // 8) * self.bits])
         return Told(
             exponents.view(torch.int8),
@@ -93,6 +99,37 @@ class Residue:
             rest.contiguous(),
             float(scale),
         )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Whole steps between two values, in so many bits, and each block's peak."""
+
+    code_id: ClassVar[int] = 8
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    bits: int
+
+    def num_bytes(self, count: int) -> int:
+        return num_blocks(count) + -(-count // 8) * self.bits
+
+    def way(self, compared: Compared, exponents: Tensor, count: int) -> Tensor:
+        """The asker's way to the middle: the opposite of what its peer moves by, to the last bit."""
+        return kernels.decode_differences(compared.codes, steps_of(exponents), count, self.bits)
+
+    def write(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        """(codes, scale) as a frame has them."""
+        return _joined(compared.peaks, compared.codes), torch.tensor(compared.offset, dtype=torch.float32)
+
+    def read(self, codes: Tensor, scale: Tensor, count: int) -> Compared:
+        """The inverse."""
+        peaks, rest = torch.split(codes, [num_blocks(count), -(-count // 8) * self.bits])
+        return Compared(peaks.view(torch.int8), rest.contiguous(), float(scale))
+
+
+def num_blocks(count: int) -> int:
+    """The steps that so many values take."""
+    return -(-count // RESIDUE_BLOCK)
 
 
 def exponents_for(steps: Tensor) -> Tensor:
@@ -103,3 +140,7 @@ def exponents_for(steps: Tensor) -> Tensor:
 def steps_of(exponents: Tensor) -> Tensor:
     """2^(e/4) as float32, the same bits on every machine."""
     return _STEPS[exponents.to(torch.int64) + 128]
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts])

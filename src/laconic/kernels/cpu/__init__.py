@@ -11,7 +11,7 @@ from laconic.kernels.cpu.bits import (
     unpack_bits,
     unpack_lanes,
 )
-from laconic.kernels.cpu.residues import decode_residues, encode_residues
+from laconic.kernels.cpu.residues import compare_residues, decode_differences, encode_residues
 from laconic.kernels.cpu.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.cpu.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
 from laconic.kernels.cpu.signs import pack_signs, unpack_signs, vote
@@ -23,9 +23,10 @@ __all__ = [
     "average_words",
     "check_sum",
     "compact",
+    "compare_residues",
     "count_at_least",
+    "decode_differences",
     "decode_elias_fano",
-    "decode_residues",
     "decode_rice",
     "encode_elias_fano",
     "encode_residues",

@@ -19,12 +19,13 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
     return codes, sums
 
 
-def decode_residues(
+def compare_residues(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
-    moves, peaks = torch.empty_like(x), torch.empty(num_blocks, dtype=torch.int32)
-    library().laconic_decode_residues(
+    moves, peaks = torch.empty_like(x), torch.empty(num_blocks, dtype=torch.int8)
+    differences = torch.empty(-(-n // 8) * (bits - 1), dtype=torch.uint8)
+    library().laconic_compare_residues(
         pointer("x", x, torch.float32),
         n,
         pointer("codes", codes, torch.uint8, -(-n // 8) * bits),
@@ -34,6 +35,15 @@ def decode_residues(
         bits,
         num_threads(),
         moves.data_ptr(),
+        differences.data_ptr(),
         peaks.data_ptr(),
     )
-    return moves, peaks
+    return moves, differences, peaks
+
+
+def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int) -> Tensor:
+    moves = torch.empty(n, dtype=torch.float32)
+    codes_at = pointer("codes", codes, torch.uint8, -(-n // 8) * bits)
+    steps_at = pointer("steps", steps, torch.float32, -(-n // RESIDUE_BLOCK))
+    library().laconic_decode_differences(codes_at, n, steps_at, bits, num_threads(), moves.data_ptr())
+    return moves

@@ -7,7 +7,11 @@ from laconic.kernels.gpu.rounding import average_words, largest_magnitudes, quan
 from laconic.kernels.gpu.selection import all_finite, compact, count_at_least, mean_magnitude
 from laconic.kernels.gpu.signs import pack_signs, unpack_signs, vote
 from laconic.kernels.gpu.withdraw import withdraw_
-from laconic.kernels.reference.residues import decode_residues, encode_residues  # models gossip on the host
+from laconic.kernels.reference.residues import (  # models gossip on the host
+    compare_residues,
+    decode_differences,
+    encode_residues,
+)
 from laconic.kernels.reference.rice import decode_rice, encode_rice
 from laconic.kernels.reference.sums import add_at_  # a launch of Triton's takes three times as long as index_add_
 
@@ -17,9 +21,10 @@ __all__ = [
     "average_words",
     "check_sum",
     "compact",
+    "compare_residues",
     "count_at_least",
+    "decode_differences",
     "decode_elias_fano",
-    "decode_residues",
     "decode_rice",
     "encode_elias_fano",
     "encode_residues",

@@ -33,31 +33,45 @@ inline uint32_t quotients(const float* x, int64_t count, float step, float offse
 
 inline int64_t code_bytes(int64_t entries, int bits) { return (entries + 7) / 8 * bits; }
 
-// Eight codes in `kBits` bytes, the first in the lowest bits; the width is known to the compiler, which unrolls the lanes.
+// Fields of `kWidth` ones, one every `kApart` bits, the first in the lowest.
+template <int kWidth, int kApart>
+constexpr uint64_t fields() {
+  uint64_t mask = 0;
+  for (int at = 0; at < 64; at += kApart) mask |= (~0ull >> (64 - kWidth)) << at;
+  return mask;
+}
+
+// Eight codes in `kBits` bytes, the first in the lowest bits: neighbours of eight bytes are moved together, then pairs,
+// then fours, which takes a fifth of the time of eight shifts.
 template <int kBits>
-void pack(const int32_t* q, int64_t count, uint8_t* out) {
-  constexpr uint64_t kMask = (1u << kBits) - 1;
+void pack(const uint8_t* codes, int64_t count, uint8_t* out) {
+  constexpr uint64_t kOne = fields<kBits, 16>(), kTwo = fields<2 * kBits, 32>(), kFour = fields<4 * kBits, 64>();
   for (int64_t i = 0; i < count; i += 8, out += kBits) {
-    uint64_t word = 0;
-    for (int lane = 0; lane < 8; ++lane) word |= (static_cast<uint64_t>(q[i + lane]) & kMask) << (kBits * lane);
+    uint64_t word;
+    std::memcpy(&word, codes + i, 8);
+    word = (word & kOne) | (word >> (8 - kBits) & kOne << kBits);
+    word = (word & kTwo) | (word >> (16 - 2 * kBits) & kTwo << 2 * kBits);
+    word = (word & kFour) | (word >> (32 - 4 * kBits) & kFour << 4 * kBits);
     std::memcpy(out, &word, kBits);
   }
 }
 
 template <int kBits>
-void unpack(const uint8_t* in, int64_t count, int32_t* q) {
-  constexpr uint64_t kMask = (1u << kBits) - 1;
+void unpack(const uint8_t* in, int64_t count, uint8_t* codes) {
+  constexpr uint64_t kOne = fields<kBits, 16>(), kTwo = fields<2 * kBits, 32>(), kFour = fields<4 * kBits, 64>();
   for (int64_t i = 0; i < count; i += 8, in += kBits) {
     uint64_t word = 0;
-    std::memcpy(&word, in, kBits);
-    for (int lane = 0; lane < 8; ++lane) q[i + lane] = static_cast<int32_t>(word >> (kBits * lane) & kMask);
+    for (int byte = 0; byte < kBits; ++byte) word |= static_cast<uint64_t>(in[byte]) << (8 * byte);
+    word = (word & kFour) | (word & kFour << 4 * kBits) << (32 - 4 * kBits);
+    word = (word & kTwo) | (word & kTwo << 2 * kBits) << (16 - 2 * kBits);
+    word = (word & kOne) | (word & kOne << kBits) << (8 - kBits);
+    std::memcpy(codes + i, &word, 8);
   }
 }
 
-using Pack = void (*)(const int32_t*, int64_t, uint8_t*);
-using Unpack = void (*)(const uint8_t*, int64_t, int32_t*);
-constexpr Pack kPack[] = {pack<2>, pack<3>, pack<4>, pack<5>, pack<6>, pack<7>, pack<8>};
-constexpr Unpack kUnpack[] = {unpack<2>, unpack<3>, unpack<4>, unpack<5>, unpack<6>, unpack<7>, unpack<8>};
+using Lanes = void (*)(const uint8_t*, int64_t, uint8_t*);
+constexpr Lanes kPack[] = {pack<2>, pack<3>, pack<4>, pack<5>, pack<6>, pack<7>, pack<8>};
+constexpr Lanes kUnpack[] = {unpack<2>, unpack<3>, unpack<4>, unpack<5>, unpack<6>, unpack<7>, unpack<8>};
 
 }  // namespace
 
@@ -66,36 +80,60 @@ extern "C" void laconic_encode_residues(const float* x, int64_t n, const float* 
                                         int threads, uint8_t* codes, int32_t* sums) {
   parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
     int32_t q[kShared];
+    uint8_t lanes[kShared];
     for (int64_t first = begin; first < end; first += kShared) {
       const int64_t count = std::min(kShared, end - first), block = first / kShared;
       sums[block] = static_cast<int32_t>(quotients(x + first, count, steps[block], offset, q));
-      kPack[bits - 2](q, count, codes + code_bytes(first, bits));
+      for (int64_t i = 0; i < kShared; ++i) lanes[i] = static_cast<uint8_t>(q[i]);
+      kPack[bits - 2](lanes, count, codes + code_bytes(first, bits));
     }
   });
 }
 
-extern "C" void laconic_decode_residues(const float* x, int64_t n, const uint8_t* codes, const int32_t* sums,
-                                        const float* steps, float offset, int bits, int threads, float* moves,
-                                        int32_t* peaks) {
+extern "C" void laconic_compare_residues(const float* x, int64_t n, const uint8_t* codes, const int32_t* sums,
+                                         const float* steps, float offset, int bits, int threads, float* moves,
+                                         uint8_t* differences, int8_t* peaks) {
   const uint32_t mask = (1u << bits) - 1;
-  const int32_t half = 1 << (bits - 1);
+  const int32_t half = 1 << (bits - 1), most = half / 2 - 1;
   parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
     int32_t q[kShared], away[kShared];
+    uint8_t lanes[kShared];
     for (int64_t first = begin; first < end; first += kShared) {
       const int64_t count = std::min(kShared, end - first), block = first / kShared;
       uint32_t expected = quotients(x + first, count, steps[block], offset, q);
-      kUnpack[bits - 2](codes + code_bytes(first, bits), count, away);
+      std::fill(lanes, lanes + kShared, 0);
+      kUnpack[bits - 2](codes + code_bytes(first, bits), count, lanes);
       int32_t peak = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t apart = static_cast<uint32_t>(away[i]) - static_cast<uint32_t>(q[i]);
+      for (int64_t i = 0; i < kShared; ++i) {  // zeros after the last entry: they are no distance away
+        const uint32_t apart = static_cast<uint32_t>(lanes[i]) - static_cast<uint32_t>(q[i]);
         away[i] = static_cast<int32_t>((apart + half) & mask) - half;
         peak = std::max(peak, std::abs(away[i]));
+        expected += weight(i) * static_cast<uint32_t>(away[i]);
       }
-      for (int64_t i = 0; i < count; ++i) expected += weight(i) * static_cast<uint32_t>(away[i]);
       const bool alike = static_cast<uint32_t>(sums[block]) == expected && peak < half;
-      const float move = alike ? steps[block] * 0.5f : 0.0f;
+      const int32_t limit = alike ? most : 0;
+      const float move = steps[block] * 0.5f;
+      for (int64_t i = 0; i < kShared; ++i) {
+        away[i] = std::min(limit, std::max(-limit, away[i]));
+        lanes[i] = static_cast<uint8_t>(away[i]);
+      }
       for (int64_t i = 0; i < count; ++i) moves[first + i] = static_cast<float>(away[i]) * move;
-      peaks[block] = alike ? peak : -1;
+      kPack[bits - 3](lanes, count, differences + code_bytes(first, bits - 1));
+      peaks[block] = static_cast<int8_t>(alike ? peak : -1);
+    }
+  });
+}
+
+extern "C" void laconic_decode_differences(const uint8_t* codes, int64_t n, const float* steps, int bits, int threads,
+                                           float* moves) {
+  const int32_t half = 1 << (bits - 1);
+  parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
+    uint8_t lanes[kShared];
+    for (int64_t first = begin; first < end; first += kShared) {
+      const int64_t count = std::min(kShared, end - first), block = first / kShared;
+      kUnpack[bits - 2](codes + code_bytes(first, bits), count, lanes);
+      const float move = steps[block] * -0.5f;
+      for (int64_t i = 0; i < count; ++i) moves[first + i] = static_cast<float>((lanes[i] ^ half) - half) * move;
     }
   });
 }

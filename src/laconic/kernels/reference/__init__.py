@@ -9,7 +9,7 @@ from laconic.kernels.reference.bits import (
     unpack_bits,
     unpack_lanes,
 )
-from laconic.kernels.reference.residues import decode_residues, encode_residues
+from laconic.kernels.reference.residues import compare_residues, decode_differences, encode_residues
 from laconic.kernels.reference.rice import decode_rice, encode_rice
 from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.reference.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
@@ -22,9 +22,10 @@ __all__ = [
     "average_words",
     "check_sum",
     "compact",
+    "compare_residues",
     "count_at_least",
+    "decode_differences",
     "decode_elias_fano",
-    "decode_residues",
     "decode_rice",
     "encode_elias_fano",
     "encode_residues",

@@ -21,14 +21,15 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
     return _pack((q & ((1 << bits) - 1)).view(-1)[: x.numel()], bits), _sums(q)
 
 
-def decode_residues(
+def compare_residues(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
-) -> tuple[Tensor, Tensor]:
-    """((y - x)/2, peaks) for the codes and sums of y: the difference nearest to zero that they allow, in whole steps.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(moves, differences, peaks) for the codes and sums of y: half of the way from x to y, and how y's owner is told.
 
-    Where it is not the true one somewhere in a block, the sums disagree, and the block stays as it is: zeros, and a
-    peak of -1. A peak is otherwise the largest difference of its block, in steps. Both ends reach the same verdict, and
-    their halves are each other's opposites bit for bit, so that the sum of x and y is unchanged.
+    d is the difference y - x nearest to zero that the codes allow, in whole steps, and at most 2^(bits-2) - 1 of them;
+    a move is d*step/2, and `differences` holds d in bits - 1 bits each, packed like codes. Peaks, int8, are the largest
+    differences of each block before the cut. Where one is not the true one the sums disagree, and the block stays as it
+    is: zeros, and a peak of -1.
     """
     half = 1 << (bits - 1)
     q = _quotients(x, steps, offset)
@@ -36,10 +37,21 @@ def decode_residues(
     theirs[: x.numel()] = _unpack(codes, x.numel(), bits)
     away = ((theirs.view(q.shape) - q + half) & (2 * half - 1)) - half
     away.view(-1)[x.numel() :] = 0
-    peaks = away.abs().amax(1).to(torch.int32)
+    peaks = away.abs().amax(1)
     alike = (sums == _sums(q + away)) & (peaks < half)
-    moves = torch.where(alike.unsqueeze(1), away.to(torch.float32) * (steps * 0.5).unsqueeze(1), 0.0)
-    return moves.view(-1)[: x.numel()].clone(), torch.where(alike, peaks, -1)
+    most = half // 2 - 1
+    told = torch.where(alike.unsqueeze(1), away.clamp(-most, most), 0)
+    moves = told.to(torch.float32) * (steps * 0.5).unsqueeze(1)
+    differences = _pack((told & (half - 1)).view(-1)[: x.numel()], bits - 1)
+    return moves.view(-1)[: x.numel()].clone(), differences, torch.where(alike, peaks, -1).to(torch.int8)
+
+
+def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int) -> Tensor:
+    """-d*step/2 for n differences d of so many bits: the opposite, bit for bit, of what their writer moved by."""
+    half = 1 << (bits - 1)
+    rows = torch.zeros(steps.numel(), RESIDUE_BLOCK, dtype=torch.float32, device=codes.device)
+    rows.view(-1)[:n] = ((_unpack(codes, n, bits) ^ half) - half).to(torch.float32)
+    return (rows * (steps * -0.5).unsqueeze(1)).view(-1)[:n].clone()
 
 
 def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
