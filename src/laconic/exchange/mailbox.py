@@ -100,8 +100,9 @@ class GlooMailbox:
 
     def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
         self._knock(peer, _ASKS, said.nbytes, num_bytes)
-        self._deliver(peer, said, _BODY)
-        reply = self._receive(peer, num_bytes, _REPLY)
+        sent = self._begin(self._group.send, peer, said, _BODY)
+        reply = self._receive(peer, num_bytes, _REPLY)  # which comes after all has been sent
+        self._finish(sent, peer)
         self._count("model", said.nbytes, reply.nbytes)
         return reply
 
