@@ -348,6 +348,13 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
     assert torch.all(((x - y + 2 * way).abs() <= 2 * step) | (2 * way.abs() == 7 * step))  # what is further is cut
 
 
+def test_letters_of_remainders_are_as_long_as_foretold() -> None:
+    scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(60, 20), "model")
+    assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
+    letters = Remainders(vector, scheme.quantize, 0, 0)
+    assert scheme.bytes_out(vector.layout, 4) == (letters.question_bytes([0]) + letters.answer_bytes([0])) / 2
+
+
 def test_a_letter_of_remainders_that_is_not_one_is_refused() -> None:
     remainders = _alike(Small(), 1, 0.01)
     values = remainders._vector.read()
@@ -571,8 +578,9 @@ def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) ->
             return str(error)
         return ""
 
-    for why in in_process(2, work):
-        assert "finite" in why or "nothing of a letter was taken" in why
+    whys = in_process(2, work)
+    assert all("not finite" in why or f"rank {spoilt} sent no question" in why for why in whys)
+    assert f"rank {spoilt}" in whys[spoilt] or f"rank {spoilt}" in whys[1 - spoilt]
 
 
 def test_states_are_checked() -> None:

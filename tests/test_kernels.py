@@ -249,7 +249,7 @@ def test_rice_is_the_same_code_everywhere(n: int, share: float, seed: int) -> No
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", range(3, 9))
 def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, bits: int, level: str) -> None:
     draw = torch.Generator().manual_seed(n + bits)
     x = torch.randn(n, generator=draw)
@@ -272,6 +272,16 @@ def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, 
     step, most = steps.repeat_interleave(256)[:n], 2 ** (bits - 2) - 1
     near, cut = (2 * moves - (y - x)).abs() <= step, (2 * moves.abs() == most * step) & ((y - x) * moves > 0)
     assert (near | cut)[~missed].all() and int(peaks.max()) < 2 ** (bits - 1)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_what_a_writer_left_after_the_last_code_is_not_read(bits: int, level: str) -> None:
+    x = torch.zeros(13)
+    codes, sums = reference.encode_residues(x, torch.ones(1), 0.5, bits)
+    codes[-1] |= 0x80  # of the sixteenth lane
+    for code in (reference, cpu):
+        _, _, peaks = code.compare_residues(x, codes, sums, torch.ones(1), 0.5, bits)
+        assert peaks.tolist() == [0]
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

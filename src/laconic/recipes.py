@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
@@ -52,8 +52,7 @@ def parse(text: str) -> AnyScheme:
         return compose(**arguments)
     if name not in RECIPES:
         raise SchemeError(f"no scheme is called {name!r}; write one of {', '.join(RECIPES)}, or {COMPOSED}:select=...")
-    made: AnyScheme = build(RECIPES[name], pairs(rest), name)
-    return made
+    return cast(AnyScheme, build(RECIPES[name], pairs(rest), name))
 
 
 @recipe
@@ -241,13 +240,14 @@ def gossip(
     quantize: str = "",
     peers: str = "uniform",
     mode: str = "free",
-    momentum: str = "quasi-global",
+    momentum: str = "",
     seed: int = 0,
 ) -> Scheme:
     """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
     quantize = quantize or ("residue" if rho == 1 else "bf16")
     in_turn = rate > 0 and (quantize.startswith("residue") or 0 < rho < 1)
     turns = Period(steps=max(1.0, 2 * rho / rate)) if in_turn else TargetRate(rate=rate)
+    momentum = momentum or ("quasi-global" if quantize.startswith("residue") else "local")
     return Scheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
@@ -265,11 +265,17 @@ def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = 
 
 @recipe
 def gossip_period(
-    *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
+    *,
+    steps: float = 16,
+    quantize: str = "none",
+    peers: str = "uniform",
+    mode: str = "free",
+    momentum: str = "local",
+    seed: int = 0,
 ) -> Scheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
     trigger = f"period(steps={steps})"
-    return gossip(trigger=trigger, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
+    return gossip(trigger=trigger, quantize=quantize, peers=peers, mode=mode, momentum=momentum, seed=seed)
 
 
 @recipe

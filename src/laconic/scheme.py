@@ -202,15 +202,17 @@ class Scheme:
     def _letter_bytes_out(self, layout: Layout, num_workers: int) -> float:
         """What a gossip's letters come to per step, asked and answering; NaN where change decides when."""
         plan = self.select.plan(layout, self.select.density_among(num_workers))
-        quantize = cast(Quantizer, self.quantize)
+        asked = cast(Quantizer, self.quantize)
+        told = cast(Quantizer, self.quantize.answer if isinstance(self.quantize, Residue) else asked)
         count = plan.num_fixed + plan.k
-        question, answer = (plan.num_entries, plan.k, plan.num_fixed), (count, count, 0)
+        question = FrameShape(plan.num_entries, plan.k, plan.num_fixed, asked)
+        answer = FrameShape(count, count, 0, told)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         assert isinstance(self.exchange, Gossip)
         letters = turns if self.exchange.mode == "matched" else 2 * turns
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
-        return letters * sum(FrameShape(*shape, quantize).num_bytes for shape in (question, answer)) / 2
+        return letters * (question.num_bytes + answer.num_bytes) / 2
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""

@@ -14,7 +14,7 @@ from laconic.bench.clock import median_seconds
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
 
 _NUM_FRAMES = 8
-_RESIDUE_BITS = 5
+_RESIDUE_BITS = 4
 _LANE_WIDTH = 6
 _LOW_WIDTH = 7  # what Elias-Fano takes at 1 %
 _LEVELS, _CODE_WIDTH = 7, 6  # maxnorm:bits=4 among 4 workers: five codes to an int32
@@ -125,10 +125,18 @@ def _signing(of: ModuleType, x: Tensor) -> _Works:
 def _remainders(of: ModuleType, x: Tensor) -> _Works:
     n, steps = x.numel(), torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
     told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
-    num_bytes = 4 * n + n * _RESIDUE_BITS / 8
+    _, differences, _ = kernels.reference.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS)
+    asked, answered = n * _RESIDUE_BITS / 8, n * (_RESIDUE_BITS - 1) / 8
     return {
-        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), num_bytes),
-        "decode_residues": (lambda: of.decode_residues(x, *told, steps, 0.5, _RESIDUE_BITS), num_bytes + 4 * n),
+        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + asked),
+        "compare_residues": (
+            lambda: of.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS),
+            8 * n + asked + answered,
+        ),
+        "decode_differences": (
+            lambda: of.decode_differences(differences, steps, n, _RESIDUE_BITS - 1),
+            answered + 4 * n,
+        ),
     }
 
 

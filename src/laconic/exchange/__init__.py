@@ -11,7 +11,7 @@ from laconic.exchange.local_mailbox import LocalMailbox, local_mailboxes
 from laconic.exchange.mailbox import GlooMailbox, Mailbox, open_mailbox
 from laconic.exchange.medium import Answer, Medium
 from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pattern, Server, Silent
-from laconic.exchange.peers import check_peers, matching, neighbours, pick
+from laconic.exchange.peers import asks_of, check_peers, matching, neighbours, pick
 from laconic.exchange.served import Served
 from laconic.exchange.shares import Shares, piece_borders
 from laconic.exchange.traffic import Count, Traffic, ring_bytes
@@ -48,6 +48,7 @@ __all__ = [
     "Traffic",
     "agree",
     "agreement_bytes",
+    "asks_of",
     "backend_for",
     "check_peers",
     "in_process",

@@ -8,7 +8,7 @@ from laconic.errors import SchemeError
 from laconic.kernels.draws import hash_64
 
 GRAPHS = ("uniform", "ring", "exponential")
-_PICK, _MATCH = 0, 1  # streams of draws
+_PICK, _MATCH, _ASK = range(3)  # streams of draws
 
 
 def neighbours(peers: str, rank: int, num_workers: int) -> tuple[int, ...]:
@@ -56,6 +56,11 @@ def pick(among: Collection[int], seed: int, step: int, rank: int) -> int | None:
     """The one that `rank` asks at a step, each as likely as the next; None if there is nobody."""
     ordered = sorted(among)
     return ordered[hash_64(seed, _PICK, step, rank) % len(ordered)] if ordered else None
+
+
+def asks_of(seed: int, step: int, rank: int, partner: int) -> bool:
+    """Whether `rank` is the one of a pair that asks at a step; the other answers."""
+    return (rank < partner) == bool(hash_64(seed, _ASK, step, min(rank, partner), max(rank, partner)) & 1)
 
 
 def matching(peers: str, seed: int, step: int, num_workers: int) -> list[int]:

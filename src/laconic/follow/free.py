@@ -147,7 +147,7 @@ class Free:
         return self._unsaid.choose_(check_finite(model))
 
     def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
-        """j hears x_i, owes itself (x_i - x_j)/2, and tells x_j: its model with all that is owed."""
+        """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
         try:
             topic, question = self._letters.open(message, peer)
         except FrameError as error:
@@ -180,7 +180,7 @@ class Free:
                 groups = sorted(self._touched)
                 moved = self._vector.add_(self._vector.cut(self._owed, groups), groups)
                 if self._momentum is not None:
-                    self._momentum.heed_(moved)
+                    self._momentum.heed_(moved, self._watch.gap(groups), self._watch.lr_share)
                 self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
                 if self._watch.looks:
                     self._due -= self._touched

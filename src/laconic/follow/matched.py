@@ -7,11 +7,10 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.exchange import Medium, matching
-from laconic.follow.letter import NotFiniteError, refusal
+from laconic.exchange import Medium, asks_of, matching
+from laconic.follow.letter import refusal
 from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
-from laconic.kernels.draws import hash_64
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -39,8 +38,7 @@ class Matched:
             for _ in ("question", "answer"):
                 self._swap(_NOTHING, medium.rank, 0)
             return
-        turn = hash_64(pattern.seed, step, min(medium.rank, partner), max(medium.rank, partner)) & 1
-        asks = (medium.rank < partner) == bool(turn)
+        asks = asks_of(pattern.seed, step, medium.rank, partner)
         topic, values, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
         self._moved(topic, values, way, groups)
         self.asked += asks
@@ -53,7 +51,7 @@ class Matched:
         if not kernels.all_finite(values):
             self._swap(refusal(self._letters.question_bytes(topic)), partner, 0)
             self._swap(_NOTHING, partner, self._letters.answer_bytes(topic))
-            raise NotFiniteError
+            raise FrameError(f"the model of rank {self.medium.rank} is not finite")
         if self._unsaid is not None:
             topic, values = self._unsaid.choose_(values)
         letter = self._letters.ask(topic, values)
@@ -66,20 +64,20 @@ class Matched:
         message = self._swap(_NOTHING, partner, self._letters.question_bytes(groups))
         try:
             topic, question = self._letters.open(message, partner)
-        except FrameError:
+        except FrameError as error:
             self._swap(refusal(self._letters.answer_bytes(groups)), partner, 0)
-            raise
+            raise FrameError(f"rank {partner} sent no question that can be answered: {error}") from None
         values = self._vector.read(topic)
         reply, way = self._letters.reply(question, topic, values)
         self._swap(reply, partner, 0)
         if way is None:
-            raise NotFiniteError
+            raise FrameError(f"the model of rank {self.medium.rank} is not finite")
         return topic, values, way
 
     def _moved(self, topic: Topic, values: Tensor, way: Tensor, groups: list[int]) -> None:
         moved = self._vector.add_(way, topic)
         if self._momentum is not None:
-            self._momentum.heed_(moved)
+            self._momentum.heed_(moved, self._watch.gap(groups), self._watch.lr_share)
         self._watch.sent(self._vector.count(topic))
         if self._unsaid is not None and isinstance(topic, Tensor):
             self._unsaid.exchanged(topic, values + way)

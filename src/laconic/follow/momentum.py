@@ -5,29 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_LEAST_LR_SHARE = 0.01  # of the largest so far: below, way/lr says more of where a model was than of where it is going
+
 
 class Momentum:
-    """v -= (1 - mu) * way/lr, where SGD does v = mu*v + gradient, x -= lr*v, and an exchange x += way.
+    """v -= (1 - mu^g)/g * way/lr, where SGD does v = mu*v + gradient, x -= lr*v, and after g steps x += way.
 
     So what peers do to a model counts as steps that it made, and two momenta draw near to each other as the models do,
-    without a byte (after quasi-global momentum, Lin et al., ICML 2021). Ways are opposites, so the sum of both momenta
-    is unchanged where the learning rates are the same. An optimizer other than SGD keeps its own.
+    without a byte (at g = 1 quasi-global momentum, Lin et al., ICML 2021; the share for more steps is ours: by itself
+    (1 - mu) would carry rare exchanges on to the other's place). Ways are opposites, so the sum of both momenta is
+    unchanged where rates and gaps are the same. An optimizer other than SGD keeps its own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @torch.no_grad()
-    def heed_(self, moved: list[tuple[Tensor, Tensor]]) -> None:
-        """Overwrite the momenta of parameters that were moved: (parameter or buffer, way) of each."""
-        if not isinstance(self._optimizer, torch.optim.SGD):
+    def heed_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
+        """Overwrite the momenta of parameters that were moved: (parameter or buffer, way) of each.
+
+        `gap` is how many steps the ways are about, `lr_share` the learning rate over the largest so far.
+        """
+        if not isinstance(self._optimizer, torch.optim.SGD) or lr_share < _LEAST_LR_SHARE:
             return
         ways = {id(tensor): way for tensor, way in moved}
         for group in self._optimizer.param_groups:
-            lr = float(group["lr"])
-            if not lr or not group["momentum"]:
-                continue
-            for parameter in group["params"]:
-                velocity = self._optimizer.state[parameter].get("momentum_buffer") if id(parameter) in ways else None
-                if velocity is not None:
-                    velocity.add_(ways[id(parameter)], alpha=(group["momentum"] - 1) / lr)
+            lr, mu = float(group["lr"]), group["momentum"]
+            for parameter in group["params"] if lr and mu else []:
+                velocity = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+                if velocity is not None and not velocity.is_sparse and id(parameter) in ways:
+                    velocity.add_(ways[id(parameter)], alpha=(mu**gap - 1) / (gap * lr))

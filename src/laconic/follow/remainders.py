@@ -54,7 +54,7 @@ class Remainders:
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
         """A question about the whole model."""
         self._num_asked += 1
-        told = self._residue.tell(values, self._exponents(values), offset_of(*self._draw, self._num_asked))
+        told = self._residue.tell(values, self._exponents(values), _offset_of(*self._draw, self._num_asked))
         return Remainder(self._question.write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=0), values, told)
 
     def _exponents(self, values: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Remainders:
         self._num_asked = int(saved["asked"])
 
 
-def offset_of(*numbers: int) -> float:
+def _offset_of(*numbers: int) -> float:
     """One of 2^24 offsets in [0, 1), each as likely as the next."""
     return (hash_64(*numbers) >> 40) / 2.0**24
 

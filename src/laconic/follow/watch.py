@@ -47,6 +47,7 @@ class Watch:
         self._asleep_until = [0] * num_groups  # the gap at which a group is looked at next
         self._bar: float | None = None if isinstance(trigger, TargetRate) else getattr(trigger, "bar", None)
         self._peak_lr = 0.0
+        self.lr_share = 1.0  # the learning rate over the largest so far
         self._share_sent = 0.0  # models sent since the last step
         self._look: _Look | None = None
         # What each group was after its last exchange, or a sample of it.
@@ -60,6 +61,7 @@ class Watch:
         While what was said before is `held_up`, a moving bar does not fall: it would not be heard for long afterwards.
         """
         self._peak_lr = max(self._peak_lr, lr)
+        self.lr_share = lr / self._peak_lr if self._peak_lr else 1.0
         trigger = self._trigger
         self._gaps = [gap + 1 for gap in self._gaps]
         if isinstance(trigger, EveryStep):
@@ -74,7 +76,7 @@ class Watch:
         must = [trigger.must(step, gap) for gap in self._gaps]
         due = [k for k in self._everything if must[k] is None and self._gaps[k] >= self._asleep_until[k]]
         if due and self._look is None:
-            self._look = self._begin(due, lr / self._peak_lr if self._peak_lr else 1.0)
+            self._look = self._begin(due, self.lr_share)
         loud = self._loud(patiently)
         return [k for k in self._everything if must[k] or (k in loud and must[k] is None)]
 
@@ -119,6 +121,10 @@ class Watch:
                 reach = gap * math.sqrt(self._bar / level) if level > 0 else 2.0 * gap + 2
                 self._asleep_until[k] = gap + max(1, int(min(reach - gap, 1e6) / 2))
         return loud
+
+    def gap(self, groups: Sequence[int]) -> int:
+        """The steps since the last exchange of one of these groups, the longest of them; this one is the first."""
+        return max(1, *(self._gaps[k] for k in groups))
 
     @property
     def looks(self) -> bool:

@@ -7,7 +7,7 @@ from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import InFrames, Quantizer
-from laconic.quantize.residue import Compared, Difference, Residue, Told, exponents_for, num_blocks, steps_of
+from laconic.quantize.residue import Difference, Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
@@ -22,7 +22,6 @@ __all__ = [
     "QUANTIZERS",
     "RESIDUES",
     "Carrier",
-    "Compared",
     "Difference",
     "Exact",
     "Grid",

@@ -49,7 +49,8 @@ class Residue:
     """floor(v/step + u) mod 2^bits, with a step for every 256 values (after Lu and De Sa, ICML 2020).
 
     A worker whose values are less than half of 2^bits steps away finds the difference, to a step; that it is so is
-    checked by a sum over each block (ours). The offset u, new each time, leaves the difference unbiased.
+    checked by a sum over each block (ours). The offset u, new each time, leaves the difference unbiased. What is
+    answered is cut at 2^(bits-2) - 1 steps, at both ends alike; the rest is there to be seen the next time.
     """
 
     code_id: ClassVar[int] = 7
@@ -68,7 +69,7 @@ class Residue:
 
     @property
     def answer(self) -> Difference:
-        """How a difference is told, in one bit less: few are so large that they are cut."""
+        """How a difference is told: in one bit less, which cuts the largest ones."""
         return Difference(self.bits - 1)
 
     def num_bytes(self, count: int) -> int:
@@ -80,7 +81,7 @@ class Residue:
         return Told(exponents, sums, codes, offset)
 
     def compare(self, values: Tensor, told: Told) -> tuple[Tensor, Compared]:
-        """((theirs - values)/2, what to answer): the way to the middle, and all that the other needs to come there."""
+        """(the way to the middle, (theirs - values)/2 but for rounding and cut; what the other needs for its own)."""
         steps = steps_of(told.exponents)
         way, codes, peaks = kernels.compare_residues(values, told.codes, told.sums, steps, told.offset, self.bits)
         return way, Compared(peaks, codes, told.offset)

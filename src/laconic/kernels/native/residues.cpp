@@ -101,10 +101,10 @@ extern "C" void laconic_compare_residues(const float* x, int64_t n, const uint8_
     for (int64_t first = begin; first < end; first += kShared) {
       const int64_t count = std::min(kShared, end - first), block = first / kShared;
       uint32_t expected = quotients(x + first, count, steps[block], offset, q);
-      std::fill(lanes, lanes + kShared, 0);
       kUnpack[bits - 2](codes + code_bytes(first, bits), count, lanes);
+      std::fill(lanes + count, lanes + kShared, 0);
       int32_t peak = 0;
-      for (int64_t i = 0; i < kShared; ++i) {  // zeros after the last entry: they are no distance away
+      for (int64_t i = 0; i < kShared; ++i) {  // after the last entry both are zero, and no distance apart
         const uint32_t apart = static_cast<uint32_t>(lanes[i]) - static_cast<uint32_t>(q[i]);
         away[i] = static_cast<int32_t>((apart + half) & mask) - half;
         peak = std::max(peak, std::abs(away[i]));
