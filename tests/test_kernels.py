@@ -260,6 +260,7 @@ def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, 
     y[far] += 10 * allowed[far] + 40
     found = []
     for code in (reference, cpu):
+        assert all(map(torch.equal, code.largest_changes(y, x), reference.largest_changes(y, x)))
         codes, sums = code.encode_residues(y, steps, 0.375, bits)
         assert codes.numel() == -(-n // 8) * bits
         moves, told, peaks = code.compare_residues(x, codes, sums, steps, 0.375, bits)

@@ -126,8 +126,10 @@ def _remainders(of: ModuleType, x: Tensor) -> _Works:
     n, steps = x.numel(), torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
     told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
     _, differences, _ = kernels.reference.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS)
+    rolled = torch.roll(x, 1)
     asked, answered = n * _RESIDUE_BITS / 8, n * (_RESIDUE_BITS - 1) / 8
     return {
+        "largest_changes": (lambda: of.largest_changes(x, rolled), 8 * n),
         "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + asked),
         "compare_residues": (
             lambda: of.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS),

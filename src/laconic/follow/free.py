@@ -42,7 +42,7 @@ class Free:
         vector = parts.vector
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
-        self._owed = torch.zeros(vector.num_entries, dtype=torch.float32)  # what exchanges owe to the model
+        self._owed: Tensor | None = None  # what exchanges owe to the model
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
         self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
@@ -142,7 +142,7 @@ class Free:
         if self._unsaid is None:
             return groups, check_finite(self._tell(groups))
         model = self._read(None, self._room)
-        if self._touched:
+        if self._owed is not None:
             model += self._owed
         return self._unsaid.choose_(check_finite(model))
 
@@ -164,10 +164,15 @@ class Free:
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
         values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
-        return values.add_(self._vector.cut(self._owed, topic)) if self._touched else values
+        return values if self._owed is None else values.add_(self._vector.cut(self._owed, topic))
 
     def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
-        self._vector.add_into_(self._owed, topic, way)
+        if self._owed is None and way.numel() == self._vector.num_entries:
+            self._owed = way  # a pass over the model less than to add it to zeros
+        else:
+            if self._owed is None:
+                self._owed = torch.zeros(self._vector.num_entries, dtype=torch.float32)
+            self._vector.add_into_(self._owed, topic, way)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
         self._num_sent += self._vector.count(topic)
         if self._unsaid is not None and isinstance(topic, Tensor):
@@ -176,7 +181,7 @@ class Free:
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""
         with self._lock:
-            if self._touched:
+            if self._owed is not None:
                 groups = sorted(self._touched)
                 moved = self._vector.add_(self._vector.cut(self._owed, groups), groups)
                 if self._momentum is not None:
@@ -184,8 +189,7 @@ class Free:
                 self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
                 if self._watch.looks:
                     self._due -= self._touched
-                self._owed.zero_()
-                self._touched = set()
+                self._owed, self._touched = None, set()
                 self._catch_up()
             self._watch.sent(self._num_sent)
             self._num_sent = 0
@@ -232,13 +236,13 @@ class Free:
     @property
     def owed(self) -> Tensor | None:
         with self._lock:
-            return self._owed.to("cpu", copy=True) if self._touched else None
+            return None if self._owed is None else self._owed.clone()
 
     def owe(self, owed: Tensor | None) -> None:
         """Take over what was owed when a state was saved."""
         with self._lock:
             self._touched = set() if owed is None else set(range(len(self._vector.groups)))
-            self._owed.zero_() if owed is None else self._owed.copy_(owed)
+            self._owed = None if owed is None else owed.to(torch.float32, copy=True)
 
     def close(self) -> None:
         for _ in self._askers:

@@ -13,7 +13,6 @@ from laconic.errors import FrameError
 from laconic.follow.letter import NO_POSITIONS, NotFiniteError, check_taken
 from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
 from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.wire import FrameShape
 
@@ -48,7 +47,6 @@ class Remainders:
         self._draw = seed, rank
         self._num_asked = 0
         self.last = vector.read()
-        self._room = torch.empty_like(self.last)  # new pages at every exchange would cost as much as its arithmetic
         self.reach = torch.zeros(num_blocks(vector.num_entries), dtype=torch.float32)
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
@@ -59,8 +57,7 @@ class Remainders:
 
     def _exponents(self, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
-        change = kernels.largest_magnitudes(torch.sub(values, self.last, out=self._room), RESIDUE_BLOCK)
-        size = kernels.largest_magnitudes(values, RESIDUE_BLOCK)
+        change, size = kernels.largest_changes(values, self.last)
         first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
         reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
         return exponents_for(torch.maximum(_MARGIN * reach / self._residue.half_range, _FINEST_SHARE * size))

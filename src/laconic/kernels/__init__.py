@@ -37,6 +37,7 @@ __all__ = [
     "encode_elias_fano",
     "encode_residues",
     "encode_rice",
+    "largest_changes",
     "largest_magnitudes",
     "mean_magnitude",
     "missing",
@@ -121,6 +122,7 @@ decode_rice = _dispatched(reference.decode_rice)
 encode_elias_fano = _dispatched(reference.encode_elias_fano)
 encode_residues = _dispatched(reference.encode_residues)
 encode_rice = _dispatched(reference.encode_rice)
+largest_changes = _dispatched(reference.largest_changes)
 largest_magnitudes = _dispatched(reference.largest_magnitudes)
 mean_magnitude = _dispatched(reference.mean_magnitude)
 pack_lanes = _dispatched(reference.pack_lanes)

@@ -11,7 +11,7 @@ from laconic.kernels.cpu.bits import (
     unpack_bits,
     unpack_lanes,
 )
-from laconic.kernels.cpu.residues import compare_residues, decode_differences, encode_residues
+from laconic.kernels.cpu.residues import compare_residues, decode_differences, encode_residues, largest_changes
 from laconic.kernels.cpu.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.cpu.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
 from laconic.kernels.cpu.signs import pack_signs, unpack_signs, vote
@@ -31,6 +31,7 @@ __all__ = [
     "encode_elias_fano",
     "encode_residues",
     "encode_rice",
+    "largest_changes",
     "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",

@@ -46,6 +46,7 @@ _SIGNATURES = {
     "most_rice_words": (_N, (_N,)),
     "encode_rice": (_N, (_P, _N, _P)),
     "decode_rice": (_N, (_P, _N, _N, _N, _P)),
+    "largest_changes": (None, (_P, _P, _N, _INT, _P, _P)),
     "encode_residues": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
     "compare_residues": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),
     "decode_differences": (None, (_P, _N, _P, _INT, _INT, _P)),

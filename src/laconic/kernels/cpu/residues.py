@@ -10,6 +10,14 @@ from laconic.kernels.cpu.pointer import num_threads, pointer
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
 
 
+def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    n = x.numel()
+    changes, sizes = torch.empty(2, -(-n // RESIDUE_BLOCK), dtype=torch.float32)
+    at, last_at = pointer("x", x, torch.float32), pointer("last", last, torch.float32, n)
+    library().laconic_largest_changes(at, last_at, n, num_threads(), changes.data_ptr(), sizes.data_ptr())
+    return changes, sizes
+
+
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
     n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
     codes = torch.empty(-(-n // 8) * bits, dtype=torch.uint8)

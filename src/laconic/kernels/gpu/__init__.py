@@ -11,6 +11,7 @@ from laconic.kernels.reference.residues import (  # models gossip on the host
     compare_residues,
     decode_differences,
     encode_residues,
+    largest_changes,
 )
 from laconic.kernels.reference.rice import decode_rice, encode_rice
 from laconic.kernels.reference.sums import add_at_  # a launch of Triton's takes three times as long as index_add_
@@ -29,6 +30,7 @@ __all__ = [
     "encode_elias_fano",
     "encode_residues",
     "encode_rice",
+    "largest_changes",
     "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "lanes.h"
 #include "parallel.h"
 
 using namespace laconic;
@@ -74,6 +75,21 @@ constexpr Lanes kPack[] = {pack<2>, pack<3>, pack<4>, pack<5>, pack<6>, pack<7>,
 constexpr Lanes kUnpack[] = {unpack<2>, unpack<3>, unpack<4>, unpack<5>, unpack<6>, unpack<7>, unpack<8>};
 
 }  // namespace
+
+extern "C" void laconic_largest_changes(const float* x, const float* last, int64_t n, int threads, float* changes,
+                                        float* sizes) {
+  parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += kShared) {
+      uint32_t change = 0, size = 0;
+      for (int64_t i = first; i < std::min(first + kShared, end); ++i) {
+        change = std::max(change, magnitude_bits(x[i] - last[i]));
+        size = std::max(size, magnitude_bits(x[i]));
+      }
+      changes[first / kShared] = from_bits(change);
+      sizes[first / kShared] = from_bits(size);
+    }
+  });
+}
 
 // Blocks are independent, and each begins at a whole number of bytes.
 extern "C" void laconic_encode_residues(const float* x, int64_t n, const float* steps, float offset, int bits,

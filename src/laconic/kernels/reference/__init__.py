@@ -9,7 +9,7 @@ from laconic.kernels.reference.bits import (
     unpack_bits,
     unpack_lanes,
 )
-from laconic.kernels.reference.residues import compare_residues, decode_differences, encode_residues
+from laconic.kernels.reference.residues import compare_residues, decode_differences, encode_residues, largest_changes
 from laconic.kernels.reference.rice import decode_rice, encode_rice
 from laconic.kernels.reference.rounding import average_words, largest_magnitudes, quantize_pack, unpack_scale
 from laconic.kernels.reference.selection import all_finite, compact, count_at_least, mean_magnitude, withdraw_
@@ -30,6 +30,7 @@ __all__ = [
     "encode_elias_fano",
     "encode_residues",
     "encode_rice",
+    "largest_changes",
     "largest_magnitudes",
     "mean_magnitude",
     "pack_lanes",

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.kernels.reference.rounding import largest_magnitudes
+
 RESIDUE_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes
 _LIMIT = float(0x2AAAAA80)  # a quotient beyond is cut off, to no power of two, so that its sum shows it
 _WEIGHT = 2_654_435_767  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
+
+
+def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(the largest |x - last|, the largest |x|) of each block of 256 finite entries."""
+    return largest_magnitudes(x - last, RESIDUE_BLOCK), largest_magnitudes(x, RESIDUE_BLOCK)
 
 
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
