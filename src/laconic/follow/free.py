@@ -38,7 +38,8 @@ class Free:
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
         self._mailbox = mailbox
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid, self._momentum = parts
+        self._parts = parts
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid, _ = parts
         vector = parts.vector
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
@@ -183,10 +184,7 @@ class Free:
         with self._lock:
             if self._owed is not None:
                 groups = sorted(self._touched)
-                moved = self._vector.add_(self._vector.cut(self._owed, groups), groups)
-                if self._momentum is not None:
-                    self._momentum.heed_(moved, self._watch.gap(groups), self._watch.lr_share)
-                self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
+                self._parts.move_(self._vector.cut(self._owed, groups), groups, groups)
                 if self._watch.looks:
                     self._due -= self._touched
                 self._owed, self._touched = None, set()

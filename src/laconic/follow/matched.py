@@ -23,7 +23,8 @@ class Matched:
         self.traffic = medium.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid, self._momentum = parts
+        self._parts = parts
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid, _ = parts
 
     def step(self, step: int, lr: float) -> None:
         """x += (x_peer - x)/2 for what one of a pair wants to exchange."""
@@ -75,13 +76,10 @@ class Matched:
         return topic, values, way
 
     def _moved(self, topic: Topic, values: Tensor, way: Tensor, groups: list[int]) -> None:
-        moved = self._vector.add_(way, topic)
-        if self._momentum is not None:
-            self._momentum.heed_(moved, self._watch.gap(groups), self._watch.lr_share)
         self._watch.sent(self._vector.count(topic))
         if self._unsaid is not None and isinstance(topic, Tensor):
             self._unsaid.exchanged(topic, values + way)
-        self._watch.exchanged(groups, None if self._unsaid is None else self._unsaid.last)
+        self._parts.move_(way, topic, groups)
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
         return self.medium.swap(message.to(self._vector.device), partner, "model", num_back).cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -44,3 +45,10 @@ class Parts(NamedTuple):
     watch: Watch
     unsaid: Unsaid | None  # where only chosen entries go
     momentum: Momentum | None  # where it heeds what peers do
+
+    def move_(self, way: Tensor, topic: Topic, groups: Sequence[int]) -> None:
+        """Add what exchanges of these groups have brought to the model, and tell momentum and watch of it."""
+        moved = self.vector.add_(way, topic)
+        if self.momentum is not None:
+            self.momentum.heed_(moved, self.watch.gap(groups), self.watch.lr_share)
+        self.watch.exchanged(groups, None if self.unsaid is None else self.unsaid.last)
