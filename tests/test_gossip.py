@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from gossiping import Learner, Small, free, learner_at, matched
 from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
-from laconic.errors import FrameError, LaunchError
+from laconic.errors import FrameError
 from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
-from laconic.exchange.mailbox import GlooMailbox
 from laconic.exchange.peers import GRAPHS
 from laconic.follow.free import Free
 from laconic.follow.letter import Letters, refusal
@@ -511,28 +510,6 @@ def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.Captu
         assert "without rank 2" in str(stats)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("rank 2 is gone" in line and "going on without it" in line for line in said)
-
-
-def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
-    class Deaf:
-        """A group whose messages never arrive."""
-
-        def rank(self) -> int:
-            return 2
-
-        def size(self) -> int:
-            return 3
-
-        def send(self, *_: object) -> Deaf:
-            return self
-
-        def wait(self) -> None:
-            threading.Event().wait()
-
-    box = GlooMailbox(Deaf(), 0.001)  # type: ignore[arg-type]
-    box._lost.add(0)
-    with pytest.raises(LaunchError, match="waited 0 s to meet rank 1 and has lost rank 0; mend its links"):
-        box.meet(torch.zeros(1), lambda parts: parts[0], None)
 
 
 def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:

@@ -8,12 +8,13 @@ from laconic.exchange.desk import Desk
 from laconic.exchange.group import Group, backend_for, own_group, ranks_that_differ, world
 from laconic.exchange.in_process import InProcess, in_process
 from laconic.exchange.local_mailbox import LocalMailbox, local_mailboxes
-from laconic.exchange.mailbox import GlooMailbox, Mailbox, open_mailbox
+from laconic.exchange.mailbox import Mailbox
 from laconic.exchange.medium import Answer, Medium
 from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pattern, Server, Silent
 from laconic.exchange.peers import asks_of, check_peers, matching, neighbours, pick
 from laconic.exchange.served import Served
 from laconic.exchange.shares import Shares, piece_borders
+from laconic.exchange.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.exchange.traffic import Count, Traffic, ring_bytes
 
 PATTERNS: dict[str, type[Pattern]] = {
@@ -32,7 +33,6 @@ __all__ = [
     "Count",
     "CountedGroup",
     "Desk",
-    "GlooMailbox",
     "Gossip",
     "Group",
     "InProcess",
@@ -45,6 +45,7 @@ __all__ = [
     "Server",
     "Shares",
     "Silent",
+    "TcpMailbox",
     "Traffic",
     "agree",
     "agreement_bytes",

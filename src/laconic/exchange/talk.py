@@ -77,8 +77,8 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
     return buffer
 
 
-def tuned(connection: socket.socket, timeout_s: float) -> socket.socket:
-    """Small messages at once, and no wait longer than the timeout."""
+def tuned(connection: socket.socket, timeout_s: float | None) -> socket.socket:
+    """Small messages at once, and no wait longer than the timeout, if there is one."""
     connection.settimeout(timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

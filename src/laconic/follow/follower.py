@@ -210,8 +210,9 @@ def follow(
     _begin_alike_(model, meeting)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
+    mailbox = open_mailbox(meeting, scheme.exchange.patience)
     meeting.close()
-    return Follower(model, optimizer, scheme, open_mailbox(group, scheme.exchange.patience))
+    return Follower(model, optimizer, scheme, mailbox)
 
 
 @torch.no_grad()

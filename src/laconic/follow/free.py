@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import queue
 import sys
@@ -59,6 +60,8 @@ class Free:
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._catch_up()
+        self._closed = False
+        atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
         mailbox.serve(self._answer)
 
     def step(self, step: int, lr: float) -> None:
@@ -211,6 +214,8 @@ class Free:
             _say(self._mailbox.rank, f"exchanges with rank {peer} are left out while {error}")
 
     def _drop(self, peer: int, why: str) -> None:
+        if self._closed:
+            return
         self._reachable.discard(peer)
         self.lost[peer] = why
         _say(self._mailbox.rank, f"{why}; going on without it")
@@ -243,11 +248,16 @@ class Free:
             self._owed = None if owed is None else owed.to(torch.float32, copy=True)
 
     def close(self) -> None:
+        """Hang up, after what is under way, if it does not take too long."""
+        atexit.unregister(self.close)
         for _ in self._askers:
             self._questions.put(None)
-        for asker in self._askers:  # one that outlives the interpreter by a moment would abort the process
+        for asker in self._askers:
             asker.join(self._pattern.patience)
+        self._closed = True
         self._mailbox.close()
+        for asker in self._askers:
+            asker.join(self._pattern.patience)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

@@ -66,6 +66,11 @@ class ModelVector:
             start = stop
         self.groups = tuple(groups)
         self.layout = Layout.of(list(self._tensors), [t.numel() for t in self._tensors.values()])
+        self._spans_of = [
+            [s for s in self.layout.spans if g.start <= s.start and s.stop <= g.stop and s.stop > s.start]
+            for g in groups
+        ]
+        self._seen: dict[str, tuple[int, Tensor]] = {}  # where a tensor lay, and a view of it there
         self.num_entries = start
         large = [name for name, p in trained.items() if p.numel() >= whole_below]
         self.chosen_layout = Layout.of(large, [trained[name].numel() for name in large])
@@ -76,7 +81,8 @@ class ModelVector:
         """A float32 copy of what is named, end to end, in `out` if given; of the whole model if nothing is named."""
         if isinstance(topic, Tensor):
             return self.read().index_select(0, topic)
-        pieces = [self._tensors[span.name].detach().reshape(-1).to(torch.float32) for span in self._spans(topic)]
+        rows = self._rows(self._spans(topic))
+        pieces = [row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float() for row in rows]
         if self.device.type != "cuda":
             return torch.cat(pieces, out=out)
         whole = torch.cat(pieces)
@@ -115,16 +121,18 @@ class ModelVector:
             delta, topic = whole, None
         if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device
             delta = delta.pin_memory().to(self.device, non_blocking=True)
-        pieces = self._pieces(delta, topic)
-        for tensor, piece in pieces:
-            tensor.add_(piece)
-        return pieces
+        spans = self._spans(topic)
+        rows, sizes = self._rows(spans), [span.num_entries for span in spans]
+        pieces = [piece.view(row.shape) for row, piece in zip(rows, torch.split(delta, sizes), strict=True)]
+        torch._foreach_add_(rows, pieces)
+        return [(self._tensors[span.name], piece) for span, piece in zip(spans, pieces, strict=True)]
 
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:
         """Overwrite the whole model."""
-        for tensor, piece in self._pieces(values, None):
-            tensor.copy_(piece)
+        for span in self.layout.spans:
+            tensor = self._tensors[span.name]
+            tensor.copy_(values[span.start : span.stop].view(tensor.shape))
 
     def cut(self, flat: Tensor, topic: Topic) -> Tensor:
         """What is named, end to end, out of a vector of the whole model; a copy, unless it is one group."""
@@ -152,18 +160,20 @@ class ModelVector:
     def _spans(self, groups: Sequence[int] | None) -> list[Span]:
         if groups is None:
             return list(self.layout.spans)
-        wanted = [self.groups[k] for k in groups]
-        return [
-            s for g in wanted for s in self.layout.spans if g.start <= s.start and s.stop <= g.stop and s.stop > s.start
-        ]
+        return [span for k in groups for span in self._spans_of[k]]
 
-    def _pieces(self, flat: Tensor, groups: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
-        found, start = [], 0
-        for span in self._spans(groups):
+    def _rows(self, spans: Sequence[Span]) -> list[Tensor]:
+        """Each tensor end to end, or in its shape where it does not lie so: views, made anew where one has moved."""
+        rows = []
+        for span in spans:
             tensor = self._tensors[span.name]
-            found.append((tensor, flat[start : start + span.num_entries].view(tensor.shape)))
-            start += span.num_entries
-        return found
+            place, row = self._seen.get(span.name, (0, tensor))
+            if place != tensor.data_ptr():
+                row = tensor.detach()
+                row = row.view(-1) if row.is_contiguous() else row
+                self._seen[span.name] = tensor.data_ptr(), row
+            rows.append(row)
+        return rows
 
 
 def _by_tensor(trained: Mapping[str, Tensor], running: Mapping[str, Tensor]) -> list[tuple[list[str], list[str]]]:
