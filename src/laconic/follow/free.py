@@ -18,6 +18,7 @@ from laconic.exchange import Mailbox, neighbours, pick
 from laconic.follow.letter import check_finite, refusal
 from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
+from laconic.layout import add_on_host
 
 _Question = tuple[int, list[int]]  # whom, of what
 _SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
@@ -147,7 +148,7 @@ class Free:
             return groups, check_finite(self._tell(groups))
         model = self._read(None, self._room)
         if self._owed is not None:
-            model += self._owed
+            add_on_host(model, self._owed, out=model)
         return self._unsaid.choose_(check_finite(model))
 
     def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
@@ -168,7 +169,7 @@ class Free:
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
         values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
-        return values if self._owed is None else values.add_(self._vector.cut(self._owed, topic))
+        return values if self._owed is None else add_on_host(values, self._vector.cut(self._owed, topic), out=values)
 
     def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
         if self._owed is None and way.numel() == self._vector.num_entries:

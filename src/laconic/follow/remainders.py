@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from laconic.errors import FrameError
 from laconic.follow.letter import NO_POSITIONS, NotFiniteError, check_taken
 from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
+from laconic.layout import add_on_host
 from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.wire import FrameShape
 
@@ -47,7 +49,11 @@ class Remainders:
         self._draw = seed, rank
         self._num_asked = 0
         self.last = vector.read()
-        self.reach = torch.zeros(num_blocks(vector.num_entries), dtype=torch.float32)
+        n = vector.num_entries
+        self.reach = torch.zeros(num_blocks(n), dtype=torch.float32)
+        # Whose codes are read as they are.
+        self._question = FrameShape(n, n, 0, cast(Quantizer, residue))
+        self._answer = FrameShape(n, n, 0, cast(Quantizer, residue.answer))
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
         """A question about the whole model."""
@@ -57,10 +63,11 @@ class Remainders:
 
     def _exponents(self, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
-        change, size = kernels.largest_changes(values, self.last)
-        first = torch.maximum(_CHANGE_WEIGHT * change, _FIRST_SHARE * size)
-        reach = torch.where(self.reach > 0, torch.maximum(self.reach, _CHANGE_WEIGHT * change), first)
-        return exponents_for(torch.maximum(_MARGIN * reach / self._residue.half_range, _FINEST_SHARE * size))
+        change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self.last))
+        reach, change = self.reach.numpy(), np.float32(_CHANGE_WEIGHT) * change
+        expected = np.maximum(change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size))
+        steps = np.maximum(np.float32(_MARGIN / self._residue.half_range) * expected, np.float32(_FINEST_SHARE) * size)
+        return exponents_for(torch.from_numpy(steps))
 
     def question_bytes(self, topic: Topic) -> int:
         """The length of a question."""
@@ -96,20 +103,10 @@ class Remainders:
         return way
 
     def _learn(self, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
-        steps = steps_of(exponents)
-        missed = 2 * self._residue.half_range / _MARGIN * steps
-        self.reach = torch.maximum(torch.where(peaks < 0, missed, (peaks + 0.5) * steps), _FADE * self.reach)
-        torch.add(values, way, out=self.last)
-
-    @property
-    def _question(self) -> FrameShape:
-        n = self._vector.num_entries
-        return FrameShape(n, n, 0, cast(Quantizer, self._residue))  # whose codes are read as they are
-
-    @property
-    def _answer(self) -> FrameShape:
-        n = self._vector.num_entries
-        return FrameShape(n, n, 0, cast(Quantizer, self._residue.answer))
+        away, steps = peaks.numpy().astype(np.float32), steps_of(exponents).numpy()
+        seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
+        self.reach = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach.numpy()))
+        add_on_host(values, way, out=self.last)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain tensors."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.layout import Layout, Span
+from laconic.layout import Layout, Span, add_on_host, end_to_end
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
@@ -84,7 +84,7 @@ class ModelVector:
         rows = self._rows(self._spans(topic))
         pieces = [row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float() for row in rows]
         if self.device.type != "cuda":
-            return torch.cat(pieces, out=out)
+            return end_to_end(pieces, out)
         whole = torch.cat(pieces)
         host = self.room(whole.numel()) if out is None else out
         host.copy_(whole, non_blocking=True)
@@ -140,7 +140,7 @@ class ModelVector:
             return flat.index_select(0, topic)
         if len(topic) == 1:
             return flat[self.groups[topic[0]].start : self.groups[topic[0]].stop]
-        return torch.cat([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
+        return end_to_end([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
     def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
         """Add to what is named in a vector of the whole model."""
@@ -150,7 +150,8 @@ class ModelVector:
         start = 0
         for k in topic:
             group = self.groups[k]
-            flat[group.start : group.stop] += delta[start : start + group.num_entries]
+            part = flat[group.start : group.stop]
+            add_on_host(part, delta[start : start + group.num_entries], out=part)
             start += group.num_entries
 
     def count(self, topic: Topic) -> int:

@@ -6,22 +6,24 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
+from laconic.layout import end_to_end
 
 _EXPONENTS_PER_OCTAVE = 4  # so that a step is at most a fifth larger than it need be
 _SUM_BYTES = 4
 
-_STEPS = torch.tensor(
+_STEPS = np.array(
     [
         math.ldexp(2.0 ** (e % _EXPONENTS_PER_OCTAVE / _EXPONENTS_PER_OCTAVE), e // _EXPONENTS_PER_OCTAVE)
         for e in range(-128, 128)
     ],
-    dtype=torch.float32,
+    dtype=np.float32,
 )
 
 
@@ -133,15 +135,19 @@ def num_blocks(count: int) -> int:
     return -(-count // RESIDUE_BLOCK)
 
 
+# By numpy: letters are written on the host, and on the few steps of a small model torch takes four times as long.
+
+
 def exponents_for(steps: Tensor) -> Tensor:
     """int8 for the smallest steps that can be told and are not below these."""
-    return (steps.log2() * _EXPONENTS_PER_OCTAVE).ceil().clamp_(-128, 127).to(torch.int8)
+    wanted = np.ceil(np.log2(np.maximum(steps.numpy(), _STEPS[0])) * _EXPONENTS_PER_OCTAVE)
+    return torch.from_numpy(np.minimum(wanted, 127).astype(np.int8))
 
 
 def steps_of(exponents: Tensor) -> Tensor:
     """2^(e/4) as float32, the same bits on every machine."""
-    return _STEPS[exponents.to(torch.int64) + 128]
+    return torch.from_numpy(_STEPS[exponents.numpy().astype(np.intp) + 128])
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    return torch.cat([part.view(torch.uint8) for part in parts])
+    return end_to_end([part.view(torch.uint8) for part in parts])

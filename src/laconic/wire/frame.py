@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
+from laconic.layout import end_to_end
 from laconic.quantize import Quantizer
 from laconic.wire.choose import smallest_index_codec
 from laconic.wire.index_codec import IndexCodec
@@ -102,7 +103,7 @@ class FrameShape:
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
-        return _signed_(torch.cat(blocks))
+        return _signed_(end_to_end(blocks))
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
