@@ -598,10 +598,12 @@ def test_wrong_compositions_name_their_cure() -> None:
         "gossip:quantize=residue(bits=9)": "3 to 8",
         "scheme:quantize=residue": "use Gossip",
         "scheme:exchange=gossip(grace=-1)": "0 to wait for nobody",
-        "gossip:mode=fast": "free, wait, matched",
+        "gossip:mode=fast": "free, paired, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
         "gossip:trigger=change(per=layer)": "model or tensor",
-        "gossip-period:steps=0.5": "1 or more",
+        "gossip-period:steps=0.5": "only pairs meet more than once a step",
+        "gossip-period:steps=0.01": "0.1 or more",
+        "gossip:mode=paired,trigger=change": "pairs meet by the clock",
     }.items():
         with pytest.raises(SchemeError, match=cure):
             parse(text)

@@ -102,7 +102,7 @@ def test_momentum_heeds_where_remainders_are_told_unless_local_is_asked_for() ->
         "gossip:rho=0.2": "local",
         "gossip:rho=0.2,momentum=quasi-global": "quasi-global",
         "gossip-every": "local",
-        "gossip-period:momentum=quasi-global": "quasi-global",
+        "scheme:exchange=gossip(momentum=quasi-global)": "quasi-global",
     }.items():
         scheme = parse(text)
         assert isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)

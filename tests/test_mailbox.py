@@ -31,7 +31,7 @@ def _letter(count: int, first: int = 0) -> Tensor:
     return torch.arange(first, first + count).to(torch.uint8)
 
 
-def _echo(peer: int, message: Tensor, num_bytes: int) -> Tensor:
+def _echo(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
     return (message[:num_bytes] + peer).contiguous()
 
 
@@ -40,8 +40,8 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
     with _mailboxes(3) as boxes:
         for box in boxes:
             box.serve(_echo)
-        assert torch.equal(boxes[2].ask(0, _letter(count), count), _letter(count, 2))
-        assert torch.equal(boxes[0].ask(2, _letter(count), count // 2), _letter(count // 2))
+        assert torch.equal(boxes[2].ask(0, 7, _letter(count), count), _letter(count, 2))
+        assert torch.equal(boxes[0].ask(2, 7, _letter(count), count // 2), _letter(count // 2))
         head = tcp_mailbox._HEAD.size
         out, back = 2 * (head + count), count + count // 2
         counted = []
@@ -57,7 +57,7 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
 def test_a_peer_that_takes_its_time_holds_up_nobody_else() -> None:
     goes_on = threading.Event()
 
-    def answer(peer: int, message: Tensor, num_bytes: int) -> Tensor:
+    def answer(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         if peer == 1:
             goes_on.wait()
         return message
@@ -65,9 +65,9 @@ def test_a_peer_that_takes_its_time_holds_up_nobody_else() -> None:
     with _mailboxes(3) as boxes:
         for box in boxes:
             box.serve(answer)
-        slow = threading.Thread(target=boxes[1].ask, args=(0, _letter(5), 5))
+        slow = threading.Thread(target=boxes[1].ask, args=(0, 7, _letter(5), 5))
         slow.start()
-        assert torch.equal(boxes[2].ask(0, _letter(9), 9), _letter(9))
+        assert torch.equal(boxes[2].ask(0, 7, _letter(9), 9), _letter(9))
         assert slow.is_alive()
         goes_on.set()
         slow.join()
@@ -96,9 +96,9 @@ def test_all_who_meet_get_the_same_and_go_on_without_those_who_are_gone() -> Non
         assert meet(1, 3) == [[2.0] * 6] * 2
         assert meet(1, 3) == [[2.0] * 6] * 2
         with pytest.raises(PeerError, match=r"rank 0 was lost before"):
-            boxes[3].ask(0, _letter(1), 1)
+            boxes[3].ask(0, 7, _letter(1), 1)
         with pytest.raises(PeerError, match=r"rank 2 is gone \(.+\)"):
-            boxes[3].ask(2, _letter(1), 1)
+            boxes[3].ask(2, 7, _letter(1), 1)
 
 
 def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
@@ -111,13 +111,13 @@ def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
 
 
 def test_an_answer_that_fails_is_said_and_leaves_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(peer: int, message: Tensor, num_bytes: int) -> Tensor:
+    def fails(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         raise ZeroDivisionError
 
     with _mailboxes(2) as boxes:
         boxes[1].serve(fails)
         for _ in range(2):
-            assert boxes[0].ask(1, _letter(4), 8).tolist() == [0] * 8
+            assert boxes[0].ask(1, 7, _letter(4), 8).tolist() == [0] * 8
     assert capsys.readouterr().err.count("Traceback") == 2
 
 
@@ -126,7 +126,7 @@ def test_who_does_not_speak_as_a_mailbox_does_is_hung_up_on() -> None:
         boxes[1].serve(_echo)
         boxes[0]._to[1].sendall(b"x" * 100)
         with pytest.raises(PeerError, match="rank 1 is gone"):
-            boxes[0].ask(1, _letter(4), 4)
+            boxes[0].ask(1, 7, _letter(4), 4)
 
 
 def test_a_stranger_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_stranger_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_mailbox, "_all_cards", told)
     with _mailboxes(2) as boxes:
         boxes[0].serve(_echo)
-        assert torch.equal(boxes[1].ask(0, _letter(3), 3), _letter(3, 1))
+        assert torch.equal(boxes[1].ask(0, 7, _letter(3), 3), _letter(3, 1))
 
 
 def test_who_cannot_be_reached_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,8 @@ def parse(text: str) -> AnyScheme:
     name, _, rest = text.strip().partition(":")
     if name == COMPOSED:
         arguments = pairs(rest)
-        for question in arguments:
-            if question not in PARTS:
-                raise SchemeError(f"scheme has no question {question}; it asks {', '.join(PARTS)}")
+        if strange := [question for question in arguments if question not in PARTS]:
+            raise SchemeError(f"scheme has no question {strange[0]}; it asks {', '.join(PARTS)}")
         return compose(**arguments)
     if name not in RECIPES:
         raise SchemeError(f"no scheme is called {name!r}; write one of {', '.join(RECIPES)}, or {COMPOSED}:select=...")
@@ -234,20 +233,23 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 1.3,
+    rate: float = 1,
     rho: float = 1,
     trigger: str = "",
     quantize: str = "",
     peers: str = "uniform",
-    mode: str = "free",
+    mode: str = "",
     momentum: str = "",
     seed: int = 0,
 ) -> Scheme:
     """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
     quantize = quantize or ("residue" if rho == 1 else "bf16")
-    in_turn = rate > 0 and (quantize.startswith("residue") or 0 < rho < 1)
-    turns = Period(steps=max(1.0, 2 * rho / rate)) if in_turn else TargetRate(rate=rate)
-    momentum = momentum or ("quasi-global" if quantize.startswith("residue") else "local")
+    remainders = quantize.startswith("residue")
+    mode = mode or ("paired" if remainders and not trigger else "free")
+    letters, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
+    by_clock = rate > 0 and (remainders or 0 < rho < 1)
+    turns = Period(steps=max(letters * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
+    momentum = momentum or ("quasi-global" if remainders else "local")
     return Scheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
@@ -265,17 +267,11 @@ def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = 
 
 @recipe
 def gossip_period(
-    *,
-    steps: float = 16,
-    quantize: str = "none",
-    peers: str = "uniform",
-    mode: str = "free",
-    momentum: str = "local",
-    seed: int = 0,
+    *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
 ) -> Scheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
-    trigger = f"period(steps={steps})"
-    return gossip(trigger=trigger, quantize=quantize, peers=peers, mode=mode, momentum=momentum, seed=seed)
+    when = f"period(steps={steps})"
+    return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
 
 @recipe

@@ -134,6 +134,11 @@ class Scheme:
             return
         if isinstance(self.quantize, Grid | InFrames):
             raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
+        paired = cast(Gossip, self.exchange).mode == "paired"
+        if paired and not isinstance(self.trigger, EveryStep | Period):
+            raise SchemeError(f"pairs meet by the clock, and {name} is none; use Period(), or Gossip(mode='free')")
+        if not paired and isinstance(self.trigger, Period) and self.trigger.steps < 1:
+            raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
         chooses = self.select.density < 1
         if chooses and tells_remainders:
             raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
@@ -209,7 +214,7 @@ class Scheme:
         answer = FrameShape(count, count, 0, told)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         assert isinstance(self.exchange, Gossip)
-        letters = turns if self.exchange.mode == "matched" else 2 * turns
+        letters = turns if self.exchange.mode in ("matched", "paired") else 2 * turns
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
         return letters * (question.num_bytes + answer.num_bytes) / 2

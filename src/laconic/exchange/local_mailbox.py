@@ -34,12 +34,12 @@ class LocalMailbox:
     def serve(self, answer: Answer) -> None:
         self._hall.answers[self.rank] = answer
 
-    def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
+    def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         self._delay()
         answer = self._hall.answers[peer]
         if answer is None:
             raise PeerError(f"rank {peer} is gone (it was closed)")
-        reply = answer(self.rank, said.clone(), num_bytes)
+        reply = answer(self.rank, turn, said.clone(), num_bytes)
         self._hall.boxes[peer].count(reply.nbytes, said.nbytes)
         self._delay()
         self.count(said.nbytes, reply.nbytes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.exchange.traffic import Traffic
 
-Answer = Callable[[int, Tensor, int], Tensor]  # (who asks, what it says, bytes it awaits) -> what it is told
+Answer = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
 Combine = Callable[[list[Tensor]], Tensor]
 
 
@@ -23,7 +23,7 @@ class Mailbox(Protocol):
     def serve(self, answer: Answer) -> None:
         """Answer whoever asks from now on, in threads of the mailbox's own."""
 
-    def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
+    def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         """The `num_bytes` that `peer` answers; PeerError if it has died. A slow peer is waited for."""
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:

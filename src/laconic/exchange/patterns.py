@@ -9,7 +9,7 @@ from typing import ClassVar
 from laconic.errors import SchemeError
 from laconic.exchange.peers import GRAPHS, pairs_of
 
-MODES = ("free", "wait", "matched")
+MODES = ("free", "paired", "wait", "matched")
 MOMENTA = ("local", "quasi-global")
 
 _COMBINES = ("mean", "majority", "weighted")
@@ -80,13 +80,14 @@ class Gossip(Pattern):
 
     i sends x_i; j answers with x_j and adds (x_i - x_j)/2 to its model; i adds (x_j - x_i as sent)/2 to whatever its
     model is by then (after Ho, Wu, Liu, CCGRID 2018; the exchange without a barrier is ours). `free` asks, waits
-    a moment and trains on; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each
-    step, and pairs drawn from (seed, step) exchange where one of the two wants to.
+    a moment and trains on; in `paired` who asks whom is drawn from (seed, turn), and who is to be asked waits a moment
+    for that too; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each step, and
+    pairs drawn from (seed, step) exchange where one of the two wants to.
     """
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
-    grace: float = 1.0  # how long `free` may wait for answers, as a share of the time it trains for
+    grace: float = 1.0  # how long `free` and `paired` may wait for peers, as a share of the time they train for
     momentum: str = "local"  # or quasi-global: SGD's heeds what peers move the model by, as if it had been its own step
     patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
     seed: int = 0

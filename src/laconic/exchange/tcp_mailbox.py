@@ -27,7 +27,7 @@ from laconic.exchange.medium import Medium
 from laconic.exchange.talk import own_address, tuned
 from laconic.exchange.traffic import Count, Traffic
 
-_HEAD = struct.Struct("<4sIqq")  # magic, what for, the bytes that follow, and those of the answer
+_HEAD = struct.Struct("<4sIqqq")  # magic, what for, turn, the bytes that follow, and those of the answer
 _MAGIC = b"LACM"
 _ASKS, _MEETS = range(2)  # what for
 _LENGTH = struct.Struct("<q")  # before what a meeting has found
@@ -74,7 +74,7 @@ class TcpMailbox:
         line = self._of[peer]
         with suppress(OSError):
             while True:
-                magic, purpose, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, _HEAD.size)))
+                magic, purpose, turn, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, _HEAD.size)))
                 if magic != _MAGIC or num_bytes < 0 or num_back < 0:
                     break
                 message = _receive(line, num_bytes)
@@ -83,7 +83,7 @@ class TcpMailbox:
                     continue
                 reply = torch.zeros(num_back, dtype=torch.uint8)  # which a defect leaves: nothing was taken
                 try:
-                    reply = answer(peer, message, num_back)
+                    reply = answer(peer, turn, message, num_back)
                 except Exception:  # said, and the peer goes on
                     traceback.print_exc()
                 line.sendall(_bytes(reply))
@@ -91,8 +91,8 @@ class TcpMailbox:
         self._laid[peer].put(None)
         line.close()
 
-    def ask(self, peer: int, said: Tensor, num_bytes: int) -> Tensor:
-        reply = self._say(peer, _ASKS, said, num_bytes)
+    def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
+        reply = self._say(peer, (_ASKS, turn), said, num_bytes)
         self._count("model", _HEAD.size + said.nbytes, num_bytes)
         return reply
 
@@ -104,7 +104,7 @@ class TcpMailbox:
         said = mine.contiguous().view(-1).view(torch.uint8)
         for leader in range(self.rank):
             with suppress(PeerError):
-                told = self._say(leader, _MEETS, said, None, math.inf if leader == 0 else self._last_resort_s)
+                told = self._say(leader, (_MEETS, 0), said, None, math.inf if leader == 0 else self._last_resort_s)
                 self._count(kind, _HEAD.size + said.nbytes, _LENGTH.size + told.nbytes)
                 return told.view(mine.dtype)
         heard = {self.rank: mine}
@@ -131,14 +131,16 @@ class TcpMailbox:
         for thread in self._threads:  # one that outlives the interpreter by a moment would abort the process
             thread.join(_GOODBYE_S)
 
-    def _say(self, peer: int, purpose: int, said: Tensor, num_back: int | None, longest_s: float = math.inf) -> Tensor:
+    def _say(
+        self, peer: int, purpose: tuple[int, int], said: Tensor, num_back: int | None, longest_s: float = math.inf
+    ) -> Tensor:
         """What `peer` answers, which tells its own length if `num_back` is None; PeerError if it is gone."""
         if peer in self._lost:
             raise PeerError(f"rank {peer} was lost before")
         line = self._to[peer]
         try:
             with self._turns[peer]:
-                line.sendall(_HEAD.pack(_MAGIC, purpose, said.nbytes, num_back or 0), _MORE)
+                line.sendall(_HEAD.pack(_MAGIC, *purpose, said.nbytes, num_back or 0), _MORE)
                 line.sendall(_bytes(said))
                 line.settimeout(None if math.isinf(longest_s) else longest_s)
                 if num_back is None:

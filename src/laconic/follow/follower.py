@@ -28,6 +28,7 @@ from laconic.follow.free import Free
 from laconic.follow.letter import Letters
 from laconic.follow.matched import Matched
 from laconic.follow.momentum import Momentum
+from laconic.follow.paired import Paired
 from laconic.follow.parts import Parts
 from laconic.follow.remainders import Remainders
 from laconic.follow.stats import FollowerStats
@@ -42,6 +43,7 @@ from laconic.session import PHASES
 from laconic.trigger import EveryStep, Speech
 
 _FORMAT = 3
+_SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
 
 
 class Follower:
@@ -67,10 +69,10 @@ class Follower:
         if isinstance(quantize, Residue):
             self._remainders = Remainders(self._vector, quantize, pattern.seed, end.rank)
         letters = self._remainders or Letters(self._vector, cast(Quantizer, quantize), self._unsaid)
-        side = Matched if pattern.mode == "matched" else Free
+        side = _SIDES[pattern.mode]
         momentum = Momentum(optimizer) if pattern.momentum == "quasi-global" else None
         parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid, momentum)
-        self._side: Matched | Free = side(end, parts)  # type: ignore[arg-type]
+        self._side: Matched | Free = side(end, parts)
         self._steps, self._seconds = 0, 0.0
 
     def step(self) -> None:

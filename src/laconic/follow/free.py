@@ -20,7 +20,7 @@ from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
 from laconic.layout import add_on_host
 
-_Question = tuple[int, list[int]]  # whom, of what
+_Question = tuple[int, int, list[int]]  # whom, at which turn, of what
 _SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
 
 
@@ -70,22 +70,26 @@ class Free:
         allowed_s = self._pattern.grace * max(0.0, time.monotonic() - self._stepped_at)
         self._grace_s = min(self._grace_s + allowed_s, _SAVED_STEPS * allowed_s)
         self._apply()
+        self._talk(step, lr)
+        self._stepped_at = time.monotonic()
+
+    def _talk(self, step: int, lr: float) -> None:
+        """Ask anybody, when there is something to say."""
         self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
         if self._due and not self._is_asking():
             peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
             if peer is not None:
-                self._wait(peer, self._begin(peer))
-        self._stepped_at = time.monotonic()
+                groups, self._due = sorted(self._due), set()
+                self._wait(peer, self._begin(peer, step, groups))
 
-    def _begin(self, peer: int) -> threading.Event:
-        """Let a thread ask about what is due; the event is set when that is over."""
-        groups, self._due = sorted(self._due), set()
+    def _begin(self, peer: int, turn: int, groups: list[int]) -> threading.Event:
+        """Let a thread ask about these groups; the event is set when that is over."""
         over = threading.Event()
         self._catch_up()
         with self._lock:
             self._asking[peer] = (over, time.monotonic())
             num_asking = len(self._asking)
-        self._questions.put((peer, groups))
+        self._questions.put((peer, turn, groups))
         self._askers = [asker for asker in self._askers if asker.is_alive()]
         if num_asking > len(self._askers):
             self._askers.append(threading.Thread(target=self._ask_on, name="laconic-ask", daemon=True))
@@ -93,7 +97,7 @@ class Free:
         return over
 
     def _wait(self, peer: int, over: threading.Event) -> None:
-        """Wait for an answer while there is time for it: a model that moves a step late learns less from its peers.
+        """Wait for a peer while there is time for it: a model that moves a step late learns less from the others.
 
         Who was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
         """
@@ -122,13 +126,13 @@ class Free:
         while question := self._questions.get():
             self._ask(*question)
 
-    def _ask(self, peer: int, groups: list[int]) -> None:
+    def _ask(self, peer: int, turn: int, groups: list[int]) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
         try:
             with self._lock:
                 topic, values = self._choose(groups)
                 mine = self._letters.ask(topic, values)
-            reply = self._mailbox.ask(peer, mine.message, self._letters.answer_bytes(topic))
+            reply = self._mailbox.ask(peer, turn, mine.message, self._letters.answer_bytes(topic))
             with self._lock:
                 way = self._letters.settle(topic, mine, reply, peer)
                 self.asked += 1
@@ -151,7 +155,7 @@ class Free:
             add_on_host(model, self._owed, out=model)
         return self._unsaid.choose_(check_finite(model))
 
-    def _answer(self, peer: int, message: Tensor, num_bytes: int) -> Tensor:
+    def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
         try:
             topic, question = self._letters.open(message, peer)

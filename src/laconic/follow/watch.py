@@ -60,10 +60,8 @@ class Watch:
 
         While what was said before is `held_up`, a moving bar does not fall: it would not be heard for long afterwards.
         """
-        self._peak_lr = max(self._peak_lr, lr)
-        self.lr_share = lr / self._peak_lr if self._peak_lr else 1.0
+        self._note_step(lr)
         trigger = self._trigger
-        self._gaps = [gap + 1 for gap in self._gaps]
         if isinstance(trigger, EveryStep):
             return self._everything
         if isinstance(trigger, Period):
@@ -79,6 +77,17 @@ class Watch:
             self._look = self._begin(due, self.lr_share)
         loud = self._loud(patiently)
         return [k for k in self._everything if must[k] or (k in loud and must[k] is None)]
+
+    def turns(self, step: int, lr: float) -> range:
+        """The turns, by number, that come with this step by the clock that all workers share."""
+        self._note_step(lr)
+        steps = self._trigger.steps if isinstance(self._trigger, Period) else 1
+        return range(math.floor(step / steps), math.floor((step + 1) / steps))
+
+    def _note_step(self, lr: float) -> None:
+        self._peak_lr = max(self._peak_lr, lr)
+        self.lr_share = lr / self._peak_lr if self._peak_lr else 1.0
+        self._gaps = [gap + 1 for gap in self._gaps]
 
     def _begin(self, groups: list[int], lr_ratio: float) -> _Look:
         """Start measuring; nothing here waits for the device."""

@@ -19,13 +19,16 @@ _LEAST_LR_RATIO = 1e-3  # a schedule that ends at zero would let everything spea
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Every `steps` steps, whatever has changed; a worker's first turn is drawn, so that not all speak at once."""
+    """Every `steps` steps, whatever has changed.
+
+    A worker's first turn is drawn, so that not all speak at once; those who gossip in pairs have theirs together.
+    """
 
     steps: float
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps < math.inf:
-            raise SchemeError(f"Period.steps is {self.steps}; give 1 or more")
+        if not 0.1 <= self.steps < math.inf:
+            raise SchemeError(f"Period.steps is {self.steps}; give 1 or more, or in pairs 0.1 or more")
 
     def density(self, step: int, target: float) -> float:
         return target

@@ -1,0 +1,55 @@
+"""Gossip by appointment: who asks whom at which turn is known to all, and nobody waits for long."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from laconic.exchange import Mailbox, asks_of, matching
+from laconic.follow.free import Free
+from laconic.follow.parts import Parts
+
+
+class Paired(Free):
+    """One worker's side; turns are counted by a clock that all workers share, their steps.
+
+    Who is to be asked waits a moment for that, so both of a pair move to the middle before they train on; in `free` who
+    is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
+    """
+
+    def __init__(self, mailbox: Mailbox, parts: Parts) -> None:
+        self._heard: dict[int, int] = {}  # peer -> the last turn at which it asked
+        self._expected: dict[int, tuple[int, threading.Event]] = {}  # peer -> (turn, set when it has asked)
+        super().__init__(mailbox, parts)
+
+    def _talk(self, step: int, lr: float) -> None:
+        """Keep the appointments of this step, one after the other."""
+        pattern, rank = self._pattern, self._mailbox.rank
+        everything = list(range(len(self._vector.groups)))
+        for turn in self._watch.turns(step, lr):
+            partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[rank]
+            if partner not in self._reachable:
+                continue
+            if not asks_of(pattern.seed, turn, rank, partner):
+                self._wait(partner, self._expect(partner, turn))
+            elif not self._is_asking() and partner not in self._asking:
+                self._wait(partner, self._begin(partner, turn, everything))
+
+    def _expect(self, peer: int, turn: int) -> threading.Event:
+        """Set when the peer has asked at that turn or a later one."""
+        with self._lock:
+            asked = threading.Event()
+            if self._heard.get(peer, -1) >= turn:
+                asked.set()
+            self._expected[peer] = turn, asked
+        return asked
+
+    def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        answer = super()._answer(peer, turn, message, num_bytes)
+        with self._lock:
+            self._heard[peer] = max(turn, self._heard.get(peer, -1))
+            expected, asked = self._expected.get(peer, (turn + 1, None))
+        if asked is not None and turn >= expected:
+            asked.set()
+        return answer
