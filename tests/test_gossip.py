@@ -61,6 +61,23 @@ def test_a_matching_is_made_of_disjoint_pairs_of_neighbours(peers: str, num_work
     assert met == {(a, b) for a in range(num_workers) for b in neighbours(peers, a, num_workers)}
 
 
+@pytest.mark.parametrize("num_workers", [2, 4, 8, 16])
+def test_workers_at_the_corners_of_a_hypercube_agree_after_all_its_directions(num_workers: int) -> None:
+    models = torch.randn(num_workers, 5, dtype=torch.float64)
+    mean = models.mean(0)
+    num_directions = num_workers.bit_length() - 1
+    seen = set()
+    for turn in range(3 * num_directions, 4 * num_directions):
+        partner = matching("uniform", 2, turn, num_workers)
+        models = (models + models[partner]) / 2
+        seen.add(tuple(partner))
+    assert torch.allclose(models, mean.expand_as(models), atol=1e-12)  # a few roundings of float64
+    assert len(seen) == num_directions
+    assert num_workers < 4 or matching("uniform", 2, 0, num_workers) != matching(
+        "uniform", 2, 3 * num_directions, num_workers
+    )
+
+
 def test_a_pick_is_even_and_depends_on_seed_step_and_rank_alone() -> None:
     picked = [pick({1, 4, 6}, 7, step, 2) for step in range(3000)]
     assert picked == [pick([6, 1, 4], 7, step, 2) for step in range(3000)]
@@ -473,6 +490,25 @@ def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
     assert all(torch.equal(models[0], model) for model in models)
     assert all(sum(of[-5:]) < 0.5 * sum(of[:5]) for of in losses.values())
     assert "4 workers" in str(learners[0].follower.stats())
+
+
+def test_pairs_wait_for_each_other_and_agree_after_all_directions() -> None:
+    together = threading.Barrier(8)
+
+    def work(learner: Learner) -> None:
+        for number in range(3):
+            together.wait()
+            learner.drift(number)
+        for _ in range(3):  # a hypercube of eight corners has three directions
+            together.wait()
+            learner.follower.step()
+
+    learners = free("scheme:exchange=gossip(mode=paired,grace=1e6)", 8, work, lr=0.0)
+    models = _vectors(learners)
+    assert torch.allclose(models, models[0].expand_as(models), atol=1e-6)  # roundings of three halvings, at most 2
+    stats = [learner.follower.stats() for learner in learners]
+    assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 4
+    assert not any(each.late for each in stats)
 
 
 def test_what_was_exchanged_is_not_said_again() -> None:

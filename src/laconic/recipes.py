@@ -233,7 +233,7 @@ def randk_multiscale(
 @recipe
 def gossip(
     *,
-    rate: float = 1,
+    rate: float = 1.3,
     rho: float = 1,
     trigger: str = "",
     quantize: str = "",

@@ -76,7 +76,7 @@ class Follower:
         self._steps, self._seconds = 0, 0.0
 
     def step(self) -> None:
-        """Move by what exchanges have brought, and begin one if there is something to say; `free` waits for nobody."""
+        """Move by what exchanges have brought, and take part in those that are due; only `wait` waits for long."""
         start = time.perf_counter()
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
         self._side.step(self._steps, lr)

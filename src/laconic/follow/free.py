@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import queue
 import sys
 import threading
@@ -54,7 +53,7 @@ class Free:
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
         self._tardy: set[int] = set()  # whose last answer was waited for in vain
-        self._stepped_at = math.inf
+        self._stepped_at = time.monotonic()
         self._grace_s = 0.0  # what may still be spent on waiting for answers
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
@@ -67,7 +66,7 @@ class Free:
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
-        allowed_s = self._pattern.grace * max(0.0, time.monotonic() - self._stepped_at)
+        allowed_s = self._pattern.grace * (time.monotonic() - self._stepped_at)
         self._grace_s = min(self._grace_s + allowed_s, _SAVED_STEPS * allowed_s)
         self._apply()
         self._talk(step, lr)
