@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gossiping import Learner, Small, free, learner_at, matched
 from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
 from laconic.errors import FrameError
-from laconic.exchange import InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
+from laconic.exchange import HEAD_BYTES, InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
 from laconic.exchange.peers import GRAPHS
 from laconic.follow.free import Free
 from laconic.follow.letter import Letters, refusal
@@ -368,7 +368,9 @@ def test_letters_of_remainders_are_as_long_as_foretold() -> None:
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(60, 20), "model")
     assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
     letters = Remainders(vector, scheme.quantize, 0, 0)
-    assert scheme.bytes_out(vector.layout, 4) == (letters.question_bytes([0]) + letters.answer_bytes([0])) / 2
+    exchange = HEAD_BYTES + letters.question_bytes([0]) + letters.answer_bytes([0])
+    assert scheme.bytes_out(vector.layout, 4) == exchange / 2
+    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
 
 
 def test_a_letter_of_remainders_that_is_not_one_is_refused() -> None:

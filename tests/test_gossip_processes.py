@@ -1,4 +1,4 @@
-"""Gossip over real Gloo processes: the same numbers as virtual workers, no mass lost, a killed peer, CUDA aside."""
+"""Gossip between real processes: the same numbers as virtual workers, no mass lost, a killed peer, CUDA aside."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.exchange import InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
+from laconic.exchange import HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
             box.serve(_echo)
         assert torch.equal(boxes[2].ask(0, 7, _letter(count), count), _letter(count, 2))
         assert torch.equal(boxes[0].ask(2, 7, _letter(count), count // 2), _letter(count // 2))
-        head = tcp_mailbox._HEAD.size
+        head = HEAD_BYTES
         out, back = 2 * (head + count), count + count // 2
         counted = []
         for _ in range(1000):  # who answers counts a moment after it was heard
@@ -99,6 +99,33 @@ def test_all_who_meet_get_the_same_and_go_on_without_those_who_are_gone() -> Non
             boxes[3].ask(0, 7, _letter(1), 1)
         with pytest.raises(PeerError, match=r"rank 2 is gone \(.+\)"):
             boxes[3].ask(2, 7, _letter(1), 1)
+
+
+def test_who_missed_the_end_of_a_meeting_is_told_by_the_next_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _mailboxes(3) as boxes:
+        for box in boxes:
+            box.serve(_echo)
+
+        def meet(rank: int, value: float) -> list[float]:
+            found: list[float] = boxes[rank].meet(torch.full((2,), value), _mean, None).tolist()
+            return found
+
+        told = []
+
+        def dies_before_the_last(peer: int, found: Tensor) -> None:
+            told.append(peer)
+            if peer == 1:
+                TcpMailbox._tell(boxes[0], peer, found)
+
+        monkeypatch.setattr(boxes[0], "_tell", dies_before_the_last)
+        with ThreadPoolExecutor(3) as pool:
+            last = pool.submit(meet, 2, 6.0)
+            assert [done.result() for done in [pool.submit(meet, 0, 0.0), pool.submit(meet, 1, 3.0)]] == [[3.0] * 2] * 2
+            assert told == [1, 2]
+            boxes[0].close()
+            second = pool.submit(meet, 1, 4.0)
+            assert last.result() == [3.0] * 2
+            assert meet(2, 6.0) == second.result() == [5.0] * 2
 
 
 def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:

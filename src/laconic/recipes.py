@@ -247,7 +247,7 @@ def gossip(
     remainders = quantize.startswith("residue")
     mode = mode or ("paired" if remainders and not trigger else "free")
     letters, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
-    by_clock = rate > 0 and (remainders or 0 < rho < 1)
+    by_clock = rate > 0 and (remainders or 0 < rho < 1 or mode == "paired")
     turns = Period(steps=max(letters * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
     momentum = momentum or ("quasi-global" if remainders else "local")
     return Scheme(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from laconic.errors import SchemeError
 from laconic.exchange import (
+    HEAD_BYTES,
     PATTERNS,
     AllGather,
     AllReduce,
@@ -214,10 +215,13 @@ class Scheme:
         answer = FrameShape(count, count, 0, told)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         assert isinstance(self.exchange, Gossip)
-        letters = turns if self.exchange.mode in ("matched", "paired") else 2 * turns
+        mode = self.exchange.mode
+        paired = 1 - num_workers % 2 / num_workers  # the share of workers that have a partner at a turn
+        letters = turns * paired if mode in ("matched", "paired") else 2 * turns
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
-        return letters * (question.num_bytes + answer.num_bytes) / 2
+        head = 0 if mode == "matched" else HEAD_BYTES
+        return letters * (head + question.num_bytes + answer.num_bytes) / 2
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from laconic.errors import FrameError
-from laconic.exchange.talk import CLOSE, ERROR, HEAD_BYTES, HELLO, Message, own_address, receive, send, tuned
+from laconic.exchange.talk import CLOSE, ERROR, HEAD_BYTES, HELLO, Message, open_door, receive, send, tuned
 from laconic.exchange.traffic import Traffic
 
 _HELLO_TIMEOUT_S = 300.0  # workers may still be loading their data
@@ -27,7 +27,7 @@ class Desk:
         self._connections: dict[int, socket.socket] = {}
         self._step = -1
         self._token = secrets.token_hex(16)
-        self._door = socket.create_server((own_address(), 0), backlog=num_workers)
+        self._door = open_door(num_workers)
 
     @property
     def address(self) -> tuple[str, int, str]:

@@ -101,5 +101,5 @@ class Gossip(Pattern):
             raise SchemeError(f"Gossip.momentum is {self.momentum!r}; give one of {', '.join(MOMENTA)}")
         if not 0 <= self.grace < math.inf:
             raise SchemeError(f"Gossip.grace is {self.grace}; give a share of the training time, 0 to wait for nobody")
-        if not self.patience > 0:
+        if not 0 < self.patience < math.inf:
             raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError
+from laconic.errors import FrameError, LaunchError
 
 HELLO, LAYOUT, PARTS, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(10)
 KINDS = ("hello", "layout", "parts", "total", "state", "load", "stats", "close", "error", "echo")
@@ -85,16 +85,32 @@ def tuned(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     return connection
 
 
-def own_address() -> str:
-    """Where others find this process: the interface that Gloo was told to use, or the one towards MASTER_ADDR."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if name:
-            import fcntl  # not on every system, and only needed here
+def open_door(backlog: int) -> socket.socket:
+    """A socket on which others call this process: where Gloo was told to, or at its address towards MASTER_ADDR."""
+    try:
+        address = _own_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise LaunchError(
+            f"this process finds no address at which others could call it ({error.strerror or error}); "
+            "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
+        ) from None
 
+
+def _own_address() -> str:
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        import fcntl  # not on every system, and only needed here
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(packed[20:24])
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))
+    towards = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    found = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)  # the older kind where there are both
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
         return str(probe.getsockname()[0])
 
 

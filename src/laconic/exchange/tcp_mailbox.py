@@ -22,19 +22,21 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.exchange.mailbox import Answer, Combine
+from laconic.exchange.mailbox import HEAD_BYTES, Answer, Combine
 from laconic.exchange.medium import Medium
-from laconic.exchange.talk import own_address, tuned
+from laconic.exchange.talk import open_door, tuned
 from laconic.exchange.traffic import Count, Traffic
 
-_HEAD = struct.Struct("<4sIqqq")  # magic, what for, turn, the bytes that follow, and those of the answer
+_HEAD = struct.Struct("<4sIqqq")  # magic, what for, turn or meeting, the bytes that follow, and those of the answer
+assert _HEAD.size == HEAD_BYTES
 _MAGIC = b"LACM"
 _ASKS, _MEETS = range(2)  # what for
 _LENGTH = struct.Struct("<q")  # before what a meeting has found
 _HELLO = struct.Struct("<32sq")  # token, rank
 
-_LAST_RESORT = 120  # times the patience: when a silent host is given up, and a meeting without the first of all
-_JOIN_TIMEOUT_S = 300.0  # peers may still be loading their data
+_LAST_RESORT = 120  # times the patience: when a meeting without the first of all is given up
+_SILENCE = 60  # times the patience, or seconds if that is longer: when a host that says nothing is given up
+_JOIN_TIMEOUT_S = 300.0  # between two that have just met elsewhere
 _HELLO_TIMEOUT_S = 10.0
 _CARD_BYTES = 256  # in which a worker says where it is
 _KEEP_ALIVE_S = 30
@@ -56,13 +58,14 @@ class TcpMailbox:
         self.traffic = Traffic({"model": Count(), "average": Count()})  # of no new kinds while another thread reads it
         self._to, self._of = to, of
         self._turns = {peer: threading.Lock() for peer in to}  # one question at a time on each connection
-        self._laid: dict[int, queue.SimpleQueue[Tensor | None]] = {peer: queue.SimpleQueue() for peer in of}
+        self._laid: dict[int, queue.SimpleQueue[tuple[int, Tensor] | None]] = {p: queue.SimpleQueue() for p in of}
+        self._meeting, self._found = 0, torch.empty(0, dtype=torch.uint8)  # the last meeting and what it has found
         self._last_resort_s = _LAST_RESORT * patience_s
         self._lost: set[int] = set()
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
         for line in (*to.values(), *of.values()):
-            _give_up_after(line, self._last_resort_s)
+            _give_up_after(line, max(_SILENCE, _SILENCE * patience_s))
 
     def serve(self, answer: Answer) -> None:
         for peer in self._of:
@@ -72,28 +75,32 @@ class TcpMailbox:
     def _hear(self, peer: int, answer: Answer) -> None:
         """Answer one peer until it hangs up; what it brings to a meeting is laid where `meet` finds it."""
         line = self._of[peer]
-        with suppress(OSError):
+        try:
             while True:
-                magic, purpose, turn, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, _HEAD.size)))
+                magic, purpose, number, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, HEAD_BYTES)))
                 if magic != _MAGIC or num_bytes < 0 or num_back < 0:
                     break
                 message = _receive(line, num_bytes)
                 if purpose == _MEETS:
-                    self._laid[peer].put(message)
+                    self._laid[peer].put((number, message))
                     continue
                 reply = torch.zeros(num_back, dtype=torch.uint8)  # which a defect leaves: nothing was taken
                 try:
-                    reply = answer(peer, turn, message, num_back)
+                    reply = answer(peer, number, message, num_back)
                 except Exception:  # said, and the peer goes on
                     traceback.print_exc()
                 line.sendall(_bytes(reply))
-                self._count("model", reply.nbytes, _HEAD.size + num_bytes)
-        self._laid[peer].put(None)
-        line.close()
+                self._count("model", reply.nbytes, HEAD_BYTES + num_bytes)
+        except OSError:
+            pass
+        finally:
+            self._laid[peer].put(None)
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         reply = self._say(peer, (_ASKS, turn), said, num_bytes)
-        self._count("model", _HEAD.size + said.nbytes, num_bytes)
+        self._count("model", HEAD_BYTES + said.nbytes, num_bytes)
         return reply
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
@@ -102,34 +109,51 @@ class TcpMailbox:
         A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
         """
         said = mine.contiguous().view(-1).view(torch.uint8)
+        self._found, self._meeting = self._lead_or_follow(mine, said, combine, kind), self._meeting + 1
+        return self._found.view(mine.dtype)
+
+    def _lead_or_follow(self, mine: Tensor, said: Tensor, combine: Combine, kind: str | None) -> Tensor:
         for leader in range(self.rank):
+            longest_s = math.inf if leader == 0 else self._last_resort_s
             with suppress(PeerError):
-                told = self._say(leader, (_MEETS, 0), said, None, math.inf if leader == 0 else self._last_resort_s)
-                self._count(kind, _HEAD.size + said.nbytes, _LENGTH.size + told.nbytes)
-                return told.view(mine.dtype)
+                told = self._say(leader, (_MEETS, self._meeting), said, None, longest_s)
+                self._count(kind, HEAD_BYTES + said.nbytes, _LENGTH.size + told.nbytes)
+                return told
         heard = {self.rank: mine}
         for peer in range(self.rank + 1, self.num_workers):
-            laid = self._laid[peer].get()
-            if laid is None:
-                self._laid[peer].put(None)  # it will not come to the next meeting either
-            else:
+            if (laid := self._lay(peer)) is not None:
                 heard[peer] = laid.view(mine.dtype).view(mine.shape)
         told = combine([heard[rank] for rank in sorted(heard)]).contiguous().view(-1).view(torch.uint8)
         for peer in sorted(heard.keys() - {self.rank}):
-            with suppress(OSError):  # whoever has died since will be missed at the next
-                self._of[peer].sendall(_LENGTH.pack(told.nbytes), _MORE)
-                self._of[peer].sendall(_bytes(told))
-                self._count(kind, _LENGTH.size + told.nbytes, _HEAD.size + said.nbytes)
-        return told.view(mine.dtype)
+            self._tell(peer, told)
+            self._count(kind, _LENGTH.size + told.nbytes, HEAD_BYTES + said.nbytes)
+        return told
+
+    def _lay(self, peer: int) -> Tensor | None:
+        """What a peer brings to this meeting, once it was told of the last, whose leader may be dead; None if gone."""
+        while laid := self._laid[peer].get():
+            number, message = laid
+            if number == self._meeting:
+                return message
+            self._tell(peer, self._found)
+        self._laid[peer].put(None)  # it will not come to the next meeting either
+        return None
+
+    def _tell(self, peer: int, found: Tensor) -> None:
+        with suppress(OSError):  # whoever has died since will be missed at the next meeting
+            self._of[peer].sendall(_LENGTH.pack(found.nbytes), _MORE)
+            self._of[peer].sendall(_bytes(found))
 
     def close(self) -> None:
         """Hang up; threads that wait for a peer find that out."""
-        for line in (*self._to.values(), *self._of.values()):
+        lines = (*self._to.values(), *self._of.values())
+        for line in lines:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
-            line.close()
         for thread in self._threads:  # one that outlives the interpreter by a moment would abort the process
             thread.join(_GOODBYE_S)
+        for line in lines:
+            line.close()
 
     def _say(
         self, peer: int, purpose: tuple[int, int], said: Tensor, num_back: int | None, longest_s: float = math.inf
@@ -147,12 +171,12 @@ class TcpMailbox:
                     (num_back,) = _LENGTH.unpack(_bytes(_receive(line, _LENGTH.size)))
                     line.settimeout(None)
                 return _receive(line, num_back)
-        except TimeoutError:
-            raise LaunchError(
-                f"rank {self.rank} waited {longest_s:.0f} s to meet rank {peer} and has lost rank "
-                f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
-            ) from None
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not that of a host that is silent
+                raise LaunchError(
+                    f"rank {self.rank} waited {longest_s:.0f} s to meet rank {peer} and has lost rank "
+                    f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
+                ) from None
             self._lost.add(peer)
             raise PeerError(f"rank {peer} is gone ({error.strerror or error})") from None
 
@@ -165,7 +189,7 @@ class TcpMailbox:
 def open_mailbox(medium: Medium, patience_s: float) -> TcpMailbox:
     """A mailbox among the workers of a medium; a call that all of them make."""
     rank, token = medium.rank, secrets.token_hex(16)
-    with socket.create_server((own_address(), 0), backlog=medium.num_workers) as door:
+    with open_door(medium.num_workers) as door:
         cards = _all_cards(medium, [*door.getsockname()[:2], token])
         to = {peer: _call(rank, peer, *card) for peer, card in enumerate(cards) if peer != rank}
         of: dict[int, socket.socket] = {}
@@ -232,6 +256,6 @@ def _receive(line: socket.socket, num_bytes: int) -> Tensor:
 def _give_up_after(line: socket.socket, silence_s: float) -> None:
     """Take a host that says nothing, not even that it lives, for dead; one that dies in order says so at once."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * silence_s))
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(min(1e3 * silence_s, 2**31 - 1)))
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_S)

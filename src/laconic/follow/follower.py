@@ -76,7 +76,7 @@ class Follower:
         self._steps, self._seconds = 0, 0.0
 
     def step(self) -> None:
-        """Move by what exchanges have brought, and take part in those that are due; only `wait` waits for long."""
+        """Move by what exchanges have brought and take part in those that are due, waiting as the mode says."""
         start = time.perf_counter()
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
         self._side.step(self._steps, lr)
@@ -158,7 +158,7 @@ class Follower:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from the list of all ranks' states."""
+        """Continue from this rank's state, or from the list of all ranks' states; before any rank steps."""
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         if states[0].get("format") != _FORMAT or "watch" not in states[0]:
             raise StateError("this is no state of a follower of this version; load what Follower.state_dict() gave")
@@ -212,6 +212,7 @@ def follow(
     _begin_alike_(model, meeting)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
+    check_peers(scheme.exchange.peers, meeting.num_workers)  # before anything is opened
     mailbox = open_mailbox(meeting, scheme.exchange.patience)
     meeting.close()
     return Follower(model, optimizer, scheme, mailbox)

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -123,7 +124,10 @@ class Free:
     def _ask_on(self) -> None:
         """One question after the other."""
         while question := self._questions.get():
-            self._ask(*question)
+            try:
+                self._ask(*question)
+            except Exception:  # said, and the next question is asked all the same
+                traceback.print_exc()
 
     def _ask(self, peer: int, turn: int, groups: list[int]) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""

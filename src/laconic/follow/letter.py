@@ -11,6 +11,7 @@ from laconic import kernels
 from laconic.errors import FrameError
 from laconic.follow.unsaid import Unsaid
 from laconic.follow.vector import ModelVector, Topic
+from laconic.layout import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 
@@ -40,7 +41,7 @@ class Letters:
             named = torch.zeros(self._num_named, dtype=torch.uint8)
             named[torch.tensor(list(topic), dtype=torch.int64)] = 1
             letter = self.answer(topic, values)
-            return Letter(torch.cat([named, letter.message]), letter.values)
+            return Letter(end_to_end([named, letter.message]), letter.values)
         codes, scale = self._quantize.encode(values)
         frame = self._question_shape.write(self._entries.chosen(topic), codes, scale, step=0, bucket=0)
         return Letter(frame, self._quantize.decode(codes, scale))
@@ -58,18 +59,20 @@ class Letters:
         """What a question is about, and the peer's values; FrameError, which names it, if nothing may be applied."""
         if self._unsaid is None:
             groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
-            return groups, self.read_answer(groups, message[self._num_named :].clone(), peer)  # on a whole word
+            return groups, self.read_answer(
+                groups, end_to_end([message[self._num_named :]]), peer
+            )  # a copy, on a whole word
         contents = self._question_shape.read(check_taken(message), step=0, bucket=0, peer=peer)
         return self._unsaid.positions(contents.positions), contents.values
 
     def reply(self, question: Tensor, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
         mine = self.answer(topic, values)
-        return mine.message, (question - mine.values) / 2 if kernels.all_finite(values) else None
+        return mine.message, half_way(question, mine.values) if kernels.all_finite(values) else None
 
     def settle(self, topic: Topic, mine: Letter, reply: Tensor, peer: int) -> Tensor:
         """The way to the middle from the values that were told, after an answer; FrameError as above."""
-        return (self.read_answer(topic, reply, peer) - mine.values) / 2
+        return half_way(self.read_answer(topic, reply, peer), mine.values)
 
     def read_answer(self, topic: Topic, message: Tensor, peer: int) -> Tensor:
         """The peer's values; FrameError as above."""

@@ -37,13 +37,19 @@ class Paired(Free):
                 self._wait(partner, self._begin(partner, turn, everything))
 
     def _expect(self, peer: int, turn: int) -> threading.Event:
-        """Set when the peer has asked at that turn or a later one."""
+        """Set when the peer has asked at that turn or a later one; what it is told is this step's model."""
+        self._catch_up()
         with self._lock:
             asked = threading.Event()
             if self._heard.get(peer, -1) >= turn:
                 asked.set()
             self._expected[peer] = turn, asked
         return asked
+
+    def owe(self, owed: Tensor | None) -> None:
+        super().owe(owed)
+        with self._lock:
+            self._heard, self._expected = {}, {}
 
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         answer = super()._answer(peer, turn, message, num_bytes)

@@ -51,7 +51,7 @@ class Remainders:
         self.last = vector.read()
         n = vector.num_entries
         self.reach = torch.zeros(num_blocks(n), dtype=torch.float32)
-        # Whose codes are read as they are.
+        # A frame asks of its quantizer no more than these have: how long codes are, and their type.
         self._question = FrameShape(n, n, 0, cast(Quantizer, residue))
         self._answer = FrameShape(n, n, 0, cast(Quantizer, residue.answer))
 

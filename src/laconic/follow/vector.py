@@ -84,7 +84,7 @@ class ModelVector:
         rows = self._rows(self._spans(topic))
         pieces = [row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float() for row in rows]
         if self.device.type != "cuda":
-            return end_to_end(pieces, out)
+            return end_to_end(pieces, out=out)
         whole = torch.cat(pieces)
         host = self.room(whole.numel()) if out is None else out
         host.copy_(whole, non_blocking=True)
@@ -168,7 +168,7 @@ class ModelVector:
         rows = []
         for span in spans:
             tensor = self._tensors[span.name]
-            place, row = self._seen.get(span.name, (0, tensor))
+            place, row = self._seen.get(span.name, (-1, tensor))
             if place != tensor.data_ptr():
                 row = tensor.detach()
                 row = row.view(-1) if row.is_contiguous() else row

@@ -62,6 +62,12 @@ class GossipTrainer(Trainer):
     def _stepped(self) -> None:
         self.session.step()
 
+    def resume(self) -> int:
+        """The same, and nobody is asked about a model that is still to be loaded."""
+        step = super().resume()
+        self.council.gather([])
+        return step
+
     def finish(self) -> None:
         """One global average; how far apart and how good the replicas were is noted before."""
         self._before_average = self._replicas(self.session.consensus()[1])
