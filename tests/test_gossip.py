@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from gossiping import Learner, Small, free, learner_at, matched
 from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
 from laconic.errors import FrameError
-from laconic.exchange import HEAD_BYTES, InProcess, check_peers, in_process, local_mailboxes, matching, neighbours, pick
+from laconic.exchange import (
+    HEAD_BYTES,
+    InProcess,
+    asks_of,
+    check_peers,
+    in_process,
+    local_mailboxes,
+    matching,
+    neighbours,
+    pick,
+)
 from laconic.exchange.peers import GRAPHS
 from laconic.follow.free import Free
 from laconic.follow.letter import Letters, refusal
@@ -511,6 +521,27 @@ def test_pairs_wait_for_each_other_and_agree_after_all_directions() -> None:
     stats = [learner.follower.stats() for learner in learners]
     assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 4
     assert not any(each.late for each in stats)
+
+
+def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment() -> None:
+    boxes = local_mailboxes(4)
+    scheme = "scheme:exchange=gossip(mode=paired,grace=1e6,patience=0.05)"
+    learner, *_ = [learner_at(box, scheme, 0.0) for box in boxes]
+    never = threading.Event()
+
+    def stuck(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        never.wait()
+        return refusal(num_bytes)
+
+    boxes[3].serve(stuck)
+    turns = range(16)
+    for _ in turns:  # the others do not step, but answer
+        learner.follower.step()
+    asked = [partner for t in turns if asks_of(0, t, 0, partner := matching("uniform", 0, t, 4)[0])]
+    assert {1, 2, 3} == set(asked)
+    stats = learner.follower.stats()
+    assert stats.asked == len([partner for partner in asked if partner != 3]) and stats.late == 1
+    never.set()
 
 
 def test_what_was_exchanged_is_not_said_again() -> None:

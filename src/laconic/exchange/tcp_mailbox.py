@@ -57,9 +57,12 @@ class TcpMailbox:
         self.rank, self.num_workers = rank, len(to) + 1
         self.traffic = Traffic({"model": Count(), "average": Count()})  # of no new kinds while another thread reads it
         self._to, self._of = to, of
-        self._turns = {peer: threading.Lock() for peer in to}  # one question at a time on each connection
+        self._talking = {peer: threading.Lock() for peer in to}  # one question at a time on each connection
         self._laid: dict[int, queue.SimpleQueue[tuple[int, Tensor] | None]] = {p: queue.SimpleQueue() for p in of}
-        self._meeting, self._found = 0, torch.empty(0, dtype=torch.uint8)  # the last meeting and what it has found
+        self._meeting, self._found = (
+            0,
+            torch.empty(0, dtype=torch.uint8),
+        )  # how many there were, what the last has found
         self._last_resort_s = _LAST_RESORT * patience_s
         self._lost: set[int] = set()
         self._counting = threading.Lock()
@@ -104,15 +107,16 @@ class TcpMailbox:
         return reply
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
-        """The lowest rank that is alive combines for all; the next takes its place when it is not.
-
-        A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
-        """
+        """The lowest rank that is alive combines for all; the next takes its place when it is not."""
         said = mine.contiguous().view(-1).view(torch.uint8)
         self._found, self._meeting = self._lead_or_follow(mine, said, combine, kind), self._meeting + 1
         return self._found.view(mine.dtype)
 
     def _lead_or_follow(self, mine: Tensor, said: Tensor, combine: Combine, kind: str | None) -> Tensor:
+        """What a meeting finds, as bytes.
+
+        A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
+        """
         for leader in range(self.rank):
             longest_s = math.inf if leader == 0 else self._last_resort_s
             with suppress(PeerError):
@@ -163,7 +167,7 @@ class TcpMailbox:
             raise PeerError(f"rank {peer} was lost before")
         line = self._to[peer]
         try:
-            with self._turns[peer]:
+            with self._talking[peer]:
                 line.sendall(_HEAD.pack(_MAGIC, *purpose, said.nbytes, num_back or 0), _MORE)
                 line.sendall(_bytes(said))
                 line.settimeout(None if math.isinf(longest_s) else longest_s)

@@ -66,7 +66,7 @@ class Free:
         mailbox.serve(self._answer)
 
     def step(self, step: int, lr: float) -> None:
-        """Move by what is owed; ask somebody if there is something to say and nobody is being asked."""
+        """Move by what is owed, and talk."""
         allowed_s = self._pattern.grace * (time.monotonic() - self._stepped_at)
         self._grace_s = min(self._grace_s + allowed_s, _SAVED_STEPS * allowed_s)
         self._apply()
@@ -74,9 +74,9 @@ class Free:
         self._stepped_at = time.monotonic()
 
     def _talk(self, step: int, lr: float) -> None:
-        """Ask anybody, when there is something to say."""
+        """Ask somebody if there is something to say and nobody is being asked."""
         self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
-        if self._due and not self._is_asking():
+        if not self._count_asking() and self._due:
             peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
             if peer is not None:
                 groups, self._due = sorted(self._due), set()
@@ -111,15 +111,15 @@ class Free:
         self._grace_s -= time.monotonic() - since
         self._apply()
 
-    def _is_asking(self) -> bool:
-        """Whether an answer is still waited for; one that takes longer than the patience is no longer."""
+    def _count_asking(self) -> int:
+        """The answers that are still waited for; one that takes longer than the patience is late, and no longer is."""
         now = time.monotonic()
         with self._lock:
             asking = dict(self._asking)
         slow = {peer for peer, (_, since) in asking.items() if now - since > self._pattern.patience}
         self.late += len(slow - self._suspended)
         self._suspended = slow
-        return len(asking) > len(slow)
+        return len(asking) - len(slow)
 
     def _ask_on(self) -> None:
         """One question after the other."""

@@ -27,13 +27,14 @@ class Paired(Free):
         """Keep the appointments of this step, one after the other."""
         pattern, rank = self._pattern, self._mailbox.rank
         everything = list(range(len(self._vector.groups)))
+        self._count_asking()  # an answer that does not come keeps a worker from no other appointment
         for turn in self._watch.turns(step, lr):
             partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[rank]
             if partner not in self._reachable:
                 continue
             if not asks_of(pattern.seed, turn, rank, partner):
                 self._wait(partner, self._expect(partner, turn))
-            elif not self._is_asking() and partner not in self._asking:
+            elif partner not in self._asking:
                 self._wait(partner, self._begin(partner, turn, everything))
 
     def _expect(self, peer: int, turn: int) -> threading.Event:
