@@ -16,7 +16,7 @@ from gossiping import Learner, Small, free, learner_at, matched
 from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
 from laconic.errors import FrameError
 from laconic.exchange import (
-    HEAD_BYTES,
+    QUESTION_HEAD_BYTES,
     InProcess,
     asks_of,
     check_peers,
@@ -380,7 +380,7 @@ def test_letters_of_remainders_are_as_long_as_foretold() -> None:
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(60, 20), "model")
     assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
     letters = Remainders(vector, scheme.quantize, 0, 0)
-    exchange = HEAD_BYTES + letters.question_bytes([0]) + letters.answer_bytes([0])
+    exchange = QUESTION_HEAD_BYTES + letters.question_bytes([0]) + letters.answer_bytes([0])
     assert scheme.bytes_out(vector.layout, 4) == exchange / 2
     assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
 

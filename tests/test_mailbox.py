@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.exchange import HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
+from laconic.exchange import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
             box.serve(_echo)
         assert torch.equal(boxes[2].ask(0, 7, _letter(count), count), _letter(count, 2))
         assert torch.equal(boxes[0].ask(2, 7, _letter(count), count // 2), _letter(count // 2))
-        head = HEAD_BYTES
+        head = QUESTION_HEAD_BYTES
         out, back = 2 * (head + count), count + count // 2
         counted = []
         for _ in range(1000):  # who answers counts a moment after it was heard

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from laconic.errors import SchemeError
 from laconic.exchange import (
-    HEAD_BYTES,
     PATTERNS,
+    QUESTION_HEAD_BYTES,
     AllGather,
     AllReduce,
     Gossip,
@@ -220,7 +220,7 @@ class Scheme:
         letters = turns * paired if mode in ("matched", "paired") else 2 * turns
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
-        head = 0 if mode == "matched" else HEAD_BYTES
+        head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
         return letters * (head + question.num_bytes + answer.num_bytes) / 2
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:

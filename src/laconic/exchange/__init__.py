@@ -8,7 +8,7 @@ from laconic.exchange.desk import Desk
 from laconic.exchange.group import Group, backend_for, own_group, ranks_that_differ, world
 from laconic.exchange.in_process import InProcess, in_process
 from laconic.exchange.local_mailbox import LocalMailbox, local_mailboxes
-from laconic.exchange.mailbox import HEAD_BYTES, Mailbox
+from laconic.exchange.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.exchange.medium import Answer, Medium
 from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pattern, Server, Silent
 from laconic.exchange.peers import asks_of, check_peers, matching, neighbours, pick
@@ -26,8 +26,8 @@ PATTERNS: dict[str, type[Pattern]] = {
 }
 
 __all__ = [
-    "HEAD_BYTES",
     "PATTERNS",
+    "QUESTION_HEAD_BYTES",
     "AllGather",
     "AllReduce",
     "Answer",

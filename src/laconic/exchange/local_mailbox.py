@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.exchange.mailbox import HEAD_BYTES, Answer, Combine
+from laconic.exchange.mailbox import QUESTION_HEAD_BYTES, Answer, Combine
 from laconic.exchange.traffic import Traffic
 
 
@@ -40,9 +40,9 @@ class LocalMailbox:
         if answer is None:
             raise PeerError(f"rank {peer} is gone (it was closed)")
         reply = answer(self.rank, turn, said.clone(), num_bytes)
-        self._hall.boxes[peer].count(reply.nbytes, HEAD_BYTES + said.nbytes)
+        self._hall.boxes[peer].count(reply.nbytes, QUESTION_HEAD_BYTES + said.nbytes)
         self._delay()
-        self.count(HEAD_BYTES + said.nbytes, reply.nbytes)
+        self.count(QUESTION_HEAD_BYTES + said.nbytes, reply.nbytes)
         return reply.clone()
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:

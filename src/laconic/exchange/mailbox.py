@@ -12,7 +12,7 @@ from laconic.exchange.traffic import Traffic
 Answer = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
 Combine = Callable[[list[Tensor]], Tensor]
 
-HEAD_BYTES = 32  # before a question: what it is, its turn, its length and that of the answer
+QUESTION_HEAD_BYTES = 32  # before a question: what it is, its turn, its length and that of the answer
 
 
 class Mailbox(Protocol):

@@ -23,6 +23,7 @@ _HEAD = struct.Struct("<4sBxHHxxiqq")  # magic, kind, living, place, bucket, ste
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"LACS"
 _SIOCGIFADDR = 0x8915
+WHICH_WAY = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"  # a cure
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,18 @@ def receive(connection: socket.socket) -> Message:
 
 def _exactly(connection: socket.socket, count: int) -> bytearray:
     buffer = bytearray(count)
-    view, got = memoryview(buffer), 0
-    while got < count:
+    fill_(connection, memoryview(buffer))
+    return buffer
+
+
+def fill_(connection: socket.socket, view: memoryview) -> None:
+    """Overwrite all of it with what comes next; ConnectionError where the other end is gone."""
+    got = 0
+    while got < len(view):
         fresh = connection.recv_into(view[got:])
         if fresh == 0:
-            raise ConnectionError("closed")
+            raise ConnectionError("it has hung up")
         got += fresh
-    return buffer
 
 
 def tuned(connection: socket.socket, timeout_s: float | None) -> socket.socket:
@@ -93,8 +99,7 @@ def open_door(backlog: int) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=backlog)
     except OSError as error:
         raise LaunchError(
-            f"this process finds no address at which others could call it ({error.strerror or error}); "
-            "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
+            f"this process finds no address at which others could call it ({error.strerror or error}); {WHICH_WAY}"
         ) from None
 
 

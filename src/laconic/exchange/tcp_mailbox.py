@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.exchange.mailbox import HEAD_BYTES, Answer, Combine
+from laconic.exchange.mailbox import QUESTION_HEAD_BYTES, Answer, Combine
 from laconic.exchange.medium import Medium
-from laconic.exchange.talk import open_door, tuned
+from laconic.exchange.talk import WHICH_WAY, fill_, open_door, tuned
 from laconic.exchange.traffic import Count, Traffic
 
 _HEAD = struct.Struct("<4sIqqq")  # magic, what for, turn or meeting, the bytes that follow, and those of the answer
-assert _HEAD.size == HEAD_BYTES
+assert _HEAD.size == QUESTION_HEAD_BYTES
 _MAGIC = b"LACM"
 _ASKS, _MEETS = range(2)  # what for
 _LENGTH = struct.Struct("<q")  # before what a meeting has found
@@ -80,7 +80,7 @@ class TcpMailbox:
         line = self._of[peer]
         try:
             while True:
-                magic, purpose, number, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, HEAD_BYTES)))
+                magic, purpose, number, num_bytes, num_back = _HEAD.unpack(_bytes(_receive(line, QUESTION_HEAD_BYTES)))
                 if magic != _MAGIC or num_bytes < 0 or num_back < 0:
                     break
                 message = _receive(line, num_bytes)
@@ -93,7 +93,7 @@ class TcpMailbox:
                 except Exception:  # said, and the peer goes on
                     traceback.print_exc()
                 line.sendall(_bytes(reply))
-                self._count("model", reply.nbytes, HEAD_BYTES + num_bytes)
+                self._count("model", reply.nbytes, QUESTION_HEAD_BYTES + num_bytes)
         except OSError:
             pass
         finally:
@@ -103,7 +103,7 @@ class TcpMailbox:
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         reply = self._say(peer, (_ASKS, turn), said, num_bytes)
-        self._count("model", HEAD_BYTES + said.nbytes, num_bytes)
+        self._count("model", QUESTION_HEAD_BYTES + said.nbytes, num_bytes)
         return reply
 
     def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
@@ -121,7 +121,7 @@ class TcpMailbox:
             longest_s = math.inf if leader == 0 else self._last_resort_s
             with suppress(PeerError):
                 told = self._say(leader, (_MEETS, self._meeting), said, None, longest_s)
-                self._count(kind, HEAD_BYTES + said.nbytes, _LENGTH.size + told.nbytes)
+                self._count(kind, QUESTION_HEAD_BYTES + said.nbytes, _LENGTH.size + told.nbytes)
                 return told
         heard = {self.rank: mine}
         for peer in range(self.rank + 1, self.num_workers):
@@ -130,7 +130,7 @@ class TcpMailbox:
         told = combine([heard[rank] for rank in sorted(heard)]).contiguous().view(-1).view(torch.uint8)
         for peer in sorted(heard.keys() - {self.rank}):
             self._tell(peer, told)
-            self._count(kind, _LENGTH.size + told.nbytes, HEAD_BYTES + said.nbytes)
+            self._count(kind, _LENGTH.size + told.nbytes, QUESTION_HEAD_BYTES + said.nbytes)
         return told
 
     def _lay(self, peer: int) -> Tensor | None:
@@ -225,8 +225,7 @@ def _call(rank: int, peer: int, host: str, port: int, token: str) -> socket.sock
         tuned(line, None).sendall(_HELLO.pack(token.encode(), rank))
     except OSError as error:
         raise LaunchError(
-            f"rank {rank} cannot reach rank {peer} at {host}:{port} ({error.strerror or error}); "
-            "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
+            f"rank {rank} cannot reach rank {peer} at {host}:{port} ({error.strerror or error}); {WHICH_WAY}"
         ) from None
     return line
 
@@ -248,12 +247,7 @@ def _bytes(message: Tensor) -> memoryview:
 def _receive(line: socket.socket, num_bytes: int) -> Tensor:
     """So many bytes; OSError if the other end is gone."""
     message = torch.empty(num_bytes, dtype=torch.uint8)
-    view, got = _bytes(message), 0
-    while got < num_bytes:
-        fresh = line.recv_into(view[got:])
-        if not fresh:
-            raise ConnectionError("it has hung up")
-        got += fresh
+    fill_(line, _bytes(message))
     return message
 
 

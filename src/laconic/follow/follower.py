@@ -212,7 +212,6 @@ def follow(
     _begin_alike_(model, meeting)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
-    check_peers(scheme.exchange.peers, meeting.num_workers)  # before anything is opened
     mailbox = open_mailbox(meeting, scheme.exchange.patience)
     meeting.close()
     return Follower(model, optimizer, scheme, mailbox)

@@ -59,9 +59,8 @@ class Letters:
         """What a question is about, and the peer's values; FrameError, which names it, if nothing may be applied."""
         if self._unsaid is None:
             groups = torch.nonzero(message[: len(self._vector.groups)]).view(-1).tolist()
-            return groups, self.read_answer(
-                groups, end_to_end([message[self._num_named :]]), peer
-            )  # a copy, on a whole word
+            frame = end_to_end([message[self._num_named :]])  # a copy, on a whole word
+            return groups, self.read_answer(groups, frame, peer)
         contents = self._question_shape.read(check_taken(message), step=0, bucket=0, peer=peer)
         return self._unsaid.positions(contents.positions), contents.values
 

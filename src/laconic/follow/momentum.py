@@ -31,10 +31,12 @@ class Momentum:
         ways = {id(tensor): way for tensor, way in moved}
         for group in self._optimizer.param_groups:
             lr, mu = float(group["lr"]), group["momentum"]
-            heeding: list[tuple[Tensor, Tensor]] = []
+            heeding: list[Tensor] = []
+            heard: list[Tensor] = []
             for parameter in group["params"] if lr and mu else []:
                 velocity = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None and not velocity.is_sparse and id(parameter) in ways:
-                    heeding.append((velocity, ways[id(parameter)].view(velocity.shape)))
+                    heeding.append(velocity)
+                    heard.append(ways[id(parameter)].view(velocity.shape))
             if heeding:
-                torch._foreach_add_(*map(list, zip(*heeding, strict=True)), alpha=(mu**gap - 1) / (gap * lr))
+                torch._foreach_add_(heeding, heard, alpha=(mu**gap - 1) / (gap * lr))

@@ -27,7 +27,7 @@ class Paired(Free):
         """Keep the appointments of this step, one after the other."""
         pattern, rank = self._pattern, self._mailbox.rank
         everything = list(range(len(self._vector.groups)))
-        self._count_asking()  # an answer that does not come keeps a worker from no other appointment
+        self._count_asking()  # for the stats: a late answer keeps a worker from no other appointment
         for turn in self._watch.turns(step, lr):
             partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[rank]
             if partner not in self._reachable:
