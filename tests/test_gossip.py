@@ -18,7 +18,6 @@ from laconic.errors import FrameError
 from laconic.exchange import (
     QUESTION_HEAD_BYTES,
     InProcess,
-    asks_of,
     check_peers,
     in_process,
     local_mailboxes,
@@ -263,12 +262,28 @@ def test_a_vector_reads_and_adds_groups() -> None:
     model = Small()
     vector = ModelVector(model, "tensor")
     before, groups = vector.read(), [1, 4]
-    vector.add_(torch.ones(vector.count(groups)), groups)
+    vector.add_(vector.spread(groups, torch.ones(vector.count(groups))), groups)
     moved = vector.read() - before
     assert torch.equal(vector.cut(moved, groups).round(), torch.ones(vector.count(groups)))
     assert int(moved.round().sum()) == vector.count(groups)
     vector.write_(before)
     assert torch.equal(vector.read(), before)
+
+
+def test_halves_may_end_amid_a_tensor_however_it_lies() -> None:
+    torch.manual_seed(1)
+    model = nn.Conv2d(4, 8, 3)
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    vector = ModelVector(model, "half")
+    whole = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert [(group.start, group.stop) for group in vector.groups] == [(0, 148), (148, 296)]
+    assert torch.equal(vector.read(), whole)
+    assert torch.equal(vector.read([0]), whole[:148]) and torch.equal(vector.read([1]), whole[148:])
+    vector.add_(vector.spread([1], torch.ones(148)), [1])
+    assert torch.equal(vector.read(), whole + torch.cat([torch.zeros(148), torch.ones(148)]))
+    vector.add_(torch.ones(296), [0, 1])  # a tensor in both is added to once
+    assert torch.equal(vector.read([0]), whole[:148] + 1)
+    assert len(ModelVector(nn.Linear(1, 1, bias=False), "half").groups) == 1
 
 
 def _unsaid(text: str, model: nn.Module) -> tuple[ModelVector, Unsaid, Letters]:
@@ -352,7 +367,7 @@ def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were
         way = one.settle(topic, question, answer, 1)
         assert back is not None and torch.equal(way, -back)
         assert answer.numel() == one.answer_bytes(topic) < 0.2 * 4 * x.numel() + 100
-        assert torch.equal(one.reach, other.reach) or turn == 0
+        assert torch.equal(one.reach[0], other.reach[0]) or turn == 0
         one._vector.write_(x + way)
         other._vector.write_(y + back)
     assert apart[1] < 0.3 * apart[0] and apart[-1] < 1e-3 * apart[0]  # what is not there to be seen fades by a fifth
@@ -361,7 +376,7 @@ def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were
 def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_they_meet() -> None:
     model = Small()
     one, other = _alike(model, 1, 0.001), _alike(model, 2, 0.001)
-    one.reach.fill_(1e-5)
+    one.reach[0].fill_(1e-5)
     one.last.copy_(one._vector.read())
     x, y = one._vector.read(), other._vector.read()
     missed = []
@@ -377,12 +392,36 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
 
 
 def test_letters_of_remainders_are_as_long_as_foretold() -> None:
-    scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(60, 20), "model")
+    scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
     assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
     letters = Remainders(vector, scheme.quantize, 0, 0)
-    exchange = QUESTION_HEAD_BYTES + letters.question_bytes([0]) + letters.answer_bytes([0])
-    assert scheme.bytes_out(vector.layout, 4) == exchange / 2
-    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
+    halves = [QUESTION_HEAD_BYTES + letters.question_bytes([k]) + letters.answer_bytes([k]) for k in (0, 1)]
+    assert scheme.bytes_out(vector.layout, 4) == sum(halves) / 2
+    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * sum(halves) / 2)  # one of five has no partner
+
+
+def test_a_question_about_a_half_names_it() -> None:
+    torch.manual_seed(1)
+    model = Small()
+    one, other = (Remainders(ModelVector(copy.deepcopy(model), "half"), Residue(), 0, rank) for rank in range(2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=1e-4)
+    other._vector.write_(ModelVector(model, "half").read())
+    for k in (1, 0):
+        question = one.ask([k], one._vector.read([k]))
+        topic, told = other.open(question.message, 0)
+        assert topic == [k]
+        answer, back = other.reply(told, topic, other._vector.read(topic))
+        way = one.settle([k], question, answer, 1)
+        assert back is not None and torch.equal(way, -back) and bool(way.any())
+        with pytest.raises(FrameError, match="not"):
+            one.settle([1 - k], question, answer, 1)
+    stranger = Remainders(ModelVector(model, "tensor"), Residue(), 0, 2)
+    with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
+        one.open(stranger.ask([5], stranger._vector.read([5])).message, 2)
+    with pytest.raises(FrameError, match="part -1"):
+        one.open(torch.zeros(8, dtype=torch.uint8), 2)
 
 
 def test_a_letter_of_remainders_that_is_not_one_is_refused() -> None:
@@ -521,7 +560,7 @@ def test_pairs_wait_for_each_other_and_agree_after_all_directions() -> None:
     models = _vectors(learners)
     assert torch.allclose(models, models[0].expand_as(models), atol=1e-6)  # roundings of three halvings, at most 2
     stats = [learner.follower.stats() for learner in learners]
-    assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 4
+    assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 8
     assert not any(each.late for each in stats)
 
 
@@ -543,7 +582,7 @@ def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment()
         learner.follower.step()
         while side._asking.keys() - {3}:  # who was waited for in vain is not waited for the next time
             time.sleep(0.001)
-    asked = [partner for t in turns if asks_of(0, t, 0, partner := matching("uniform", 0, t, 4)[0])]
+    asked = [matching("uniform", 0, t, 4)[0] for t in turns]
     assert {1, 2, 3} == set(asked)
     stats = learner.follower.stats()
     assert stats.asked == len([partner for partner in asked if partner != 3]) and stats.late == 1

@@ -61,6 +61,12 @@ class Bucket:
     is_last: bool
 
 
+def halves_of(count: int) -> list[tuple[int, int]]:
+    """(start, stop) of the two halves of so many entries; of the first alone where there is nothing in the second."""
+    middle = -(-count // 2)
+    return [(0, middle), (middle, count)] if middle < count else [(0, count)]
+
+
 def positions_of(spans: Sequence[Span], device: torch.device) -> Tensor:
     """Every position of `spans`, in order, as int64."""
     parts = [torch.arange(span.start, span.stop, device=device) for span in spans]

@@ -22,7 +22,7 @@ from laconic.exchange import (
     agreement_bytes,
     ring_bytes,
 )
-from laconic.layout import Layout
+from laconic.layout import Layout, halves_of
 from laconic.memory import MEMORIES, Memory, Nothing, Residual
 from laconic.quantize import (
     GRIDS,
@@ -211,8 +211,6 @@ class Scheme:
         asked = cast(Quantizer, self.quantize)
         told = cast(Quantizer, self.quantize.answer if isinstance(self.quantize, Residue) else asked)
         count = plan.num_fixed + plan.k
-        question = FrameShape(plan.num_entries, plan.k, plan.num_fixed, asked)
-        answer = FrameShape(count, count, 0, told)
         turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         assert isinstance(self.exchange, Gossip)
         mode = self.exchange.mode
@@ -220,8 +218,13 @@ class Scheme:
         letters = turns * paired if mode in ("matched", "paired") else 2 * turns
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
+        parts = [(plan.num_entries, plan.k, plan.num_fixed)]
+        if mode == "paired" and count == plan.num_entries:  # each of the two asks about one half
+            parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
         head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
-        return letters * (head + question.num_bytes + answer.num_bytes) / 2
+        questions = sum(head + FrameShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)
+        answers = sum(FrameShape(fixed + k, fixed + k, 0, told).num_bytes for _, k, fixed in parts)
+        return letters * (questions + answers) / 2
 
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""

@@ -42,7 +42,7 @@ from laconic.select import RandK
 from laconic.session import PHASES
 from laconic.trigger import EveryStep, Speech
 
-_FORMAT = 3
+_FORMAT = 4
 _SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
 
 
@@ -62,7 +62,9 @@ class Follower:
         self._optimizer = optimizer
         select, quantize = scheme.select, scheme.quantize
         assert not isinstance(select, RandK) and not isinstance(quantize, Grid)
-        self._vector = ModelVector(model, getattr(trigger, "per", "model"), getattr(select, "dense_below", 0))
+        halves = pattern.mode == "paired" and select.density == 1
+        per = "half" if halves else getattr(trigger, "per", "model")
+        self._vector = ModelVector(model, per, getattr(select, "dense_below", 0))
         self._watch = Watch(trigger, self._vector, pattern.seed, end.rank)
         self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
         self._remainders = None
@@ -168,11 +170,11 @@ class Follower:
                 f"the state is of {states[0]['num_workers']} workers, and this is rank {self.rank} of "
                 f"{self.num_workers}; gossip resumes with the same number of workers"
             )
-        if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
-            raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
         kept = {"last": self._unsaid, "remainders": self._remainders}
         if any((mine[0][part] is None) != (own is None) for part, own in kept.items()):
             raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
+        if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
+            raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
         self._steps = int(mine[0]["step"])
         self._watch.load_state_dict(mine[0]["watch"])
         if self._unsaid is not None:

@@ -96,17 +96,17 @@ class Free:
             self._askers[-1].start()
         return over
 
-    def _wait(self, peer: int, over: threading.Event) -> None:
+    def _wait(self, peer: int, *over: threading.Event) -> None:
         """Wait for a peer while there is time for it: a model that moves a step late learns less from the others.
 
         Who was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
         """
         since = time.monotonic()
         if self._pattern.mode == "wait":
-            over.wait(self._pattern.patience)
+            _all_set(over, self._pattern.patience)
         elif peer in self._tardy:
             self._tardy.discard(peer)
-        elif self._grace_s > 0 and not over.wait(min(self._grace_s, self._pattern.patience)):
+        elif self._grace_s > 0 and not _all_set(over, min(self._grace_s, self._pattern.patience)):
             self._tardy.add(peer)
         self._grace_s -= time.monotonic() - since
         self._apply()
@@ -179,11 +179,9 @@ class Free:
         return values if self._owed is None else add_on_host(values, self._vector.cut(self._owed, topic), out=values)
 
     def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
-        if self._owed is None and way.numel() == self._vector.num_entries:
-            self._owed = way  # a pass over the model less than to add it to zeros
+        if self._owed is None:
+            self._owed = self._vector.spread(topic, way)
         else:
-            if self._owed is None:
-                self._owed = torch.zeros(self._vector.num_entries, dtype=torch.float32)
             self._vector.add_into_(self._owed, topic, way)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
         self._num_sent += self._vector.count(topic)
@@ -195,7 +193,7 @@ class Free:
         with self._lock:
             if self._owed is not None:
                 groups = sorted(self._touched)
-                self._parts.move_(self._vector.cut(self._owed, groups), groups, groups)
+                self._parts.move_(self._owed, groups)
                 if self._watch.looks:
                     self._due -= self._touched
                 self._owed, self._touched = None, set()
@@ -266,6 +264,12 @@ class Free:
         self._mailbox.close()
         for asker in self._askers:
             asker.join(self._pattern.patience)
+
+
+def _all_set(events: Sequence[threading.Event], longest_s: float) -> bool:
+    """Wait for all of them, so long in all; whether they are set."""
+    until = time.monotonic() + longest_s
+    return all(event.wait(max(0.0, until - time.monotonic())) for event in events)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

@@ -79,7 +79,7 @@ class Matched:
         self._watch.sent(self._vector.count(topic))
         if self._unsaid is not None and isinstance(topic, Tensor):
             self._unsaid.exchanged(topic, values + way)
-        self._parts.move_(way, topic, groups)
+        self._parts.move_(self._vector.spread(topic, way), groups)
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
         return self.medium.swap(message.to(self._vector.device), partner, "model", num_back).cpu()

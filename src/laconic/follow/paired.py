@@ -1,4 +1,4 @@
-"""Gossip by appointment: who asks whom at which turn is known to all, and nobody waits for long."""
+"""Gossip by appointment: who meets whom at which turn is known to all, and nobody waits for long."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from laconic.follow.parts import Parts
 class Paired(Free):
     """One worker's side; turns are counted by a clock that all workers share, their steps.
 
+    Each of a pair asks the other about one half of the model, both at once, so that the link is busy both ways and
+    neither computes while the other waits: an exchange takes half as long. (Where entries are chosen, by one of the two
+    for both, that one asks alone.)
+
     Who is to be asked waits a moment for that, so both of a pair move to the middle before they train on; in `free` who
     is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
     """
@@ -26,16 +30,21 @@ class Paired(Free):
     def _talk(self, step: int, lr: float) -> None:
         """Keep the appointments of this step, one after the other."""
         pattern, rank = self._pattern, self._mailbox.rank
-        everything = list(range(len(self._vector.groups)))
         self._count_asking()  # for the stats: a late answer keeps a worker from no other appointment
         for turn in self._watch.turns(step, lr):
             partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[rank]
-            if partner not in self._reachable:
-                continue
-            if not asks_of(pattern.seed, turn, rank, partner):
-                self._wait(partner, self._expect(partner, turn))
-            elif partner not in self._asking:
-                self._wait(partner, self._begin(partner, turn, everything))
+            if partner in self._reachable and partner not in self._asking:
+                self._meet(partner, turn)
+
+    def _meet(self, partner: int, turn: int) -> None:
+        """Ask about one part of the model and be asked about the other; where there is but one, one of the two asks."""
+        everything = list(range(len(self._vector.groups)))
+        mine, theirs = everything[::2], everything[1::2]
+        if not asks_of(self._pattern.seed, turn, self._mailbox.rank, partner):
+            mine, theirs = theirs, mine
+        asked = [self._expect(partner, turn)] if theirs else []
+        answered = [self._begin(partner, turn, mine)] if mine else []
+        self._wait(partner, *answered, *asked)
 
     def _expect(self, peer: int, turn: int) -> threading.Event:
         """Set when the peer has asked at that turn or a later one; what it is told is this step's model."""

@@ -46,9 +46,9 @@ class Parts(NamedTuple):
     unsaid: Unsaid | None  # where only chosen entries go
     momentum: Momentum | None  # where it heeds what peers do
 
-    def move_(self, way: Tensor, topic: Topic, groups: Sequence[int]) -> None:
-        """Add what exchanges of these groups have brought to the model, and tell momentum and watch of it."""
-        moved = self.vector.add_(way, topic)
+    def move_(self, way: Tensor, groups: Sequence[int]) -> None:
+        """Add a vector that exchanges of these groups have brought to the model, and tell momentum and watch of it."""
+        moved = self.vector.add_(way, groups)
         if self.momentum is not None:
             self.momentum.heed_(moved, self.watch.gap(groups), self.watch.lr_share)
         self.watch.exchanged(groups, None if self.unsaid is None else self.unsaid.last)

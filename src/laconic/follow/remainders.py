@@ -16,7 +16,7 @@ from laconic.follow.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.layout import add_on_host
 from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
-from laconic.wire import FrameShape
+from laconic.wire import FrameShape, bucket_of
 
 _MARGIN = 1.5  # of what two models may be apart over what they are expected to be
 _CHANGE_WEIGHT = 1.5  # a peer's own change comes on top of this worker's
@@ -34,7 +34,7 @@ class Remainder(NamedTuple):
 
 
 class Remainders:
-    """Writes and reads letters about the whole model, and learns how far apart two models are.
+    """Writes and reads letters about one group of the model each, and learns how far apart two models are.
 
     A question tells remainders; its reader answers how far those are from its own values, in steps, and both move by
     half of that, in opposite directions to the last bit.
@@ -49,73 +49,83 @@ class Remainders:
         self._draw = seed, rank
         self._num_asked = 0
         self.last = vector.read()
-        n = vector.num_entries
-        self.reach = torch.zeros(num_blocks(n), dtype=torch.float32)
+        sizes = [group.num_entries for group in vector.groups]
+        self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
         # A frame asks of its quantizer no more than these have: how long codes are, and their type.
-        self._question = FrameShape(n, n, 0, cast(Quantizer, residue))
-        self._answer = FrameShape(n, n, 0, cast(Quantizer, residue.answer))
+        self._questions = [FrameShape(n, n, 0, cast(Quantizer, residue)) for n in sizes]
+        self._answers = [FrameShape(n, n, 0, cast(Quantizer, residue.answer)) for n in sizes]
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
-        """A question about the whole model."""
+        """A question about a group; its frame names it, where a session's would name a bucket."""
+        (k,) = topic
         self._num_asked += 1
-        told = self._residue.tell(values, self._exponents(values), _offset_of(*self._draw, self._num_asked))
-        return Remainder(self._question.write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=0), values, told)
+        told = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_asked))
+        frame = self._questions[k].write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=k)
+        return Remainder(frame, values, told)
 
-    def _exponents(self, values: Tensor) -> Tensor:
+    def _exponents(self, k: int, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
-        change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self.last))
-        reach, change = self.reach.numpy(), np.float32(_CHANGE_WEIGHT) * change
+        change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self._last(k)))
+        reach, change = self.reach[k].numpy(), np.float32(_CHANGE_WEIGHT) * change
         expected = np.maximum(change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size))
         steps = np.maximum(np.float32(_MARGIN / self._residue.half_range) * expected, np.float32(_FINEST_SHARE) * size)
         return exponents_for(torch.from_numpy(steps))
 
     def question_bytes(self, topic: Topic) -> int:
         """The length of a question."""
-        return self._question.num_bytes
+        return self._questions[topic[0]].num_bytes
 
     def answer_bytes(self, topic: Topic) -> int:
         """The length of an answer."""
-        return self._answer.num_bytes
+        return self._answers[topic[0]].num_bytes
 
     def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
         """What a question says; FrameError, which names the peer, if nothing of it may be applied."""
-        told = self._residue.read(*_written(self._question, message, peer), self._vector.num_entries)
+        k = bucket_of(message)
+        if not 0 <= k < len(self._questions):
+            raise FrameError(f"rank {peer} asked about part {k} of {len(self._questions)}")
+        told = self._residue.read(*_written(self._questions[k], message, k, peer), self._vector.count([k]))
         if not 0 <= told.offset < 1:
             raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
-        return [0], told
+        return [k], told
 
     def reply(self, question: Told, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
+        (k,) = topic
         if not kernels.all_finite(values):
-            return self._answer.write_overflow(values.device, step=0, bucket=0), None
+            return self._answers[k].write_overflow(values.device, step=0, bucket=k), None
         way, compared = self._residue.compare(values, question)
-        self._learn(compared.peaks, question.exponents, values, way)
-        return self._answer.write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=0), way
+        self._learn(k, compared.peaks, question.exponents, values, way)
+        return self._answers[k].write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=k), way
 
     def settle(self, topic: Topic, mine: Remainder, reply: Tensor, peer: int) -> Tensor:
         """The way to the middle from the values that were told, after an answer; FrameError as above."""
-        count, exponents, answer = self._vector.num_entries, mine.told.exponents, self._residue.answer
-        compared = answer.read(*_written(self._answer, reply, peer), count)
+        (k,) = topic
+        count, exponents, answer = self._vector.count(topic), mine.told.exponents, self._residue.answer
+        compared = answer.read(*_written(self._answers[k], reply, k, peer), count)
         if compared.offset != mine.told.offset:
             raise FrameError(f"rank {peer} answered another question")
         way = answer.way(compared, exponents, count)
-        self._learn(compared.peaks, exponents, mine.values, way)
+        self._learn(k, compared.peaks, exponents, mine.values, way)
         return way
 
-    def _learn(self, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
+    def _last(self, k: int) -> Tensor:
+        return self._vector.cut(self.last, [k])
+
+    def _learn(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
         away, steps = peaks.numpy().astype(np.float32), steps_of(exponents).numpy()
         seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
-        self.reach = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach.numpy()))
-        add_on_host(values, way, out=self.last)
+        self.reach[k] = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach[k].numpy()))
+        add_on_host(values, way, out=self._last(k))
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain tensors."""
-        return {"last": self.last.clone(), "reach": self.reach.clone(), "asked": self._num_asked}
+        return {"last": self.last.clone(), "reach": [reach.clone() for reach in self.reach], "asked": self._num_asked}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.last.copy_(saved["last"])
-        self.reach.copy_(saved["reach"])
+        self.reach = [reach.clone() for reach in saved["reach"]]
         self._num_asked = int(saved["asked"])
 
 
@@ -124,9 +134,9 @@ def _offset_of(*numbers: int) -> float:
     return (hash_64(*numbers) >> 40) / 2.0**24
 
 
-def _written(shape: FrameShape, message: Tensor, peer: int) -> tuple[Tensor, Tensor]:
-    """(codes, scale) as a peer wrote them."""
-    written = shape.codes(check_taken(message), step=0, bucket=0, peer=peer)
+def _written(shape: FrameShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:
+    """(codes, scale) as a peer wrote them of a group."""
+    written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
     if written is None:
         raise NotFiniteError
     return written

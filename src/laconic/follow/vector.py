@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.layout import Layout, Span, add_on_host, end_to_end
+from laconic.layout import Layout, Span, add_on_host, end_to_end, halves_of
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
@@ -17,7 +17,10 @@ _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is n
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Neighbours in the vector that travel together: parameters, and the normalisation buffers that go with them."""
+    """Neighbours in the vector that travel together: parameters, and the normalisation buffers that go with them.
+
+    A half of the vector may end amid a tensor.
+    """
 
     start: int
     stop: int
@@ -39,6 +42,7 @@ class ModelVector:
     """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
 
     Vectors lie on the host, where letters are written: of a model on CUDA one copy comes over, and one goes back.
+    Groups are tensors (`per="tensor"`), the two halves of the vector (`"half"`), or all of it (`"model"`).
 
     Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
     that those chosen from lie next to each other: at `chosen`.
@@ -64,11 +68,11 @@ class ModelVector:
             stop = start + num_trained + sum(running[name].numel() for name in buffers)
             groups.append(TensorGroup(start, stop, num_trained))
             start = stop
-        self.groups = tuple(groups)
+        self.groups = tuple(groups if per != "half" else _halves(groups[0]))
         self.layout = Layout.of(list(self._tensors), [t.numel() for t in self._tensors.values()])
         self._spans_of = [
-            [s for s in self.layout.spans if g.start <= s.start and s.stop <= g.stop and s.stop > s.start]
-            for g in groups
+            [s for s in self.layout.spans if g.start < s.stop and s.start < g.stop and s.num_entries]
+            for g in self.groups
         ]
         self._seen: dict[str, tuple[int, Tensor]] = {}  # where a tensor lay, and a view of it there
         self.num_entries = start
@@ -81,8 +85,12 @@ class ModelVector:
         """A float32 copy of what is named, end to end, in `out` if given; of the whole model if nothing is named."""
         if isinstance(topic, Tensor):
             return self.read().index_select(0, topic)
-        rows = self._rows(self._spans(topic))
-        pieces = [row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float() for row in rows]
+        pieces = []
+        for k in range(len(self.groups)) if topic is None else topic:
+            group, spans = self.groups[k], self._spans_of[k]
+            for span, row in zip(spans, self._rows(spans), strict=True):
+                flat = row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float()
+                pieces.append(flat[max(0, group.start - span.start) : group.stop - span.start])
         if self.device.type != "cuda":
             return end_to_end(pieces, out=out)
         whole = torch.cat(pieces)
@@ -113,17 +121,16 @@ class ModelVector:
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()).to(self.device)
 
     @torch.no_grad()
-    def add_(self, delta: Tensor, topic: Topic | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Add a vector like that of `read` to the model: (tensor, what was added to it) of each."""
-        if isinstance(topic, Tensor):
-            whole = torch.zeros(self.num_entries, dtype=torch.float32)
-            whole[topic] = delta
-            delta, topic = whole, None
+    def add_(self, delta: Tensor, groups: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Add a vector that is zero outside these groups to the model: (tensor, what was added to it) of each."""
+        spans = list(dict.fromkeys(span for k in groups for span in self._spans_of[k]))
+        pieces = [delta[span.start : span.stop] for span in spans]
         if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device
-            delta = delta.pin_memory().to(self.device, non_blocking=True)
-        spans = self._spans(topic)
-        rows, sizes = self._rows(spans), [span.num_entries for span in spans]
-        pieces = [piece.view(row.shape) for row, piece in zip(rows, torch.split(delta, sizes), strict=True)]
+            sizes = [span.num_entries for span in spans]
+            copy = end_to_end(pieces, out=self.room(sum(sizes)))
+            pieces = list(torch.split(copy.to(self.device, non_blocking=True), sizes))
+        rows = self._rows(spans)
+        pieces = [piece.view(row.shape) for row, piece in zip(rows, pieces, strict=True)]
         torch._foreach_add_(rows, pieces)
         return [(self._tensors[span.name], piece) for span, piece in zip(spans, pieces, strict=True)]
 
@@ -142,6 +149,14 @@ class ModelVector:
             return flat[self.groups[topic[0]].start : self.groups[topic[0]].stop]
         return end_to_end([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
+    def spread(self, topic: Topic, delta: Tensor) -> Tensor:
+        """A vector of the whole model that holds this where it is about, and zero elsewhere."""
+        if delta.numel() == self.num_entries and not isinstance(topic, Tensor):
+            return delta  # a pass over the model less than to add it to zeros
+        whole = torch.zeros(self.num_entries, dtype=torch.float32)
+        self.add_into_(whole, topic, delta)
+        return whole
+
     def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
         """Add to what is named in a vector of the whole model."""
         if isinstance(topic, Tensor):
@@ -158,11 +173,6 @@ class ModelVector:
         """The entries that are named."""
         return topic.numel() if isinstance(topic, Tensor) else sum(self.groups[k].num_entries for k in topic)
 
-    def _spans(self, groups: Sequence[int] | None) -> list[Span]:
-        if groups is None:
-            return list(self.layout.spans)
-        return [span for k in groups for span in self._spans_of[k]]
-
     def _rows(self, spans: Sequence[Span]) -> list[Tensor]:
         """Each tensor end to end, or in its shape where it does not lie so: views, made anew where one has moved."""
         rows = []
@@ -175,6 +185,12 @@ class ModelVector:
                 self._seen[span.name] = tensor.data_ptr(), row
             rows.append(row)
         return rows
+
+
+def _halves(whole: TensorGroup) -> list[TensorGroup]:
+    return [
+        TensorGroup(start, stop, max(0, min(stop, whole.num_trained) - start)) for start, stop in halves_of(whole.stop)
+    ]
 
 
 def _by_tensor(trained: Mapping[str, Tensor], running: Mapping[str, Tensor]) -> list[tuple[list[str], list[str]]]:

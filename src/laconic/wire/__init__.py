@@ -3,7 +3,7 @@
 from laconic.wire.bitmap import Bitmap
 from laconic.wire.choose import floor_bits, smallest_index_codec
 from laconic.wire.elias_fano import EliasFano
-from laconic.wire.frame import Contents, FrameShape, longest_frame
+from laconic.wire.frame import Contents, FrameShape, bucket_of, longest_frame
 from laconic.wire.index_codec import Implied, IndexCodec
 
 INDEX_CODECS: dict[str, type[IndexCodec]] = {"implied": Implied, "bitmap": Bitmap, "elias-fano": EliasFano}
@@ -16,6 +16,7 @@ __all__ = [
     "FrameShape",
     "Implied",
     "IndexCodec",
+    "bucket_of",
     "floor_bits",
     "longest_frame",
     "smallest_index_codec",

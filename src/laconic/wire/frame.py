@@ -21,7 +21,7 @@ from laconic.wire.rice import Rice
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
 _HEADER = ("magic", "version and codecs", "n", "k", "number of fixed entries", "step", "bucket", "scale", "check sum")
-_CODECS, _SCALE, _CHECK = 1, 7, 8  # places in the header
+_CODECS, _BUCKET, _SCALE, _CHECK = 1, 6, 7, 8  # places in the header
 _OVERFLOW = 1 << 30  # flag in the word of the codecs
 
 
@@ -161,6 +161,11 @@ class FrameShape:
     def _head(self, header: list[int], device: torch.device) -> Tensor:
         """The words of the header, scale and check sum not yet filled in."""
         return torch.tensor(header + [0] * (len(_HEADER) - len(header)), dtype=torch.int32, device=device)
+
+
+def bucket_of(frame: Tensor) -> int:
+    """What a frame says that it is about, not yet checked; -1 if it is too short to say."""
+    return int(frame[: 4 * len(_HEADER)].view(torch.int32)[_BUCKET]) if frame.numel() >= 4 * len(_HEADER) else -1
 
 
 def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
