@@ -105,7 +105,8 @@ def test_ddp_over_gloo_stages_through_the_host(two_workers: WorkerPool, text: st
         assert result["messages"] >= 3 * 29 or text == "silent" or "powersgd" in text
 
 
-def _gossip(text: str) -> dict[str, Any]:
+def _gossip(text: str, worth_halving: int) -> dict[str, Any]:
+    laconic.layout.WORTH_HALVING = worth_halving
     torch.manual_seed(7)
     torch.cuda.set_device(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
@@ -122,9 +123,9 @@ def _gossip(text: str) -> dict[str, Any]:
     return {"before": before, "after": after, "exchanges": stats.asked + stats.answered}
 
 
-@pytest.mark.parametrize("text", gossip_texts())
-def test_models_on_the_gpu_gossip_and_keep_their_mean(two_workers: WorkerPool, text: str) -> None:
-    found = two_workers.run(_gossip, text)
+@pytest.mark.parametrize(("text", "worth_halving"), [*((text, 1 << 19) for text in gossip_texts()), ("gossip", 2)])
+def test_models_on_the_gpu_gossip_and_keep_their_mean(two_workers: WorkerPool, text: str, worth_halving: int) -> None:
+    found = two_workers.run(_gossip, text, worth_halving)
     before, after = (torch.stack([one[when] for one in found]).double() for when in ("before", "after"))
     torch.testing.assert_close(after.mean(0), before.mean(0), atol=5e-6, rtol=0)  # some float32 additions
     assert found[0]["exchanges"] or "change" in text or "rate" in text  # what does not move has nothing to say

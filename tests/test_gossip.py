@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, free, learner_at, matched
-from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, parse
+from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, layout, parse
 from laconic.errors import FrameError
 from laconic.exchange import (
     QUESTION_HEAD_BYTES,
@@ -270,7 +270,13 @@ def test_a_vector_reads_and_adds_groups() -> None:
     assert torch.equal(vector.read(), before)
 
 
-def test_halves_may_end_amid_a_tensor_however_it_lies() -> None:
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the smallest model is exchanged in halves."""
+    monkeypatch.setattr(layout, "WORTH_HALVING", 2)
+
+
+def test_halves_may_end_amid_a_tensor_however_it_lies(halved: None) -> None:
     torch.manual_seed(1)
     model = nn.Conv2d(4, 8, 3)
     model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
@@ -391,16 +397,19 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
     assert torch.all(((x - y + 2 * way).abs() <= 2 * step) | (2 * way.abs() == 7 * step))  # what is further is cut
 
 
-def test_letters_of_remainders_are_as_long_as_foretold() -> None:
+@pytest.mark.parametrize("worth_halving", [2, 10_000])
+def test_letters_of_remainders_are_as_long_as_foretold(worth_halving: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
     assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
     letters = Remainders(vector, scheme.quantize, 0, 0)
-    halves = [QUESTION_HEAD_BYTES + letters.question_bytes([k]) + letters.answer_bytes([k]) for k in (0, 1)]
-    assert scheme.bytes_out(vector.layout, 4) == sum(halves) / 2
-    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * sum(halves) / 2)  # one of five has no partner
+    parts = [[k] for k in range(len(vector.groups))]
+    exchange = sum(QUESTION_HEAD_BYTES + letters.question_bytes(k) + letters.answer_bytes(k) for k in parts)
+    assert scheme.bytes_out(vector.layout, 4) == exchange / 2
+    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
 
 
-def test_a_question_about_a_half_names_it() -> None:
+def test_a_question_about_a_half_names_it(halved: None) -> None:
     torch.manual_seed(1)
     model = Small()
     one, other = (Remainders(ModelVector(copy.deepcopy(model), "half"), Residue(), 0, rank) for rank in range(2))
@@ -506,9 +515,12 @@ def test_five_matched_steps_saved_and_five_more_are_ten(text: str) -> None:
 # Without a barrier
 
 
-@pytest.mark.parametrize("text", FREE)
-def test_frozen_workers_keep_the_mean_of_all_models_whatever_the_delays(text: str) -> None:
+@pytest.mark.parametrize(("text", "worth_halving"), [*((text, 10_000) for text in FREE), ("gossip", 2)])
+def test_frozen_workers_keep_the_mean_of_all_models_whatever_the_delays(
+    text: str, worth_halving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Learning is frozen, models begin apart; exchanges cross each other, and the mean stays, to float rounding."""
+    monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     starts: dict[int, Tensor] = {}
 
     def work(learner: Learner) -> None:
@@ -545,7 +557,11 @@ def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
     assert "4 workers" in str(learners[0].follower.stats())
 
 
-def test_pairs_wait_for_each_other_and_agree_after_all_directions() -> None:
+@pytest.mark.parametrize(("worth_halving", "parts"), [(2, 2), (10_000, 1)])
+def test_pairs_wait_for_each_other_and_agree_after_all_directions(
+    worth_halving: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     together = threading.Barrier(8)
 
     def work(learner: Learner) -> None:
@@ -560,11 +576,11 @@ def test_pairs_wait_for_each_other_and_agree_after_all_directions() -> None:
     models = _vectors(learners)
     assert torch.allclose(models, models[0].expand_as(models), atol=1e-6)  # roundings of three halvings, at most 2
     stats = [learner.follower.stats() for learner in learners]
-    assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 8
+    assert sum(each.asked for each in stats) == sum(each.answered for each in stats) == 6 * 4 * parts
     assert not any(each.late for each in stats)
 
 
-def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment() -> None:
+def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment(halved: None) -> None:
     boxes = local_mailboxes(4)
     scheme = "scheme:exchange=gossip(mode=paired,grace=1e6,patience=0.05)"
     learner, *_ = [learner_at(box, scheme, 0.0) for box in boxes]

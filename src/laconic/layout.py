@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+WORTH_HALVING = 1 << 19  # entries of a model; with less to say, one more message takes longer than half of the bytes
+
 
 @dataclass(frozen=True)
 class Span:
@@ -62,9 +64,9 @@ class Bucket:
 
 
 def halves_of(count: int) -> list[tuple[int, int]]:
-    """(start, stop) of the two halves of so many entries; of the first alone where there is nothing in the second."""
+    """(start, stop) of the two halves of so many entries; of all of them where that is too little to be halved."""
     middle = -(-count // 2)
-    return [(0, middle), (middle, count)] if middle < count else [(0, count)]
+    return [(0, middle), (middle, count)] if count >= WORTH_HALVING else [(0, count)]
 
 
 def positions_of(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -15,8 +15,8 @@ class Paired(Free):
     """One worker's side; turns are counted by a clock that all workers share, their steps.
 
     Each of a pair asks the other about one half of the model, both at once, so that the link is busy both ways and
-    neither computes while the other waits: an exchange takes half as long. (Where entries are chosen, by one of the two
-    for both, that one asks alone.)
+    neither computes while the other waits: an exchange takes half as long. Of a small model, and where entries are
+    chosen, one of the two asks about everything.
 
     Who is to be asked waits a moment for that, so both of a pair move to the middle before they train on; in `free` who
     is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.

@@ -42,7 +42,7 @@ class ModelVector:
     """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
 
     Vectors lie on the host, where letters are written: of a model on CUDA one copy comes over, and one goes back.
-    Groups are tensors (`per="tensor"`), the two halves of the vector (`"half"`), or all of it (`"model"`).
+    Groups are tensors (`per="tensor"`), the two halves of a large vector (`"half"`), or all of it (`"model"`).
 
     Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
     that those chosen from lie next to each other: at `chosen`.
