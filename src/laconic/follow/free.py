@@ -46,6 +46,7 @@ class Free:
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
         self._owed: Tensor | None = None  # what exchanges owe to the model
+        self._owed_room = torch.empty(vector.num_entries, dtype=torch.float32)  # where it lies if it came in parts
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
         self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
@@ -180,7 +181,7 @@ class Free:
 
     def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
         if self._owed is None:
-            self._owed = self._vector.spread(topic, way)
+            self._owed = self._vector.spread(topic, way, out=self._owed_room)
         else:
             self._vector.add_into_(self._owed, topic, way)
         self._touched |= {0} if isinstance(topic, Tensor) else set(topic)

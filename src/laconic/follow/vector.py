@@ -149,11 +149,12 @@ class ModelVector:
             return flat[self.groups[topic[0]].start : self.groups[topic[0]].stop]
         return end_to_end([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
-    def spread(self, topic: Topic, delta: Tensor) -> Tensor:
-        """A vector of the whole model that holds this where it is about, and zero elsewhere."""
+    def spread(self, topic: Topic, delta: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """A vector of the whole model, in `out` if given, that holds this where it belongs, and zero elsewhere."""
         if delta.numel() == self.num_entries and not isinstance(topic, Tensor):
             return delta  # a pass over the model less than to add it to zeros
-        whole = torch.zeros(self.num_entries, dtype=torch.float32)
+        whole = torch.empty(self.num_entries, dtype=torch.float32) if out is None else out
+        whole.numpy().fill(0)
         self.add_into_(whole, topic, delta)
         return whole
 

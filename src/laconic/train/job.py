@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Job:
         if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers):
             raise TaskError("--in-process runs on the CPU from its first step, with no more --servers than --workers")
 
-    @property
+    @cached_property  # launchers ask many times a second, and reading a scheme takes a millisecond
     def asks_servers(self) -> bool:
         """Whether the servers of this job have something to do."""
         scheme = parse(self.scheme)
@@ -96,7 +97,7 @@ class Job:
         """Whether a worker may die without the others."""
         return self.servers > 0 or self.is_gossip
 
-    @property
+    @cached_property
     def is_gossip(self) -> bool:
         """Whether each worker trains a model of its own."""
         scheme = parse(self.scheme)
