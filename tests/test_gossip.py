@@ -411,7 +411,7 @@ def test_letters_of_remainders_are_as_long_as_foretold(worth_halving: int, monke
 
 def test_a_question_about_a_half_names_it(halved: None) -> None:
     torch.manual_seed(1)
-    model = Small()
+    model = nn.Linear(61, 19)  # halves of 589 entries each: nothing but its name tells one from the other
     one, other = (Remainders(ModelVector(copy.deepcopy(model), "half"), Residue(), 0, rank) for rank in range(2))
     with torch.no_grad():
         for p in model.parameters():
@@ -424,9 +424,9 @@ def test_a_question_about_a_half_names_it(halved: None) -> None:
         answer, back = other.reply(told, topic, other._vector.read(topic))
         way = one.settle([k], question, answer, 1)
         assert back is not None and torch.equal(way, -back) and bool(way.any())
-        with pytest.raises(FrameError, match="not"):
+        with pytest.raises(FrameError, match=f"bucket is {k}, not {1 - k}"):
             one.settle([1 - k], question, answer, 1)
-    stranger = Remainders(ModelVector(model, "tensor"), Residue(), 0, 2)
+    stranger = Remainders(ModelVector(Small(), "tensor"), Residue(), 0, 2)
     with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
         one.open(stranger.ask([5], stranger._vector.read([5])).message, 2)
     with pytest.raises(FrameError, match="part -1"):
@@ -541,6 +541,9 @@ def test_frozen_workers_keep_the_mean_of_all_models_whatever_the_delays(
     assert sum(s.bytes_out for s in stats) == sum(s.bytes_in for s in stats)
     if "every" in text:  # enough exchanges to see them meet
         assert (after - after.mean(0)).norm() < 0.5 * (before - before.mean(0)).norm()
+    if worth_halving == 2:  # as those of either half do
+        for old, new in zip(before.chunk(2, 1), after.chunk(2, 1), strict=True):
+            assert (new - new.mean(0)).norm() < 0.9 * (old - old.mean(0)).norm()
 
 
 def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
@@ -688,6 +691,20 @@ def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) ->
     whys = in_process(2, work)
     assert all("not finite" in why or f"rank {spoilt} sent no question" in why for why in whys)
     assert f"rank {spoilt}" in whys[spoilt] or f"rank {spoilt}" in whys[1 - spoilt]
+
+
+def test_the_state_of_both_halves_is_saved(halved: None) -> None:
+    boxes = local_mailboxes(2)
+    learners = [learner_at(box, "gossip:rate=1", 0.1) for box in boxes]
+    for number in range(6):
+        for learner in learners:
+            learner.step(number)
+    kept = learners[0].follower._remainders
+    later = learner_at(local_mailboxes(2)[0], "gossip:rate=1", 0.1).follower
+    later.load_state_dict(learners[0].follower.state_dict())
+    assert kept is not None and later._remainders is not None and len(kept.reach) == 2
+    assert all(torch.equal(new, old) for new, old in zip(later._remainders.reach, kept.reach, strict=True))
+    assert torch.equal(later._remainders.last, kept.last) and any(bool(reach.any()) for reach in kept.reach)
 
 
 def test_states_are_checked() -> None:

@@ -219,7 +219,7 @@ class Scheme:
         if isinstance(self.trigger, TargetRate):
             letters = self.trigger.rate * plan.num_entries / count
         parts = [(plan.num_entries, plan.k, plan.num_fixed)]
-        if mode == "paired" and count == plan.num_entries:  # each of the two asks about one half
+        if mode == "paired" and self.select.density == 1:  # each of the two asks about one half
             parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
         head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
         questions = sum(head + FrameShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)

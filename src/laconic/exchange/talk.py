@@ -76,11 +76,11 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
 def fill_(connection: socket.socket, view: memoryview) -> None:
     """Overwrite all of it with what comes next; ConnectionError where the other end is gone.
 
-    Where there is no timeout the kernel waits for all of it, and this thread does not wake up for every packet.
+    Where there is no timeout the kernel waits for all of it, and Python does not wake up for every packet.
     """
-    got = 0
+    got, how = 0, socket.MSG_WAITALL if connection.gettimeout() is None else 0
     while got < len(view):
-        fresh = connection.recv_into(view[got:], 0, socket.MSG_WAITALL)
+        fresh = connection.recv_into(view[got:], 0, how)
         if fresh == 0:
             raise ConnectionError("it has hung up")
         got += fresh

@@ -252,7 +252,7 @@ class Free:
         """Take over what was owed when a state was saved."""
         with self._lock:
             self._touched = set() if owed is None else set(range(len(self._vector.groups)))
-            self._owed = None if owed is None else owed.to(torch.float32, copy=True)
+            self._owed = None if owed is None else owed.to("cpu", torch.float32, copy=True)
 
     def close(self) -> None:
         """Hang up, after what is under way, if it does not take too long."""

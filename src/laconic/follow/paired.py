@@ -15,8 +15,8 @@ class Paired(Free):
     """One worker's side; turns are counted by a clock that all workers share, their steps.
 
     Each of a pair asks the other about one half of the model, both at once, so that the link is busy both ways and
-    neither computes while the other waits: an exchange takes half as long. Of a small model, and where entries are
-    chosen, one of the two asks about everything.
+    neither computes while the other waits. Of a small model, and where entries are chosen, one of the two asks about
+    everything.
 
     Who is to be asked waits a moment for that, so both of a pair move to the middle before they train on; in `free` who
     is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
@@ -42,19 +42,26 @@ class Paired(Free):
         mine, theirs = everything[::2], everything[1::2]
         if not asks_of(self._pattern.seed, turn, self._mailbox.rank, partner):
             mine, theirs = theirs, mine
+        self._catch_up()  # what either is told is this step's model
         asked = [self._expect(partner, turn)] if theirs else []
         answered = [self._begin(partner, turn, mine)] if mine else []
         self._wait(partner, *answered, *asked)
 
     def _expect(self, peer: int, turn: int) -> threading.Event:
-        """Set when the peer has asked at that turn or a later one; what it is told is this step's model."""
-        self._catch_up()
+        """Set when the peer has asked at that turn or a later one, or never will."""
         with self._lock:
             asked = threading.Event()
             if self._heard.get(peer, -1) >= turn:
                 asked.set()
             self._expected[peer] = turn, asked
         return asked
+
+    def _drop(self, peer: int, why: str) -> None:
+        super()._drop(peer, why)
+        with self._lock:
+            _, asked = self._expected.get(peer, (0, None))
+        if asked is not None:
+            asked.set()
 
     def owe(self, owed: Tensor | None) -> None:
         super().owe(owed)

@@ -125,7 +125,8 @@ class Remainders:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.last.copy_(saved["last"])
-        self.reach = [reach.clone() for reach in saved["reach"]]
+        for reach, kept in zip(self.reach, saved["reach"], strict=True):
+            reach.copy_(kept)
         self._num_asked = int(saved["asked"])
 
 

@@ -89,8 +89,8 @@ class ModelVector:
         for k in range(len(self.groups)) if topic is None else topic:
             group, spans = self.groups[k], self._spans_of[k]
             for span, row in zip(spans, self._rows(spans), strict=True):
-                flat = row if row.dim() == 1 and row.dtype == torch.float32 else row.reshape(-1).float()
-                pieces.append(flat[max(0, group.start - span.start) : group.stop - span.start])
+                inside = slice(max(0, group.start - span.start), group.stop - span.start)
+                pieces.append(row.reshape(-1)[inside].to(torch.float32))
         if self.device.type != "cuda":
             return end_to_end(pieces, out=out)
         whole = torch.cat(pieces)
@@ -150,9 +150,12 @@ class ModelVector:
         return end_to_end([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
 
     def spread(self, topic: Topic, delta: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """A vector of the whole model, in `out` if given, that holds this where it belongs, and zero elsewhere."""
+        """A vector of the whole model that holds this where it belongs, and zero elsewhere.
+
+        It lies in `out`, if given; what is of the whole model already stays where it is.
+        """
         if delta.numel() == self.num_entries and not isinstance(topic, Tensor):
-            return delta  # a pass over the model less than to add it to zeros
+            return delta
         whole = torch.empty(self.num_entries, dtype=torch.float32) if out is None else out
         whole.numpy().fill(0)
         self.add_into_(whole, topic, delta)
