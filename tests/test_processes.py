@@ -59,6 +59,7 @@ def test_every_scheme_trains_over_many_buckets(four_workers: WorkerPool, text: s
             assert result["messages"] >= MANY * steps
 
 
+@pytest.mark.slow  # after 40 steps the test above sees it too
 @pytest.mark.parametrize("text", [t for t in RECIPE_TEXTS.values() if "maxnorm" in t or "multiscale" in t])
 def test_integers_keep_replicas_equal_for_100_steps(four_workers: WorkerPool, text: str) -> None:
     assert all(result["equal"] for result in four_workers.run(_train, text, 100))
