@@ -59,10 +59,8 @@ class TcpMailbox:
         self._to, self._of = to, of
         self._talking = {peer: threading.Lock() for peer in to}  # one question at a time on each connection
         self._laid: dict[int, queue.SimpleQueue[tuple[int, Tensor] | None]] = {p: queue.SimpleQueue() for p in of}
-        self._meeting, self._found = (
-            0,
-            torch.empty(0, dtype=torch.uint8),
-        )  # how many there were, what the last has found
+        self._meeting = 0  # how many there were
+        self._found = torch.empty(0, dtype=torch.uint8)  # what the last has found
         self._last_resort_s = _LAST_RESORT * patience_s
         self._lost: set[int] = set()
         self._counting = threading.Lock()

@@ -81,12 +81,12 @@ class Free:
             peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
             if peer is not None:
                 groups, self._due = sorted(self._due), set()
+                self._catch_up()
                 self._wait(peer, self._begin(peer, step, groups))
 
     def _begin(self, peer: int, turn: int, groups: list[int]) -> threading.Event:
         """Let a thread ask about these groups; the event is set when that is over."""
         over = threading.Event()
-        self._catch_up()
         with self._lock:
             self._asking[peer] = (over, time.monotonic())
             num_asking = len(self._asking)
