@@ -34,6 +34,41 @@ def save_and_die(self):
 Trainer.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
+# Gloo's threads get what time the main thread leaves them, so they free the last tensors when that is at its end.
+STARVED = """
+import os
+from pathlib import Path
+def starve():
+    cores = sorted(os.sched_getaffinity(0))
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), {cores[int(os.environ["RANK"]) % len(cores)]})
+        if "gloo" in (task / "comm").read_text():
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+"""
+STARVED_WORKER = """
+from laconic.cli import run
+from laconic.train import worker
+summarize = worker.summarize
+def starve_and_summarize(trainer):
+    starve()
+    return summarize(trainer)
+worker.summarize = starve_and_summarize
+run()
+"""
+STARVED_SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import laconic
+dist.init_process_group("gloo")
+ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+session = laconic.attach(ddp, "topk:rho=0.01")
+for step in range(3):
+    if step == 2:
+        starve()
+    ddp(torch.randn(8, 64)).square().mean().backward()
+dist.destroy_process_group()
+"""
 SMALL = ["--workers", "2", "--steps", "6", "--batch", "4", "--eval-every", "3"]
 
 
@@ -112,6 +147,14 @@ def test_the_same_module_runs_under_torchrun(tmp_path: Path) -> None:
     ran = torchrun("-m", "laconic", "train", *SMALL, "--json")
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout.splitlines()[-1])["steps"] == 6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starves threads as Linux does it")
+@pytest.mark.parametrize("script", [STARVED_WORKER, STARVED_SCRIPT], ids=["worker", "script"])
+def test_what_gloo_frees_too_late_aborts_no_process(script: str, tmp_path: Path) -> None:
+    (tmp_path / "starved.py").write_text(STARVED + script)
+    ran = torchrun(str(tmp_path / "starved.py"), "train", *SMALL)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_schemes_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def run() -> NoReturn:
+    """Run the command of this process, and end it."""
+    code = main()
+    if is_worker():
+        # A thread of Gloo that frees a tensor while the interpreter is torn down aborts the process (torch 2.13), and
+        # DDP keeps its group, and so those threads, to the end. What a worker opened is closed by now.
+        os._exit(code)
+    sys.exit(code)
+
+
 def _open_closed_streams() -> None:
     """Where a stream was closed (2>&-), let it lead nowhere: print() would send talk to stdout instead."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):

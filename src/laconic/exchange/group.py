@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -35,6 +37,8 @@ class Group:
         self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to consult
         self._group = group
         self._pinned: dict[str, Tensor] = {}
+        # A thread of Gloo that frees a tensor while the interpreter is torn down aborts the process.
+        atexit.register(_let_go, weakref.ref(self))
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
@@ -115,9 +119,15 @@ class Group:
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
         # A group of some ranks is named after them, and a later one would meet the old one's keys in the store.
-        if spans_world(self._group):
+        if hasattr(self, "_group") and spans_world(self._group):
             with suppress(ValueError):  # destroy_process_group() without arguments took it along
                 dist.destroy_process_group(self._group)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold the group no longer; with whoever holds it last, its threads end."""
+        vars(self).pop("_group", None)
+        vars(self).pop("_way", None)
 
     def _stages(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self.wire == torch.device("cpu")
@@ -129,6 +139,12 @@ class Group:
         if held is None or held.numel() < num_bytes:
             held = self._pinned[role] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return held[:num_bytes].view(dtype)
+
+
+def _let_go(group: weakref.ref[Group]) -> None:
+    alive = group()
+    if alive is not None:
+        alive.let_go()
 
 
 def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from laconic.train.job import Job
 from laconic.train.result import DIVERGED
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 
@@ -26,10 +27,10 @@ _POLL_S = 0.05
 
 # Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
 _WORKER = """
-import signal, sys
+import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-from laconic.cli import main
-sys.exit(main())
+from laconic.cli import run
+run()
 """
 
 
@@ -51,10 +52,10 @@ def launch(job: Job) -> int:
     try:
         elastic_launch(config, sys.executable)("-c", _WORKER, "train", *job.arguments())
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == DIVERGED:
+        rank, exit_code = _first_failure(error)
+        if exit_code == DIVERGED:
             return DIVERGED
-        raise LaunchError(f"worker {rank} of {job.workers} ended {_how(failure.exitcode)}; all were stopped") from None
+        raise LaunchError(f"worker {rank} of {job.workers} ended {_how(exit_code)}; all were stopped") from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -153,6 +154,18 @@ def _config(num_workers: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
     )
+
+
+def _first_failure(error: ChildFailedError) -> tuple[int, int]:
+    """(rank, exit code) of the first that failed, which torchrun knows by when it looked.
+
+    Of those that it saw at one look that is one that was killed, as its peers fail for want of it; with SIGTERM
+    torchrun itself ends who is left.
+    """
+    ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    killed = [rank for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM]
+    rank = min(killed or ended, key=lambda rank: error.failures[rank].timestamp)
+    return rank, ended[rank]
 
 
 def _how(exit_code: int) -> str:
