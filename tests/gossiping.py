@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic import Follower, Scheme, parse
 from laconic.exchange import InProcess, LocalMailbox, in_process, local_mailboxes
+from virtual import one_core
 
 _drawing = threading.Lock()
 
@@ -80,7 +81,8 @@ def matched(
             learner.follower.load_state_dict([state["follower"] for state in load])
         return learner, [learner.step(first + number) for number in range(steps)]
 
-    return in_process(num_workers, work)
+    with one_core():
+        return in_process(num_workers, work)
 
 
 def drifted(scheme: str, num_workers: int, steps: int) -> list[Learner]:
@@ -92,7 +94,8 @@ def drifted(scheme: str, num_workers: int, steps: int) -> list[Learner]:
             learner.drift(number)
         return learner
 
-    return in_process(num_workers, work)
+    with one_core():
+        return in_process(num_workers, work)
 
 
 def free(

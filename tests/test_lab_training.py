@@ -54,7 +54,7 @@ def test_a_failure_on_a_host_is_one_line() -> None:
     ran = laconic("train", *JOB, "--hosts", "2", "--batch", "100000")
     assert ran.returncode == 2 and ran.stdout == ""
     *ranks, last = ran.stderr.splitlines()
-    assert last == "laconic: a host of the lab ended with exit code 2; all were stopped"
+    assert last == "laconic: a host of the lab ended with exit code 1; all were stopped"
     assert ranks and all(line.startswith("laconic: rank") for line in ranks), ran.stderr
 
 

@@ -15,8 +15,7 @@ from typing import NoReturn
 
 from laconic import __version__
 from laconic.cli import bench, compare, inspect, lab, report, schemes, train
-from laconic.cli.launching import SAID_ABOVE
-from laconic.errors import LaconicError, LaunchError
+from laconic.errors import LaconicError
 from laconic.train import is_worker
 
 _INTERRUPTED = 130
@@ -35,19 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (train, compare, report, inspect, lab, schemes, bench):
         module.add_parser(commands)
-    said_above = is_worker() or SAID_ABOVE in os.environ
     try:
         try:
             asked = parser.parse_args(arguments)
             code: int = asked.run(asked)
         finally:
             sys.stdout.flush()  # here, where what goes wrong can be said
-    except LaunchError as error:
-        return 2 if said_above else _say(str(error), 2)
     except LaconicError as error:
         return _say(str(error), 2)
     except KeyboardInterrupt:
-        return _INTERRUPTED if said_above else _say("interrupted", _INTERRUPTED)
+        return _INTERRUPTED if is_worker() else _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         _drop_stdout()
         return 0

@@ -18,8 +18,6 @@ from laconic.train import DIVERGED, Job, launch, verdict, work_in_process, worke
 from laconic.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
-# Where this is set, a launcher that ends badly does so in silence: whoever runs the lab says it, once.
-SAID_ABOVE = "LACONIC_SAID_ABOVE"
 _AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'
 
 
@@ -67,20 +65,10 @@ def say(text: str) -> None:
 
 
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
-    """One launcher and one worker per host, as on machines of their own; only the worker that leads prints results.
-
-    Where workers may die, each host's stands for itself: its launcher would wait at the end, in torchrun's exit
-    barrier, for those of hosts that have died. Servers come first.
-    """
-    one = replace(job, workers=1)
-    threads = max(1, (os.cpu_count() or 1) // len(lab.hosts))
-    env = {"OMP_NUM_THREADS": str(threads), SAID_ABOVE: "1"}
-    if job.outlives_workers:
-        command = ["sh", "-c", _AS_RANK, *worker_command(one)]
-        code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
-    else:
-        command = [sys.executable, "-m", "laconic", "train", *one.arguments()]
-        code = run_in_lab(lab, command, signals, env=env, marked=False)
+    """One rank on each host, servers first; only the worker that leads prints results."""
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(lab.hosts)))}
+    command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=1))]
+    code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
     if signals:
         raise KeyboardInterrupt
     if code and code != DIVERGED:

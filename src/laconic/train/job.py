@@ -92,11 +92,6 @@ class Job:
         scheme = parse(self.scheme)
         return self.servers > 0 and isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
 
-    @property
-    def outlives_workers(self) -> bool:
-        """Whether a worker may die without the others."""
-        return self.servers > 0 or self.is_gossip
-
     @cached_property
     def is_gossip(self) -> bool:
         """Whether each worker trains a model of its own."""
