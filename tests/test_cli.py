@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from laconic import __version__, cli, recipes
 from laconic.compare import compare, round_of
 from laconic.records import Recorder
-from laconic.train import Job, resume
+from laconic.train import DIVERGED, Job, resume
+from laconic.train.launch import _first_failure
 from laconic.train.result import beside_dense
 
 KILLED_AFTER_ITS_FIRST_CHECKPOINT = """
@@ -37,13 +39,17 @@ sys.exit(main(sys.argv[1:]))
 # Gloo's threads get what time the main thread leaves them, so they free the last tensors when that is at its end.
 STARVED = """
 import os
+from contextlib import suppress
 from pathlib import Path
 def starve():
-    cores = sorted(os.sched_getaffinity(0))
+    cores, starved = sorted(os.sched_getaffinity(0)), 0
     for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), {cores[int(os.environ["RANK"]) % len(cores)]})
-        if "gloo" in (task / "comm").read_text():
-            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(task.name), {cores[int(os.environ["RANK"]) % len(cores)]})
+            if "gloo" in (task / "comm").read_text():
+                os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+                starved += 1
+    assert starved
 """
 STARVED_WORKER = """
 from laconic.cli import run
@@ -363,6 +369,23 @@ def test_a_killed_worker_ends_the_run_with_one_line() -> None:
         line for line in said.splitlines() if line and not line.startswith("laconic: rank")
     ]  # what its peers noticed
     assert lines == ["laconic: worker 1 of 3 ended by SIGKILL; all were stopped"], said
+
+
+@pytest.mark.parametrize(
+    "ended,first",
+    [
+        ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, (1, -signal.SIGKILL)),  # which rank 0 noticed before torchrun looked
+        ({0: (-signal.SIGKILL, 40), 1: (DIVERGED, 7)}, (1, DIVERGED)),  # torchrun's own, half a minute later
+        ({0: (-signal.SIGTERM, 7), 1: (1, 7)}, (1, 1)),  # torchrun's own, at once
+        ({0: (-signal.SIGTERM, 7), 1: (1, 9)}, (0, -signal.SIGTERM)),
+    ],
+)
+def test_the_launcher_names_the_first_that_failed(ended: dict[int, tuple[int, int]], first: tuple[int, int]) -> None:
+    failures = {}
+    for rank, (code, at) in ended.items():
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+        failures[rank].timestamp = at
+    assert _first_failure(ChildFailedError("worker", failures)) == first
 
 
 def test_workers_end_when_their_launcher_is_killed() -> None:

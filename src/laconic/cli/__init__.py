@@ -60,7 +60,7 @@ def run() -> NoReturn:
     code = main()
     if is_worker():
         # A thread of Gloo that frees a tensor while the interpreter is torn down aborts the process (torch 2.13), and
-        # DDP keeps its group, and so those threads, to the end. What a worker opened is closed by now.
+        # DDP keeps its group, and so those threads, to the end. Nothing is left to be written by now.
         os._exit(code)
     sys.exit(code)
 

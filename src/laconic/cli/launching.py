@@ -67,7 +67,7 @@ def say(text: str) -> None:
 def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(lab.hosts)))}
-    command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=1))]
+    command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
     code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
     if signals:
         raise KeyboardInterrupt

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from laconic.exchange.traffic import Traffic
 
 _UP, _DOWN = 1, 2  # tags of parts and answers
 _LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
+_LAST_WORDS_S = 5.0
 _GAVE_UP = -1  # in place of a length: nothing follows, and no other message
 
 
@@ -58,9 +61,7 @@ class TwoHops:
         try:
             return self._consult(parts, answer, longest)
         except Exception:
-            for tag, peer in list(self._owed):
-                with suppress(RuntimeError):  # it may be the one that is gone
-                    self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag)
+            self._give_up()
             raise
 
     def _consult(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
@@ -87,6 +88,17 @@ class TwoHops:
         up, down = [part.numel() for part in parts], [one.numel() for one in in_order]
         self._traffic.count_consultation(me, up, heard, down)
         return in_order
+
+    def _give_up(self) -> None:
+        """Tell all who wait for this worker that nothing will come, and see that they hear it: the process may end."""
+        last_words = []
+        for tag, peer in list(self._owed):
+            with suppress(RuntimeError):  # it may be the one that is gone
+                last_words.append(self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag))
+        until = time.monotonic() + _LAST_WORDS_S
+        for work in last_words:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))  # 0 would be for ever
 
     def _expect(self, sender: int, tag: int, longest: int) -> _Expected:
         num_bytes = _LENGTH_BYTES + longest

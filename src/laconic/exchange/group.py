@@ -37,8 +37,7 @@ class Group:
         self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to consult
         self._group = group
         self._pinned: dict[str, Tensor] = {}
-        # A thread of Gloo that frees a tensor while the interpreter is torn down aborts the process.
-        atexit.register(_let_go, weakref.ref(self))
+        _held.add(self)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
@@ -141,10 +140,14 @@ class Group:
         return held[:num_bytes].view(dtype)
 
 
-def _let_go(group: weakref.ref[Group]) -> None:
-    alive = group()
-    if alive is not None:
-        alive.let_go()
+_held: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """End the threads of sessions' groups: one that frees a tensor while the interpreter is torn down aborts it."""
+    for group in list(_held):
+        group.let_go()
 
 
 def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_S = 5.0
 _POLL_S = 0.05
+_LOOK_S = 1  # torchrun notes whole seconds
 
 # Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
 _WORKER = """
@@ -66,9 +67,9 @@ def launch(job: Job) -> int:
 
 
 def verdict(codes: Sequence[int | None], job: Job) -> int:
-    """The exit code of a job that outlives workers, so far; `codes` are by rank, None while a process runs.
+    """The exit code of a job so far; `codes` are by rank, None while a process runs.
 
-    Servers must not fail. Workers may, as long as one of them comes to an end.
+    Servers must not fail. Where they answer, or models gossip, workers may, as long as one of them comes to an end.
     """
     ended = [0 if code is None else code if code >= 0 else 128 - code for code in codes]
     must = ended[: job.servers] if job.asks_servers or job.is_gossip else ended
@@ -157,15 +158,16 @@ def _config(num_workers: int) -> LaunchConfig:
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, int]:
-    """(rank, exit code) of the first that failed, which torchrun knows by when it looked.
+    """(rank, exit code) of the first that failed: of those at torchrun's first look one that was killed, if any.
 
-    Of those that it saw at one look that is one that was killed, as its peers fail for want of it; with SIGTERM
-    torchrun itself ends who is left.
+    Its peers fail for want of it, and may do so before that look. Those whom torchrun ends then die of SIGTERM, or,
+    half a minute later, of SIGKILL.
     """
-    ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    killed = [rank for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM]
-    rank = min(killed or ended, key=lambda rank: error.failures[rank].timestamp)
-    return rank, ended[rank]
+    _, first = error.get_first_failure()
+    at_once = {r: f.exitcode for r, f in error.failures.items() if f.timestamp <= first.timestamp + _LOOK_S}
+    own = {rank: code for rank, code in at_once.items() if code != -signal.SIGTERM} or at_once
+    rank = min(own, key=lambda rank: (own[rank] > 0, error.failures[rank].timestamp))
+    return rank, own[rank]
 
 
 def _how(exit_code: int) -> str:

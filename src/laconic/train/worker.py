@@ -31,7 +31,7 @@ _AS_LONG_AS_IT_TAKES = timedelta(days=30)
 
 
 def is_worker() -> bool:
-    """Whether this process was started by torchrun."""
+    """Whether this process is a rank of a job, started by torchrun or as if by it."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
