@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def test_a_failure_on_a_host_is_one_line() -> None:
     *ranks, last = ran.stderr.splitlines()
     assert last == "laconic: a host of the lab ended with exit code 1; all were stopped"
     assert ranks and all(line.startswith("laconic: rank") for line in ranks), ran.stderr
+
+
+def test_launchers_on_hosts_of_their_own_find_each_other() -> None:
+    """As on a cluster, where PET_NNODES and the like say who is who."""
+    train = [sys.executable, "-m", "laconic", "train", "--workers", "1", "--steps", "2", "--batch", "4", "--json"]
+    ran = laconic("lab", "run", "--hosts", "2", "--", *train)
+    assert ran.returncode == 0, ran.stderr
+    (result,) = (line for line in ran.stdout.splitlines() if line.startswith("[0] {"))
+    assert json.loads(result.removeprefix("[0] "))["bytes_out"] > 0
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,10 @@ _held: weakref.WeakSet[Group] = weakref.WeakSet()
 
 @atexit.register
 def _let_go() -> None:
-    """End the threads of sessions' groups: one that frees a tensor while the interpreter is torn down aborts it."""
+    """End the threads of sessions' groups: one that frees a tensor while the interpreter is torn down aborts it.
+
+    Registered before any session, it comes after those that end sessions' own threads, which may be talking.
+    """
     for group in list(_held):
         group.let_go()
 
