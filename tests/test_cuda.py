@@ -18,6 +18,7 @@ from inputs import SIZES, vectors
 from laconic import Scheme, Session, kernels
 from laconic.bench import bench_wire
 from laconic.quantize import QUANTIZERS
+from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
 from parts import ALL_TEXTS, gossip_texts, talking_schemes
 from virtual import gradients, one_step
@@ -71,7 +72,8 @@ def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
         assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-def _train(text: str, steps: int) -> dict[str, Any]:
+def _train(text: str, steps: int, small_model: int = background.SMALL_MODEL) -> dict[str, Any]:
+    background.SMALL_MODEL = small_model
     torch.manual_seed(7)
     torch.cuda.set_device(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
@@ -94,12 +96,17 @@ def _train(text: str, steps: int) -> dict[str, Any]:
         "equal": equal_everywhere(flat_parameters(ddp).cpu() if dist.get_backend() == "gloo" else flat_parameters(ddp)),
         "messages": sum(c.messages for c in stats.by_kind.values()),
         "text": str(stats),
+        "kernels": stats.kernels,
     }
 
 
+@pytest.mark.parametrize(("small_model", "kernels_run"), [(0, "gpu"), (background.SMALL_MODEL, "cpu")])
 @pytest.mark.parametrize("text", ALL_TEXTS)
-def test_ddp_over_gloo_stages_through_the_host(two_workers: WorkerPool, text: str) -> None:
-    for result in two_workers.run(_train, text, 30):
+def test_ddp_over_gloo_stages_through_the_host(
+    two_workers: WorkerPool, text: str, small_model: int, kernels_run: str
+) -> None:
+    for result in two_workers.run(_train, text, 30, small_model):
+        assert result["kernels"] == kernels_run or text.startswith("torch-")
         assert result["falls"] or "memory=none" in text
         assert result["equal"] == (text != "silent")
         assert result["messages"] >= 3 * 29 or text == "silent" or "powersgd" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from typing import Any
@@ -195,6 +196,29 @@ def _rebuilt(text: str) -> tuple[list[list[str]], list[list[str]], bool]:
         run.step(number)
         cuts.append([list(bucket) for bucket in run.session.state_dict()["buckets"]])
     return cuts[0], cuts[-1], equal_everywhere(flat_parameters(run.ddp))
+
+
+def _on_host(text: str, on_host: bool) -> dict[str, Any]:
+    """Train, save, go on from there with a fresh module; as a small model on a GPU does, or not."""
+    torch.manual_seed(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["laconic.attach.attach"], "belongs_on_host", lambda *_: on_host)
+        first, again = start(text, TwoWay()), start(text, TwoWay())
+    assert first.session is not None and again.session is not None
+    for number in range(3):
+        first.step(number)
+    again.ddp.load_state_dict(first.ddp.state_dict())
+    again.session.load_state_dict(first.session.state_dict())
+    for number in range(3, 6):
+        again.step(number)
+    return {"trained": flat_parameters(again.ddp), "bytes": again.session.stats().bytes_out}
+
+
+@pytest.mark.parametrize("text", [SPARSE, "overlap:rho=0.05", "dense"])
+def test_gradients_exchanged_in_a_copy_of_them(four_workers: WorkerPool, text: str) -> None:
+    in_place, copied = (four_workers.run(_on_host, text, on_host) for on_host in (False, True))
+    for here, there in zip(in_place, copied, strict=True):
+        assert torch.equal(here["trained"], there["trained"]) and here["bytes"] == there["bytes"] > 0
 
 
 class TwoWay(nn.Module):

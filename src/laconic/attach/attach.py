@@ -20,7 +20,7 @@ from laconic.exchange import Gossip, Group, Served, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
-from laconic.session import Background, Session, Stats
+from laconic.session import Background, Session, Stats, belongs_on_host
 from laconic.torch_hook import TorchHook
 
 
@@ -140,7 +140,8 @@ class DdpSession(Session):
         self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
         trained = {name: p for p, name in self._names.items() if p.requires_grad}
         model = Layout.of(list(trained), [p.numel() for p in trained.values()])
-        slower = kernels.missing(device)
+        on_host = belongs_on_host(model, device, medium.wire)
+        slower = None if on_host else kernels.missing(device)
         if medium.rank == 0:
             scheme.warn_if_dense_is_smaller(model, medium.num_workers)
             if slower is not None:
@@ -152,7 +153,7 @@ class DdpSession(Session):
                     stacklevel=4,
                 )
         self._medium_group = medium
-        self.background = Background(self, device)
+        self.background = Background(self, device, on_host=on_host)
         ddp.register_comm_hook(self, _hook)
 
     def bucket_of(self, bucket: GradBucket) -> Bucket:

@@ -42,6 +42,7 @@ __all__ = [
     "mean_magnitude",
     "missing",
     "module",
+    "native_on_host",
     "new_search",
     "pack_lanes",
     "pack_signs",
@@ -89,6 +90,11 @@ def missing(device: torch.device | str) -> str | None:
         return None
     why = _HOW_TO_GET["cpu" if torch.device(device).type == "cpu" else "gpu"]
     return f"laconic runs on its reference kernels, which are slower: {why}"
+
+
+def native_on_host() -> bool:
+    """Whether native code runs on tensors of the host, and nobody asked for other kernels by name."""
+    return not os.environ.get("LACONIC_KERNELS") and backend("cpu") == "cpu"
 
 
 @functools.cache

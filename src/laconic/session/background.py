@@ -6,17 +6,27 @@ import atexit
 import queue
 import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from laconic import kernels
 from laconic.errors import LaconicError
-from laconic.layout import Bucket
+from laconic.layout import Bucket, Layout
 from laconic.session.session import Session
 
+SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and a GPU takes longer to be told
 _CLOSE_TIMEOUT_S = 5.0
+
+
+def belongs_on_host(model: Layout, device: torch.device, wire: torch.device | None) -> bool:
+    """Whether a GPU's gradients are best exchanged on the host, where their messages are written anyway."""
+    on_the_way = device.type == "cuda" and wire == torch.device("cpu")
+    return on_the_way and model.num_entries <= SMALL_MODEL and kernels.native_on_host()
 
 
 @dataclass
@@ -30,12 +40,16 @@ _Errands = queue.SimpleQueue["_Errand | None"]
 
 
 class Background:
-    """Runs a session's exchanges in a thread, on CUDA with a stream of its own."""
+    """Runs a session's exchanges in a thread, on CUDA with a stream of its own.
 
-    def __init__(self, session: Session, device: torch.device) -> None:
+    With `on_host` gradients go to the host in one copy, are exchanged there, and what was heard comes back in another.
+    """
+
+    def __init__(self, session: Session, device: torch.device, *, on_host: bool = False) -> None:
         self.error: BaseException | None = None
         self._session = session
         self._device = device
+        self._rooms: dict[Layout, Tensor] | None = {} if on_host else None  # on the host, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._waiting: list[_Errand] = []
         self._errands: _Errands = queue.SimpleQueue()
@@ -85,14 +99,39 @@ class Background:
                 for errand in errands:
                     if errand.ready is not None:
                         torch.cuda.current_stream().wait_event(errand.ready)
-                if self._session.wants_whole_step:
-                    self._session.exchange_step_([errand.bucket for errand in errands])
-                else:
-                    self._session.exchange_(errands[0].bucket)
+                with self._at_work([errand.bucket for errand in errands]) as buckets:
+                    if self._session.wants_whole_step:
+                        self._session.exchange_step_(buckets)
+                    else:
+                        self._session.exchange_(buckets[0])
             except BaseException as error:
                 self.error = error
         for errand in errands:
             errand.done.set_result(self.error or errand.bucket.flat)
+
+    @contextmanager
+    def _at_work(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """The buckets where the session works on them; what it made of them is theirs on leaving."""
+        if self._rooms is None:
+            yield buckets
+            return
+        there = [replace(bucket, flat=self._room(bucket)) for bucket in buckets]
+        for bucket, copy in zip(buckets, there, strict=True):
+            copy.flat.copy_(bucket.flat, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()  # also over: what was copied back from here a step ago
+        yield there
+        for bucket, copy in zip(buckets, there, strict=True):
+            bucket.flat.copy_(copy.flat, non_blocking=True)
+
+    def _room(self, bucket: Bucket) -> Tensor:
+        assert self._rooms is not None
+        room = self._rooms.get(bucket.layout)
+        if room is None or room.dtype != bucket.flat.dtype:
+            pinned = self._stream is not None
+            room = torch.empty(bucket.flat.shape, dtype=bucket.flat.dtype, pin_memory=pinned)
+            self._rooms[bucket.layout] = room
+        return room
 
 
 def _serve(errands: _Errands, background: weakref.ref[Background]) -> None:
