@@ -660,6 +660,19 @@ def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:
     assert not side._tardy
 
 
+def test_what_exchanges_usually_take_is_waited_for_without_any_grace() -> None:
+    side = learner_at(local_mailboxes(2)[0], "gossip", 0.1).follower._side
+    assert isinstance(side, Free)
+    side._took_s.extend([100.0, 30.0, 20.0])  # one of a slow peer does not count
+    in_time, never = threading.Event(), threading.Event()
+    threading.Timer(0.05, in_time.set).start()
+    side._wait(1, in_time)
+    assert in_time.is_set() and not side._tardy and side._grace_s == 0
+    side._took_s.clear()
+    side._wait(1, never)
+    assert side._tardy == {1} and side._grace_s < 0
+
+
 @pytest.mark.parametrize("text", ["gossip-every", "gossip:trigger=every-step"])
 def test_a_model_that_is_not_finite_is_not_taken_in(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     boxes = local_mailboxes(2)

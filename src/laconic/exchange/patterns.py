@@ -87,7 +87,7 @@ class Gossip(Pattern):
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
-    grace: float = 1.0  # how long `free` and `paired` may wait for peers, as a share of the time they train for
+    grace: float = 1.0  # how long `free` and `paired` may wait for late peers, as a share of the time they train for
     momentum: str = "local"  # or quasi-global: SGD's heeds what peers move the model by, as if it had been its own step
     patience: float = 5.0  # seconds without an answer after which a worker turns to another peer
     seed: int = 0

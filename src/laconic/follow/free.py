@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import queue
+import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,7 @@ from laconic.layout import add_on_host
 
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what
 _SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
+_RECENT = 15  # exchanges by which is known how long one takes
 
 
 class Free:
@@ -56,7 +59,8 @@ class Free:
         self._suspended: set[int] = set()
         self._tardy: set[int] = set()  # whose last answer was waited for in vain
         self._stepped_at = time.monotonic()
-        self._grace_s = 0.0  # what may still be spent on waiting for answers
+        self._grace_s = 0.0  # what may still be spent on waiting for peers
+        self._took_s: deque[float] = deque(maxlen=_RECENT)  # from a question to its answer
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         on_cuda = vector.device.type == "cuda"
@@ -100,16 +104,19 @@ class Free:
     def _wait(self, peer: int, *over: threading.Event) -> None:
         """Wait for a peer while there is time for it: a model that moves a step late learns less from the others.
 
-        Who was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
+        What an exchange usually takes is the link's doing and always waited for; grace is spent on what is beyond. Who
+        was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
         """
-        since = time.monotonic()
+        since, usual_s = time.monotonic(), statistics.median(self._took_s) if self._took_s else 0.0
         if self._pattern.mode == "wait":
             _all_set(over, self._pattern.patience)
         elif peer in self._tardy:
             self._tardy.discard(peer)
-        elif self._grace_s > 0 and not _all_set(over, min(self._grace_s, self._pattern.patience)):
-            self._tardy.add(peer)
-        self._grace_s -= time.monotonic() - since
+        elif self._pattern.grace:
+            longest_s = usual_s + max(0.0, self._grace_s)
+            if not _all_set(over, min(longest_s, self._pattern.patience)):
+                self._tardy.add(peer)
+        self._grace_s -= max(0.0, time.monotonic() - since - usual_s)
         self._apply()
 
     def _count_asking(self) -> int:
@@ -132,6 +139,7 @@ class Free:
 
     def _ask(self, peer: int, turn: int, groups: list[int]) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
+        since = time.monotonic()
         try:
             with self._lock:
                 topic, values = self._choose(groups)
@@ -141,6 +149,7 @@ class Free:
                 way = self._letters.settle(topic, mine, reply, peer)
                 self.asked += 1
                 self._owe(topic, values, way)
+                self._took_s.append(time.monotonic() - since)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
