@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,8 @@ class RandK:
         num_turns = -(-num_large // plan.k) if self.mode == "cycle" else 1
         cycle, turn = divmod(step, num_turns)
         first = (hash_64(self.seed, bucket, cycle) + turn * plan.k) % num_large
-        return _skip_fixed(_spread(num_large, plan.k, first, device), plan)
+        rank = _spread(num_large, plan.k, first, device)
+        return rank + _fixed_before(plan, num_large, first).to(device) if plan.fixed else rank
 
 
 def _share(num_entries: int, density: float) -> int:
@@ -80,14 +82,15 @@ def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
     return torch.div(torch.arange(k, device=device) * n + first, k, rounding_mode="trunc")
 
 
-def _skip_fixed(rank: Tensor, plan: Plan) -> Tensor:
-    """The positions of the entries with these ranks (from 0, ascending) outside the plan's fixed spans."""
-    if not plan.fixed:
-        return rank
-    before = torch.tensor([0, *(span.num_entries for span in plan.fixed)], device=rank.device).cumsum(0)
-    # The ranks from which on one more fixed span lies before an entry.
-    turns = torch.tensor([span.stop for span in plan.fixed], device=rank.device) - before[1:]
-    places = torch.searchsorted(rank, turns)
-    ends = torch.tensor([0, rank.numel()], device=rank.device)
-    counts = torch.cat([ends[:1], places, ends[1:]]).diff()
-    return rank + before.repeat_interleave(counts, output_size=rank.numel())
+def _fixed_before(plan: Plan, n: int, first: int) -> Tensor:
+    """How many fixed entries lie before each drawn one; on the host, and without asking what was drawn.
+
+    A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with
+    (t*n + first) / k < r.
+    """
+    before, drawn = [0], [0]
+    for span in plan.fixed:
+        rank = span.start - before[-1]
+        before.append(before[-1] + span.num_entries)
+        drawn.append(min(plan.k, max(0, -((first - rank * plan.k) // n))))
+    return torch.from_numpy(np.repeat(before, np.diff([*drawn, plan.k])))

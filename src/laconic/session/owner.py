@@ -92,11 +92,11 @@ class Owner:
     ) -> tuple[FrameShape, Tensor, Tensor]:
         """Add up, take out what is to be said: (shape, places, mean at the fixed entries and at those places)."""
         num_fixed = fixed.numel()
-        for contents in heard:
-            held[fixed] += contents.values[:num_fixed]
-        kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
         whole = held[fixed]
         held[fixed] = 0
+        for contents in heard:
+            whole += contents.values[:num_fixed]
+        kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
         places = union([one.positions for one in heard], own.num_entries)
         if self._server.down_rho and places.numel():
             places, values = self._largest(held, own, places)
