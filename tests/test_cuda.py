@@ -73,12 +73,13 @@ def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
 
 
 def _train(text: str, steps: int, small_model: int = background.SMALL_MODEL) -> dict[str, Any]:
-    background.SMALL_MODEL = small_model
     torch.manual_seed(7)
     torch.cuda.set_device(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).cuda()
     ddp = DistributedDataParallel(net, bucket_cap_mb=100 if "powersgd" in text else 0.01)
-    session = laconic.attach(ddp, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "SMALL_MODEL", small_model)
+        session = laconic.attach(ddp, text)
     lr = 0.005 if text.startswith(("sign", "sparse-sign")) else 0.05  # a vote moves every weight by the rate
     optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     losses = []
@@ -106,7 +107,7 @@ def test_ddp_over_gloo_stages_through_the_host(
     two_workers: WorkerPool, text: str, small_model: int, kernels_run: str
 ) -> None:
     for result in two_workers.run(_train, text, 30, small_model):
-        assert result["kernels"] == kernels_run or text.startswith("torch-")
+        assert result["kernels"] == kernels_run or text.startswith(("torch-", "silent"))
         assert result["falls"] or "memory=none" in text
         assert result["equal"] == (text != "silent")
         assert result["messages"] >= 3 * 29 or text == "silent" or "powersgd" in text

@@ -202,8 +202,10 @@ def test_lanes_round_trip(width: int, count: int, seed: int) -> None:
 @settings(deadline=None)
 def test_bits_are_little_endian(bits: list[bool]) -> None:
     positions = torch.tensor([i for i, bit in enumerate(bits) if bit], dtype=torch.int32)
+    twice = torch.cat([positions.flip(0), positions])
     for set_bits in both("set_bits"):
         words = set_bits(positions, len(bits))
+        assert torch.equal(set_bits(twice, len(bits)), words)
         number = sum((int(w) & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(words))
         assert number == sum(1 << i for i, bit in enumerate(bits) if bit)
         for unpack_bits in both("unpack_bits"):

@@ -233,6 +233,7 @@ def test_codes_of_positions_and_sums(n: int) -> None:
         here = positions.to(DEVICE)
         bitmap = gpu.set_bits(here, n)
         assert same(bitmap, reference.set_bits(positions, n)) and same(gpu.unpack_bits(bitmap), positions)
+        assert same(gpu.set_bits(torch.cat([here.flip(0), here]), n), bitmap.cpu())
         for width in (0, 5):
             num_high_bits = k + (n >> width) + 1
             words = gpu.encode_elias_fano(here, width, num_high_bits)

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from ddp_training import TINY_BUCKET_MB, Net, batch, num_buckets, start
+from laconic.layout import Layout
+from laconic.session import background, belongs_on_host
 from workers import WorkerPool, equal_everywhere, flat_parameters
 
 SPARSE = "topk:rho=0.05"
@@ -211,7 +213,8 @@ def _on_host(text: str, on_host: bool) -> dict[str, Any]:
     again.session.load_state_dict(first.session.state_dict())
     for number in range(3, 6):
         again.step(number)
-    return {"trained": flat_parameters(again.ddp), "bytes": again.session.stats().bytes_out}
+    rooms = again.session.background._rooms  # type: ignore[attr-defined]
+    return {"trained": flat_parameters(again.ddp), "bytes": again.session.stats().bytes_out, "copied": bool(rooms)}
 
 
 @pytest.mark.parametrize("text", [SPARSE, "overlap:rho=0.05", "dense"])
@@ -219,6 +222,20 @@ def test_gradients_exchanged_in_a_copy_of_them(four_workers: WorkerPool, text: s
     in_place, copied = (four_workers.run(_on_host, text, on_host) for on_host in (False, True))
     for here, there in zip(in_place, copied, strict=True):
         assert torch.equal(here["trained"], there["trained"]) and here["bytes"] == there["bytes"] > 0
+        assert there["copied"] and not here["copied"]
+
+
+def test_small_models_of_a_gpu_belong_on_the_host_where_messages_are_written_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    small, large = (Layout.of(["w"], [background.SMALL_MODEL + more]) for more in (0, 1))
+    monkeypatch.setattr(laconic.kernels, "native_on_host", lambda: True)
+    assert belongs_on_host(small, gpu, host)
+    assert not any(belongs_on_host(*where) for where in ((large, gpu, host), (small, host, host), (small, gpu, gpu)))
+    monkeypatch.undo()
+    monkeypatch.setenv("LACONIC_KERNELS", "reference")
+    assert not belongs_on_host(small, gpu, host)
 
 
 class TwoWay(nn.Module):

@@ -16,7 +16,7 @@ from laconic import kernels
 from laconic.attach.serve import TIMEOUT_S, UNDOES, meet, served_scheme
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Gossip, Group, Served, own_group, ranks_that_differ
+from laconic.exchange import Gossip, Group, Served, Silent, own_group, ranks_that_differ
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -140,7 +140,8 @@ class DdpSession(Session):
         self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
         trained = {name: p for p, name in self._names.items() if p.requires_grad}
         model = Layout.of(list(trained), [p.numel() for p in trained.values()])
-        on_host = belongs_on_host(model, device, medium.wire)
+        talks = not isinstance(scheme.exchange, Silent)
+        on_host = talks and belongs_on_host(model, device, medium.wire)
         slower = None if on_host else kernels.missing(device)
         if medium.rank == 0:
             scheme.warn_if_dense_is_smaller(model, medium.num_workers)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import queue
-import statistics
 import sys
 import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -17,14 +14,13 @@ from torch import Tensor
 
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import Mailbox, neighbours, pick
+from laconic.follow.grace import Grace
 from laconic.follow.letter import check_finite, refusal
 from laconic.follow.parts import Parts
 from laconic.follow.vector import Topic
 from laconic.layout import add_on_host
 
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what
-_SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
-_RECENT = 15  # exchanges by which is known how long one takes
 
 
 class Free:
@@ -57,26 +53,25 @@ class Free:
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
-        self._tardy: set[int] = set()  # whose last answer was waited for in vain
-        self._stepped_at = time.monotonic()
-        self._grace_s = 0.0  # what may still be spent on waiting for peers
-        self._took_s: deque[float] = deque(maxlen=_RECENT)  # from a question to its answer
+        self._grace = Grace(self._pattern)
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
+        self._failed: Exception | None = None  # what no thread but the training one can end a worker with
         on_cuda = vector.device.type == "cuda"
         self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._catch_up()
         self._closed = False
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
-        mailbox.serve(self._answer)
+        mailbox.serve(self._serve)
 
     def step(self, step: int, lr: float) -> None:
-        """Move by what is owed, and talk."""
-        allowed_s = self._pattern.grace * (time.monotonic() - self._stepped_at)
-        self._grace_s = min(self._grace_s + allowed_s, _SAVED_STEPS * allowed_s)
+        """Move by what is owed, and talk; raises what went wrong in another thread."""
+        if self._failed is not None:
+            raise self._failed
+        self._grace.trained()
         self._apply()
         self._talk(step, lr)
-        self._stepped_at = time.monotonic()
+        self._grace.trains()
 
     def _talk(self, step: int, lr: float) -> None:
         """Ask somebody if there is something to say and nobody is being asked."""
@@ -102,21 +97,8 @@ class Free:
         return over
 
     def _wait(self, peer: int, *over: threading.Event) -> None:
-        """Wait for a peer while there is time for it: a model that moves a step late learns less from the others.
-
-        What an exchange usually takes is the link's doing and always waited for; grace is spent on what is beyond. Who
-        was waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
-        """
-        since, usual_s = time.monotonic(), statistics.median(self._took_s) if self._took_s else 0.0
-        if self._pattern.mode == "wait":
-            _all_set(over, self._pattern.patience)
-        elif peer in self._tardy:
-            self._tardy.discard(peer)
-        elif self._pattern.grace:
-            longest_s = usual_s + max(0.0, self._grace_s)
-            if not _all_set(over, min(longest_s, self._pattern.patience)):
-                self._tardy.add(peer)
-        self._grace_s -= max(0.0, time.monotonic() - since - usual_s)
+        """Wait for a peer while there is time for it, and move by what came of it."""
+        self._grace.wait(peer, over)
         self._apply()
 
     def _count_asking(self) -> int:
@@ -134,8 +116,8 @@ class Free:
         while question := self._questions.get():
             try:
                 self._ask(*question)
-            except Exception:  # said, and the next question is asked all the same
-                traceback.print_exc()
+            except Exception as error:
+                self._failed = error
 
     def _ask(self, peer: int, turn: int, groups: list[int]) -> None:
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
@@ -149,7 +131,7 @@ class Free:
                 way = self._letters.settle(topic, mine, reply, peer)
                 self.asked += 1
                 self._owe(topic, values, way)
-                self._took_s.append(time.monotonic() - since)
+                self._grace.exchanged(time.monotonic() - since)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
@@ -167,6 +149,13 @@ class Free:
         if self._owed is not None:
             add_on_host(model, self._owed, out=model)
         return self._unsaid.choose_(check_finite(model))
+
+    def _serve(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        try:
+            return self._answer(peer, turn, message, num_bytes)
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
@@ -274,12 +263,6 @@ class Free:
         self._mailbox.close()
         for asker in self._askers:
             asker.join(self._pattern.patience)
-
-
-def _all_set(events: Sequence[threading.Event], longest_s: float) -> bool:
-    """Wait for all of them, so long in all; whether they are set."""
-    until = time.monotonic() + longest_s
-    return all(event.wait(max(0.0, until - time.monotonic())) for event in events)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from zlib import crc32
 
 import torch
@@ -50,10 +51,18 @@ class Overlap(TopK):
         """The entries whose turn it is, the same on every worker; ascending, int64."""
         if not self.explore or self.score == "leader":
             return torch.empty(0, dtype=torch.int64, device=device)
-        turn = RandK(rho=density * self.explore, mode="cycle", dense_below=self.dense_below)
-        rounds = [(layout, bucket, 0)]
-        if self.per == "parameter":  # each on its own, so that it does not matter which bucket it is in
-            spans = [span for span in layout.spans if span.num_entries]
-            rounds = [(Layout.of([s.name], [s.num_entries]), crc32(s.name.encode()), s.start) for s in spans]
-        found = [turn.positions(turn.plan(of, turn.rho), step, key, device) + start for of, key, start in rounds]
-        return torch.cat(found)
+        rounds = _rounds(self, layout, density, bucket)
+        return torch.cat([turn.positions(plan, step, key, device) + start for turn, plan, key, start in rounds])
+
+
+@lru_cache
+def _rounds(select: Overlap, layout: Layout, density: float, bucket: int) -> tuple[tuple[RandK, Plan, int, int], ...]:
+    """(the turns that entries take, among which, what they are drawn by, where those begin) for each independent round.
+
+    Parameters that are chosen by themselves also take turns by themselves, whichever bucket they are in.
+    """
+    turn = RandK(rho=density * select.explore, mode="cycle", dense_below=select.dense_below)
+    if select.per != "parameter":
+        return ((turn, turn.plan(layout, turn.rho), bucket, 0),)
+    alone = [(span, Layout.of([span.name], [span.num_entries])) for span in layout.spans if span.num_entries]
+    return tuple((turn, turn.plan(of, turn.rho), crc32(span.name.encode()), span.start) for span, of in alone)

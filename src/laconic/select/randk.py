@@ -63,7 +63,7 @@ class RandK:
         cycle, turn = divmod(step, num_turns)
         first = (hash_64(self.seed, bucket, cycle) + turn * plan.k) % num_large
         rank = _spread(num_large, plan.k, first, device)
-        return rank + _fixed_before(plan, num_large, first).to(device) if plan.fixed else rank
+        return rank + _fixed_before(plan, num_large, first, device) if plan.fixed else rank
 
 
 def _share(num_entries: int, density: float) -> int:
@@ -82,8 +82,8 @@ def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
     return torch.div(torch.arange(k, device=device) * n + first, k, rounding_mode="trunc")
 
 
-def _fixed_before(plan: Plan, n: int, first: int) -> Tensor:
-    """How many fixed entries lie before each drawn one; on the host, and without asking what was drawn.
+def _fixed_before(plan: Plan, n: int, first: int, device: torch.device) -> Tensor:
+    """How many fixed entries lie before each drawn one, without asking the device what was drawn.
 
     A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with
     (t*n + first) / k < r.
@@ -93,4 +93,5 @@ def _fixed_before(plan: Plan, n: int, first: int) -> Tensor:
         rank = span.start - before[-1]
         before.append(before[-1] + span.num_entries)
         drawn.append(min(plan.k, max(0, -((first - rank * plan.k) // n))))
-    return torch.from_numpy(np.repeat(before, np.diff([*drawn, plan.k])))
+    sizes, counts = (torch.from_numpy(np.array(each)).to(device) for each in (before, np.diff([*drawn, plan.k])))
+    return sizes.repeat_interleave(counts, output_size=plan.k)

@@ -14,8 +14,9 @@ from laconic.kernels.reference.bits import words_of
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:
     words = _words(num_bits)
     at = pointer("positions", positions, torch.int32)
-    _check_reach(positions, num_bits)
-    library().laconic_set_bits(at, positions.numel(), words.data_ptr(), words.numel())
+    outside = library().laconic_set_bits(at, positions.numel(), words.data_ptr(), num_bits)
+    if outside:
+        raise KernelError(f"{outside} of {positions.numel()} positions are outside; give places among {num_bits} bits")
     return words
 
 

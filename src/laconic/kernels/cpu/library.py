@@ -29,6 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
+_INTERFACE = 1  # as in native/interface.cpp
 _P, _N, _INT, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_float
 
 _SIGNATURES = {
@@ -37,7 +38,7 @@ _SIGNATURES = {
     "sum_magnitudes": (ctypes.c_double, (_P, _N, _INT)),
     "count_at_least": (None, (_P, _N, _P, _N, _INT, _P)),
     "compact": (_N, (_P, _N, _F, _P, _P)),
-    "set_bits": (None, (_P, _N, _P, _N)),
+    "set_bits": (_N, (_P, _N, _P, _N)),
     "unpack_bits": (_N, (_P, _N, _P, _N)),
     "pack_lanes": (None, (_P, _N, _INT, _P)),
     "unpack_lanes": (None, (_P, _N, _INT, _P)),
@@ -86,6 +87,9 @@ def library() -> ctypes.CDLL:
 def load(name: str) -> ctypes.CDLL:
     """The library of one level, with the types of its functions; calling one releases the GIL."""
     loaded = ctypes.CDLL(str(_path(name)))
+    interface = getattr(loaded, "laconic_interface", None)
+    if interface is None or interface() != _INTERFACE:
+        raise KernelError(f"{_path(name).name} was built from other sources than this code; reinstall laconic")
     for kernel, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, f"laconic_{kernel}")
         function.restype, function.argtypes = result, arguments

@@ -90,7 +90,7 @@ def count_ones(words: Tensor) -> Tensor:
 
 
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:
-    """A bit vector as words, with a one at each of the int32 `positions` (each given once)."""
+    """A bit vector as words, with a one at each of the int32 `positions`, in any order and however often given."""
     count = positions.numel()
     check_vector(positions, torch.int32, count, "positions")
     words = torch.zeros(words_of(num_bits), dtype=torch.int32, device=positions.device)

@@ -8,9 +8,19 @@
 
 using namespace laconic;
 
-extern "C" void laconic_set_bits(const int32_t* positions, int64_t count, uint32_t* words, int64_t num_words) {
-  std::memset(words, 0, 4 * num_words);
-  for (int64_t i = 0; i < count; ++i) words[positions[i] >> 5] |= 1u << (positions[i] & 31);
+// How many of the positions are not under num_bits; for those no bit is set.
+extern "C" int64_t laconic_set_bits(const int32_t* positions, int64_t count, uint32_t* words, int64_t num_bits) {
+  std::memset(words, 0, 4 * ((num_bits + 31) / 32));
+  int64_t outside = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t at = positions[i];
+    if (at < 0 || at >= num_bits) {
+      ++outside;
+    } else {
+      words[at >> 5] |= 1u << (at & 31);
+    }
+  }
+  return outside;
 }
 
 // Positions of the ones, ascending; at most `room` are written, all are counted.

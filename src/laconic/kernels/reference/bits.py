@@ -12,7 +12,8 @@ _WORD_MASK = (1 << _WORD_BITS) - 1
 
 
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:
-    """A bit vector as words, with a one at each of the int32 `positions` (each given once)."""
+    """A bit vector as words, with a one at each of the int32 `positions`, in any order and however often given."""
+    positions = positions.unique()  # type: ignore[no-untyped-call]
     words = torch.zeros(words_of(num_bits), dtype=torch.int64, device=positions.device)
     one = torch.ones((), dtype=torch.int64, device=positions.device)
     words.index_add_(0, positions >> 5, one << (positions & 31).to(torch.int64))

@@ -1,0 +1,65 @@
+"""How long a worker waits for its peers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from laconic.exchange import Gossip
+
+_SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps at most
+_RECENT = 15  # exchanges by which is known how long one takes
+_QUICK = 4  # of those, the first of so many parts: a slow neighbour, one of two, is not what is usual
+_USUAL = 2.0  # times what a quick one takes; with less, chance makes workers late for each other for ever
+
+
+class Grace:
+    """Waits for peers while there is time for it: a model that moves a step late learns less from the others.
+
+    What an exchange may take on the link is waited for at no charge. What is beyond that, and waiting in vain, is paid
+    from a share of the time a worker has trained for. Who was waited for in vain is not waited for the next time, so
+    that a slow peer slows nobody down for long.
+    """
+
+    def __init__(self, pattern: Gossip) -> None:
+        self.left_s = 0.0
+        self.usual_s = 0.0  # what an exchange may take where the peer is no slower than others, once that is known
+        self.tardy: set[int] = set()  # who was waited for in vain
+        self._pattern = pattern
+        self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
+        self._trains_since = time.monotonic()
+
+    def trained(self) -> None:
+        """A step of training is over."""
+        earned_s = self._pattern.grace * (time.monotonic() - self._trains_since)
+        self.left_s = min(self.left_s + earned_s, _SAVED_STEPS * earned_s)
+
+    def trains(self) -> None:
+        """The next one begins."""
+        self._trains_since = time.monotonic()
+
+    def exchanged(self, seconds: float) -> None:
+        """An exchange took so long."""
+        self._took_s.append(seconds)
+        self.usual_s = _USUAL * sorted(self._took_s)[len(self._took_s) // _QUICK]
+
+    def wait(self, peer: int, over: Sequence[threading.Event]) -> None:
+        """Wait for a peer until all of these are set, or it is enough."""
+        patience = self._pattern.patience
+        since, free_s = time.monotonic(), self.usual_s if self.usual_s < patience else 0.0
+        if self._pattern.mode == "wait":
+            _all_set(over, patience)
+        elif peer in self.tardy:
+            self.tardy.discard(peer)
+        elif self._pattern.grace and not _all_set(over, min(free_s + max(0.0, self.left_s), patience)):
+            self.tardy.add(peer)
+            free_s = 0.0
+        self.left_s -= max(0.0, time.monotonic() - since - free_s)
+
+
+def _all_set(events: Sequence[threading.Event], longest_s: float) -> bool:
+    """Wait for all of them, so long in all; whether they are set."""
+    until = time.monotonic() + longest_s
+    return all(event.wait(max(0.0, until - time.monotonic())) for event in events)
