@@ -417,6 +417,13 @@ def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(m
     kernels._backend.cache_clear()
 
 
+@pytest.mark.skipif(not library.levels(), reason="no native kernels were built")
+def test_kernels_built_from_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_INTERFACE", -1)
+    with pytest.raises(KernelError, match="reinstall laconic"):
+        library.load.__wrapped__(library.levels()[0])
+
+
 def test_every_backend_has_every_kernel_and_no_other() -> None:
     assert set(cpu.__all__) == set(reference.__all__) <= set(kernels.__all__)
     gpu = ast.parse((Path(kernels.__file__).parent / "gpu/__init__.py").read_text())  # triton may not be installed

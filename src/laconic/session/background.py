@@ -19,7 +19,7 @@ from laconic.errors import LaconicError
 from laconic.layout import Bucket, Layout
 from laconic.session.session import Session
 
-SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and a GPU takes longer to be told
+SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and telling a GPU takes as long
 _CLOSE_TIMEOUT_S = 5.0
 
 
