@@ -109,8 +109,8 @@ def _dispatched(definition: K) -> K:
 
     @functools.wraps(definition)
     def call(first: Any, *rest: Any, **named: Any) -> Any:
-        device = (first[0] if isinstance(first, (list, tuple)) else first).device.type
-        return getattr(module(_backend(os.environ.get("LACONIC_KERNELS", ""), device)), name)(first, *rest, **named)
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
+        return getattr(module(backend(device)), name)(first, *rest, **named)
 
     return call  # type: ignore[return-value]
 

@@ -49,7 +49,8 @@ class Background:
         self.error: BaseException | None = None
         self._session = session
         self._device = device
-        self._rooms: dict[Layout, Tensor] | None = {} if on_host else None  # on the host, one for each bucket
+        self._on_host = on_host
+        self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # there, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._waiting: list[_Errand] = []
         self._errands: _Errands = queue.SimpleQueue()
@@ -112,7 +113,7 @@ class Background:
     @contextmanager
     def _at_work(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
         """The buckets where the session works on them; what it made of them is theirs on leaving."""
-        if self._rooms is None:
+        if not self._on_host:
             yield buckets
             return
         there = [replace(bucket, flat=self._room(bucket)) for bucket in buckets]
@@ -125,13 +126,11 @@ class Background:
             bucket.flat.copy_(copy.flat, non_blocking=True)
 
     def _room(self, bucket: Bucket) -> Tensor:
-        assert self._rooms is not None
-        room = self._rooms.get(bucket.layout)
-        if room is None or room.dtype != bucket.flat.dtype:
+        key = bucket.layout, bucket.flat.dtype
+        if key not in self._rooms:
             pinned = self._stream is not None
-            room = torch.empty(bucket.flat.shape, dtype=bucket.flat.dtype, pin_memory=pinned)
-            self._rooms[bucket.layout] = room
-        return room
+            self._rooms[key] = torch.empty(bucket.flat.shape, dtype=bucket.flat.dtype, pin_memory=pinned)
+        return self._rooms[key]
 
 
 def _serve(errands: _Errands, background: weakref.ref[Background]) -> None:
