@@ -65,7 +65,12 @@ K = TypeVar("K", bound=Callable[..., Any])
 
 def backend(device: torch.device | str = "cpu") -> str:
     """The name of the backend that runs on tensors of this device."""
-    return _backend(os.environ.get("LACONIC_KERNELS", ""), torch.device(device).type)
+    return _backend(_asked(), torch.device(device).type)
+
+
+def _asked() -> str:
+    """The backend that somebody asked for, or nothing."""
+    return os.environ.get("LACONIC_KERNELS", "")
 
 
 @functools.cache
@@ -86,7 +91,7 @@ def missing(device: torch.device | str) -> str | None:
 
     Raises where a backend was asked for that is not there: better here than in the first backward pass.
     """
-    if backend(device) != "reference" or os.environ.get("LACONIC_KERNELS"):
+    if backend(device) != "reference" or _asked():
         return None
     why = _HOW_TO_GET["cpu" if torch.device(device).type == "cpu" else "gpu"]
     return f"laconic runs on its reference kernels, which are slower: {why}"
@@ -94,7 +99,7 @@ def missing(device: torch.device | str) -> str | None:
 
 def native_on_host() -> bool:
     """Whether native code runs on tensors of the host, and nobody asked for other kernels by name."""
-    return not os.environ.get("LACONIC_KERNELS") and backend("cpu") == "cpu"
+    return not _asked() and backend("cpu") == "cpu"
 
 
 @functools.cache
@@ -110,7 +115,7 @@ def _dispatched(definition: K) -> K:
     @functools.wraps(definition)
     def call(first: Any, *rest: Any, **named: Any) -> Any:
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
-        return getattr(module(backend(device)), name)(first, *rest, **named)
+        return getattr(module(_backend(_asked(), device.type)), name)(first, *rest, **named)
 
     return call  # type: ignore[return-value]
 

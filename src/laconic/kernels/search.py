@@ -31,5 +31,8 @@ def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
 
 def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
     """Keep the records of a step; the guess of the next is the GPU's alone (gpu/withdraw_rank.py)."""
-    guess, _, _, margin, all_passes, calls = search.tolist()
-    search.copy_(torch.tensor([guess, kth, mean, margin, all_passes + passes, calls + 1], dtype=torch.float64))
+    records = search.cpu().numpy()
+    records[KTH], records[MEAN] = kth, mean
+    records[PASSES] += passes
+    records[CALLS] += 1
+    search.copy_(torch.from_numpy(records))  # itself, unless it is on another device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +14,13 @@ class Due(NamedTuple):
 
     addend: Tensor | None
     factor: float
+
+    def at(self, positions: Tensor) -> Tensor:
+        """What is owed to these entries."""
+        if self.addend is None:
+            return torch.zeros(positions.numel(), device=positions.device)
+        owed = self.addend.index_select(0, positions)
+        return owed if self.factor == 1 else owed.mul_(self.factor)
 
 
 class Account(Protocol):

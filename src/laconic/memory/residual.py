@@ -43,8 +43,8 @@ class ResidualAccount:
             values = self.balance.clone()
             self.balance.zero_()
         else:
-            values = self.balance[positions]
-            self.balance[positions] = 0
+            values = self.balance.index_select(0, positions)
+            self.balance.index_fill_(0, positions, 0)
         return values
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:

@@ -44,10 +44,10 @@ class Levels(InFrames):
         if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
         step = (values.abs().max() * (1 / self.levels)).clamp_min(_SMALLEST_STEP)  # CUDA would not divide by a number
-        codes = (values / step).round_().clamp_(-self.levels, self.levels)
-        return kernels.pack_lanes((codes + self.levels).to(torch.int32), self.bits), step
+        codes = (values / step).round_().clamp_(-self.levels, self.levels).add_(self.levels)
+        return kernels.pack_lanes(codes.to(torch.int32), self.bits), step
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         count = 32 * codes.numel() // self.bits
         lanes = kernels.unpack_lanes(codes[: -(-count * self.bits // 32)], count, self.bits)
-        return (lanes.to(torch.float32) - self.levels) * scale
+        return lanes.to(torch.float32).sub_(self.levels).mul_(scale)

@@ -14,6 +14,7 @@ from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
 
 _MODES = ("independent", "cycle")
+_FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,15 @@ class RandK:
         num_turns = -(-num_large // plan.k) if self.mode == "cycle" else 1
         cycle, turn = divmod(step, num_turns)
         first = (hash_64(self.seed, bucket, cycle) + turn * plan.k) % num_large
+        before, draws = _fixed_before(plan, num_large, first)
+        if plan.k <= _FEW:
+            drawn = ((np.arange(plan.k) * float(num_large) + first) / plan.k).astype(np.int64)
+            return torch.from_numpy(drawn + np.repeat(before, draws)).to(device)
         rank = _spread(num_large, plan.k, first, device)
-        return rank + _fixed_before(plan, num_large, first, device) if plan.fixed else rank
+        if not plan.fixed:
+            return rank
+        sizes, counts = (torch.from_numpy(each).to(device) for each in (before, draws))
+        return rank.add_(sizes.repeat_interleave(counts, output_size=plan.k))
 
 
 def _share(num_entries: int, density: float) -> int:
@@ -82,16 +90,15 @@ def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
     return torch.div(torch.arange(k, device=device) * n + first, k, rounding_mode="trunc")
 
 
-def _fixed_before(plan: Plan, n: int, first: int, device: torch.device) -> Tensor:
-    """How many fixed entries lie before each drawn one, without asking the device what was drawn.
+def _fixed_before(plan: Plan, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of fixed entries that lie before drawn ones, and how many draws in a row have each before them.
 
     A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with
-    (t*n + first) / k < r.
+    (t*n + first) / k < r. So no device is asked what was drawn.
     """
     before, drawn = [0], [0]
     for span in plan.fixed:
         rank = span.start - before[-1]
         before.append(before[-1] + span.num_entries)
         drawn.append(min(plan.k, max(0, -((first - rank * plan.k) // n))))
-    sizes, counts = (torch.from_numpy(np.array(each)).to(device) for each in (before, np.diff([*drawn, plan.k])))
-    return sizes.repeat_interleave(counts, output_size=plan.k)
+    return np.array(before), np.diff([*drawn, plan.k])

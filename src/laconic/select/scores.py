@@ -42,8 +42,7 @@ def total(size: Tensor, past: Tensor, strength: float, norm: float) -> Tensor:
 
 def last_members_(past: Tensor, before: Tensor, union: Tensor, aggregate: Tensor) -> None:
     """One where the last union was."""
-    past[before] = 0
-    past[union] = 1
+    past.index_fill_(0, before, 0).index_fill_(0, union, 1)
 
 
 def counted_(past: Tensor, before: Tensor, union: Tensor, aggregate: Tensor) -> None:
@@ -55,8 +54,7 @@ def counted_(past: Tensor, before: Tensor, union: Tensor, aggregate: Tensor) -> 
 
 def last_sizes_(past: Tensor, before: Tensor, union: Tensor, aggregate: Tensor) -> None:
     """|G| of the last step."""
-    past[before] = 0
-    past[union] = aggregate.abs()
+    past.index_fill_(0, before, 0).index_copy_(0, union, aggregate.abs())
 
 
 @dataclass(frozen=True)

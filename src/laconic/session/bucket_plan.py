@@ -33,11 +33,11 @@ class BucketPlan:
             whole = balance.clone() if addend is None else balance.add(addend, alpha=factor)
             balance.zero_()
             return self.fixed[:0].to(torch.int32), whole
-        owed: Tensor | float = 0.0 if addend is None else addend[self.fixed] * factor
-        whole = balance[self.fixed] + owed
-        balance[self.fixed] = -owed  # so that the addition leaves zeros there, and nothing is chosen that goes anyway
+        owed = due.at(self.fixed)
+        whole = balance.index_select(0, self.fixed).add_(owed)
+        balance.index_copy_(0, self.fixed, -owed)  # the addition leaves zeros there, so that they are not chosen
         chosen, values = self._select.withdraw_(balance, addend, factor, self.plan, self.searches)
-        balance[self.fixed] = 0
+        balance.index_fill_(0, self.fixed, 0)
         return chosen, torch.cat([whole, values])
 
     def withdraw_at_(self, balance: Tensor, due: Due, chosen: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ class BucketPlan:
         if addend is not None:
             balance.add_(addend, alpha=factor)
         at = torch.cat([self.fixed, chosen])
-        values = balance[at]
-        balance[at] = 0
+        values = balance.index_select(0, at)
+        balance.index_fill_(0, at, 0)
         return values
 
     def add_up_(self, flat: Tensor, heard: Sequence[Contents], factor: float) -> None:

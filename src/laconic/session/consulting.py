@@ -159,6 +159,8 @@ class Consulting(Summing):
                 chosen, values = _withdraw_scored_(plan, account.balance, due, select, past, turn)
         num_fixed = plan.fixed.numel()
         told = nonzero(values[num_fixed:])
+        if told.numel() == chosen.numel():
+            return chosen, values
         return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
 
     @property
@@ -244,16 +246,16 @@ class Consulting(Summing):
             flat.copy_(told)
         else:
             flat.zero_()
-            flat[heard.positions.to(flat.device)] = told
+            flat.index_copy_(0, heard.positions.to(flat.device), told)
         if cut.fixed_order.numel() == flat.numel():
             return
         free, select = heard.free(cut), self.scheme.select
         self._unions.num_sent += sent.chosen.numel()
-        self._unions.num_answered += int(free.sum())
+        at = nonzero(free)
+        self._unions.num_answered += at.numel()
         if past is not None and isinstance(select, Overlap):
-            at = nonzero(free)
-            union = at if heard.positions is None else heard.positions[at]
-            past.note_(select.scored, union.to(flat.device), heard.values[at].to(flat.device))
+            union = at if heard.positions is None else heard.positions.index_select(0, at)
+            past.note_(select.scored, union.to(flat.device), heard.values.index_select(0, at).to(flat.device))
             past.sent_(sent.chosen, self._step)
 
 
@@ -264,16 +266,15 @@ def _withdraw_scored_(
 
     What was swept just now is not chosen again, unless as a zero.
     """
-    addend, factor = due
-    owed: Tensor | float = 0.0 if addend is None else addend[turn] * factor
-    swept = balance[turn] + owed
-    balance[turn] = -owed  # the addition leaves zeros, which have no score and are not chosen
+    owed = due.at(turn)
+    swept = balance.index_select(0, turn).add_(owed)
+    balance.index_copy_(0, turn, -owed)  # the addition leaves zeros, which have no score and are not chosen
     boost = Boost(select, plan.plan, past, balance, due)
     chosen, values = plan.withdraw_(balance, due)
     whole, values = values.tensor_split([plan.fixed.numel()])
     values = boost.take_back_(chosen, values)
     chosen, order = torch.cat([turn.to(torch.int32), chosen]).sort()
-    return chosen, torch.cat([whole, torch.cat([swept, values])[order]])
+    return chosen, torch.cat([whole, torch.cat([swept, values]).index_select(0, order)])
 
 
 def _written(shape: FrameShape, places: Tensor, values: Tensor, frame_id: dict[str, int]) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.exchange import Server, Shares
+from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger, Residual
 from laconic.quantize import Sign, Trits
@@ -81,8 +82,7 @@ class Owner:
         if self._scheme.holds:
             said = shape.quantize.decode(codes, scale)[: values.numel()]
             whole, chosen = ((values - said) * len(heard)).tensor_split([shape.num_fixed])
-            held[fixed[: shape.num_fixed]] += whole
-            kernels.add_at_(held, [places], [chosen])
+            held.index_add_(0, fixed[: shape.num_fixed], whole).index_add_(0, places, chosen)
         if self._overflowed and self._undoes:
             self._restore()  # workers undo this bucket too, at the end of the step
         return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)
@@ -92,8 +92,8 @@ class Owner:
     ) -> tuple[FrameShape, Tensor, Tensor]:
         """Add up, take out what is to be said: (shape, places, mean at the fixed entries and at those places)."""
         num_fixed = fixed.numel()
-        whole = held[fixed]
-        held[fixed] = 0
+        whole = held.index_select(0, fixed)
+        held.index_fill_(0, fixed, 0)
         for contents in heard:
             whole += contents.values[:num_fixed]
         kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
@@ -101,8 +101,8 @@ class Owner:
         if self._server.down_rho and places.numel():
             places, values = self._largest(held, own, places)
         else:
-            values = held[places]
-            held[places] = 0
+            values = held.index_select(0, places)
+            held.index_fill_(0, places.to(torch.int64), 0)
         mean = torch.cat([whole, values]).div_(len(heard))
         shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
         dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)
@@ -120,7 +120,9 @@ class Owner:
         """
         by_parameter = getattr(self._scheme.select, "per", "") == "parameter"
         windows = [(span.start, span.stop) for span in own.spans] if by_parameter else [(0, own.num_entries)]
-        num_heard = torch.searchsorted(heard, heard.new_tensor(windows)).diff().flatten().tolist()
+        num_heard = [heard.numel()]
+        if by_parameter:
+            num_heard = torch.searchsorted(heard, heard.new_tensor(windows)).diff().flatten().tolist()
         places, values = [heard[:0]], [held[:0]]
         for (start, stop), most in zip(windows, num_heard, strict=True):
             room = min(most, max(1, round(self._server.down_rho * (stop - start))))
@@ -129,8 +131,9 @@ class Owner:
             if (own, start) not in self._searches:
                 self._searches[own, start] = kernels.new_search(stop - start, room, held.device)
             at, sums = kernels.withdraw_(held[start:stop], None, room, self._searches[own, start])
-            places.append(at[sums != 0] + start)
-            values.append(sums[sums != 0])
+            there = nonzero(sums)
+            places.append(at.index_select(0, there) + start)
+            values.append(sums.index_select(0, there))
         return torch.cat(places), torch.cat(values)
 
     def _vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[FrameShape, Tensor, Tensor]:

@@ -27,7 +27,7 @@ class Past:
         """Where `past` is not zero, ascending, and what it is there: side by side, since memory is slow to leap in."""
         if self._told is None:
             at = nonzero(self.past != 0)
-            self._told = at, self.past[at]
+            self._told = at, self.past.index_select(0, at)
         return self._told
 
     def restored(self) -> None:
@@ -41,11 +41,11 @@ class Past:
             self._told = None
             if not score.fades:
                 at = _ascending(union)
-                self._told = at, self.past[at]
+                self._told = at, self.past.index_select(0, at)
 
     def sent_(self, positions: Tensor, step: int) -> None:
         """Note what this worker sent."""
-        self.sent_at[positions] = step + 1
+        self.sent_at.index_fill_(0, positions, step + 1)
 
 
 class Pasts:
@@ -68,9 +68,8 @@ class Boost:
         self._balance, (self._at, sizes) = balance, past.told
         if not self._at.numel():
             return
-        addend, factor = due
-        owed = torch.zeros_like(sizes) if addend is None else addend[self._at] * factor
-        self._own = balance[self._at] + owed
+        owed = due.at(self._at)
+        self._own = balance.index_select(0, self._at).add_(owed)
         score, lifted = select.scored, self._own.clone()
         for window, (begin, end) in zip(plan.windows, self._borders(plan), strict=True):
             if begin == end:
@@ -78,11 +77,11 @@ class Boost:
             norm = 0.0
             if score.needs_norm:
                 inside = slice(window.start, window.stop)
-                r = balance[inside] if addend is None else balance[inside].add(addend[inside], alpha=factor)
+                r = balance[inside] if due.addend is None else balance[inside].add(due.addend[inside], alpha=due.factor)
                 norm = float(r.norm())
             some = slice(begin, end)
             lifted[some] = score.of(self._own[some].abs(), sizes[some], score.strength, norm)
-        balance[self._at] = lifted - owed
+        balance.index_copy_(0, self._at, lifted.sub_(owed))
 
     def _borders(self, plan: Plan) -> list[list[int]]:
         """Where the entries of each window begin and end among those that the past speaks of."""
@@ -95,10 +94,11 @@ class Boost:
         """Give the lifted entries their own values again, in the balance and in what was chosen, which it returns."""
         if not self._at.numel():
             return values
-        self._balance[chosen] = values
-        self._balance[self._at] = self._own
-        values = self._balance[chosen]
-        self._balance[chosen] = 0
+        chosen = chosen.to(torch.int64)
+        self._balance.index_copy_(0, chosen, values)
+        self._balance.index_copy_(0, self._at, self._own)
+        values = self._balance.index_select(0, chosen)
+        self._balance.index_fill_(0, chosen, 0)
         return values
 
 

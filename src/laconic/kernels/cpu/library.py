@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 1  # as in native/interface.cpp
+_INTERFACE = 2  # as in native/interface.cpp
 _P, _N, _INT, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_float
 
 _SIGNATURES = {
@@ -59,7 +59,7 @@ _SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
-    "add_at": (None, (_P, _N, _P, _P, _P, _N, _INT)),
+    "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
 }
 
 

@@ -6,11 +6,16 @@
 
 using namespace laconic;
 
-// total[positions[f][i]] += values[f][i] for each frame f in turn; positions are ascending and under n.
-extern "C" void laconic_add_at(float* total, int64_t n, const int32_t* const* positions, const float* const* values,
-                               const int64_t* counts, int64_t num_frames, int threads) {
-  int64_t entries = 0;
-  for (int64_t f = 0; f < num_frames; ++f) entries += counts[f];
+// total[positions[f][i]] += values[f][i] for each frame f in turn; positions are ascending. Returns how many frames
+// reach outside [0, n); if any does, nothing is added.
+extern "C" int64_t laconic_add_at(float* total, int64_t n, const int32_t* const* positions, const float* const* values,
+                                  const int64_t* counts, int64_t num_frames, int threads) {
+  int64_t entries = 0, outside = 0;
+  for (int64_t f = 0; f < num_frames; ++f) {
+    entries += counts[f];
+    outside += counts[f] > 0 && (positions[f][0] < 0 || positions[f][counts[f] - 1] >= n);
+  }
+  if (outside > 0) return outside;
   // A range of the total per thread, where each frame's share is found by bisection.
   parallel_over(n, std::min(useful_threads(16 * entries, threads), useful_threads(n, threads)),
                 [&](int, int64_t begin, int64_t end) {
@@ -21,4 +26,5 @@ extern "C" void laconic_add_at(float* total, int64_t n, const int32_t* const* po
       for (; at != stop && *at < end; ++at, ++value) total[*at] += *value;
     }
   });
+  return 0;
 }
