@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.attach import Attached, attach
 from laconic.attach.attach import DdpSession
 from laconic.errors import LaconicError
-from laconic.exchange import Served, Server
+from laconic.exchange import Served, Server, Silent
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Session, Stats
@@ -61,10 +61,14 @@ class Trainer:
         asks = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
         one_bucket = asks or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         ddp = DistributedDataParallel(
-            self.model, process_group=group, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None
+            self.model,
+            process_group=group,
+            bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
+            gradient_as_bucket_view=True,  # no copies into a bucket and out of it
         )
-        # Broadcasting them at every step would end with the first worker that dies.
-        ddp.broadcast_buffers = not job.asks_servers
+        # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
+        silent = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Silent)
+        ddp.broadcast_buffers = not (job.asks_servers or silent)
         servers = range(job.servers) if job.asks_servers else ()
         session = attach(ddp, scheme, servers=servers, timeout_s=job.server_timeout)
         if isinstance(session, Session) and isinstance(session.medium, Served):
@@ -90,7 +94,7 @@ class Trainer:
         before, seen_before = self.session.stats(), interface_bytes()
         start = time.perf_counter()
         self.course.set_rate_(self.optimizer, number)
-        inputs, targets = (part.to(self.device) for part in self.course.examples(number))
+        inputs, targets = self.course.examples(number, self.device)
         self.optimizer.zero_grad()
         loss = loss_of(self.net(inputs), targets)
         self._backward(-loss if self.rank >= self.num_workers - self.job.flipped else loss)
