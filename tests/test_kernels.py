@@ -360,6 +360,12 @@ def test_native_rounding_equals_the_reference(n: int, level: str) -> None:
 @needs_native
 def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
     x, wide = torch.randn(10), torch.randn(10, dtype=torch.float64)
+    before = x.clone()
+
+    def add_at(wrong: list[int]) -> None:
+        both = [torch.tensor(at, dtype=torch.int32) for at in ([1, 2], wrong)]
+        cpu.add_at_(x, both, [torch.ones(at.numel()) for at in both])
+
     for call in (
         lambda: cpu.withdraw_(wide, None, 1, search(x, 1)),
         lambda: cpu.withdraw_(torch.randn(20)[::2], None, 1, search(x, 1)),
@@ -368,7 +374,10 @@ def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
         lambda: cpu.withdraw_(x, torch.randn(9), 1, search(x, 1)),
         lambda: cpu.withdraw_(x, None, 11, search(x, 1)),
         lambda: cpu.withdraw_(x, None, 0, search(x, 1)),
-        lambda: cpu.add_at_(x, [torch.tensor([10], dtype=torch.int32)], [torch.ones(1)]),
+        lambda: add_at([10]),
+        lambda: add_at([-1]),
+        lambda: add_at([3, 5, -1]),
+        lambda: add_at([100, 3]),
         lambda: cpu.add_at_(x, [torch.tensor([1], dtype=torch.int32)], [torch.ones(2)]),
         lambda: cpu.set_bits(torch.tensor([32], dtype=torch.int32), 32),
         lambda: cpu.encode_elias_fano(torch.tensor([32], dtype=torch.int32), 2, 8),
@@ -381,6 +390,7 @@ def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
         with pytest.raises(KernelError, match="give") as caught:
             call()
         assert "\n" not in str(caught.value)
+    assert torch.equal(x, before)  # whatever was right about it
 
 
 def test_finite() -> None:

@@ -297,3 +297,19 @@ def test_torch_hooks_print_what_they_are() -> None:
 def test_every_recipe_has_a_line_of_meaning() -> None:
     for name, recipe in recipes.RECIPES.items():
         assert len((inspect.getdoc(recipe) or "").splitlines()) == 1, name
+
+
+@pytest.mark.parametrize("text", ["scheme:select=topk(rho=0.05),memory=none,exchange=all-gather", "overlap:rho=0.05"])
+def test_torchs_default_type_does_not_matter(text: str) -> None:
+    def work(session: Session, rank: int) -> list[dict[str, Tensor]]:
+        return [one_step(session, gradients(rank, step)) for step in range(3)]
+
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    usual, floats = run(scheme, 2, work), [[gradients(rank, step) for rank in range(2)] for step in range(3)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        unusual = run(scheme, 2, lambda session, rank: [one_step(session, g[rank]) for g in floats])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(usual[0], unusual[0], strict=True) for name in a)

@@ -65,8 +65,8 @@ def test_integers_keep_replicas_equal_for_100_steps(four_workers: WorkerPool, te
     assert all(result["equal"] for result in four_workers.run(_train, text, 100))
 
 
-def _weights_after(text: str | None, steps: int) -> Tensor:
-    run = start(text)
+def _weights_after(text: str | None, steps: int, views: bool = False) -> Tensor:
+    run = start(text, gradient_as_bucket_view=views)
     for number in range(steps):
         run.step(number)
     return flat_parameters(run.ddp)
@@ -80,6 +80,12 @@ def test_dense_is_ddp_bit_for_bit(four_workers: WorkerPool) -> None:
             assert torch.equal(plain[0], ours[0])
     finally:
         three.close()
+
+
+@pytest.mark.parametrize("text", ["dense", "topk:rho=0.05", "topk:rho=0.05,exchange=server", "maxnorm"])
+def test_gradients_may_be_views_of_buckets(four_workers: WorkerPool, text: str) -> None:
+    copies, views = (four_workers.run(_weights_after, text, 10, views) for views in (False, True))
+    assert torch.equal(copies[0], views[0])
 
 
 def _steps_over_gloo(text: str, steps: int) -> list[dict[str, Tensor]]:

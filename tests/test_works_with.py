@@ -79,8 +79,8 @@ class TwoPaths(nn.Module):
         return out
 
 
-def _unused(text: str) -> dict[str, Any]:
-    run = start(text, TwoPaths(), find_unused_parameters=True)
+def _unused(text: str, views: bool) -> dict[str, Any]:
+    run = start(text, TwoPaths(), find_unused_parameters=True, gradient_as_bucket_view=views)
     rank, model = dist.get_rank(), run.ddp.module
     names = {name: p for name, p in model.named_parameters()}
     given = {name: torch.zeros(p.numel()) for name, p in names.items()}
@@ -104,9 +104,12 @@ def _unused(text: str) -> dict[str, Any]:
     return {"worst": worst, "equal": equal_everywhere(flat_parameters(run.ddp))}
 
 
-@pytest.mark.parametrize("text", [SPARSE, "topk:rho=0.05,per=parameter", "topk:rho=0.05,warmup=4"])
-def test_unused_parameters_lose_nothing(four_workers: WorkerPool, text: str) -> None:
-    for result in four_workers.run(_unused, text):
+@pytest.mark.parametrize(
+    ("text", "views"),
+    [(SPARSE, False), (SPARSE, True), ("topk:rho=0.05,per=parameter", False), ("topk:rho=0.05,warmup=4", False)],
+)
+def test_unused_parameters_lose_nothing(four_workers: WorkerPool, text: str, views: bool) -> None:
+    for result in four_workers.run(_unused, text, views):
         assert result["equal"]
         assert result["worst"] < 1e-4  # float32 rounding of twelve steps; a lost withdrawal would be about 1
 
@@ -115,7 +118,7 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
     """Train under a GradScaler with an overflow on rank 1 alone; beside it a run that just leaves that step out."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=4)
     torch.manual_seed(7)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB, gradient_as_bucket_view="per" in text)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     session = laconic.attach(ddp, text, grad_scaler=scaler)
     plain = start(text)

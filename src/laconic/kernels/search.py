@@ -35,4 +35,5 @@ def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
     records[KTH], records[MEAN] = kth, mean
     records[PASSES] += passes
     records[CALLS] += 1
-    search.copy_(torch.from_numpy(records))  # itself, unless it is on another device
+    if search.device.type != "cpu":
+        search.copy_(torch.from_numpy(records))

@@ -18,7 +18,7 @@ class Due(NamedTuple):
     def at(self, positions: Tensor) -> Tensor:
         """What is owed to these entries."""
         if self.addend is None:
-            return torch.zeros(positions.numel(), device=positions.device)
+            return torch.zeros(positions.numel(), dtype=torch.float32, device=positions.device)
         owed = self.addend.index_select(0, positions)
         return owed if self.factor == 1 else owed.mul_(self.factor)
 

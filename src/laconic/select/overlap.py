@@ -16,6 +16,8 @@ from laconic.select.randk import RandK
 from laconic.select.scores import SCORES, Score
 from laconic.select.topk import TopK
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(TopK):
@@ -52,7 +54,8 @@ class Overlap(TopK):
         if not self.explore or self.score == "leader":
             return torch.empty(0, dtype=torch.int64, device=device)
         rounds = _rounds(self, layout, density, bucket)
-        return torch.cat([turn.positions(plan, step, key, device) + start for turn, plan, key, start in rounds])
+        turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]
+        return torch.cat(turns).to(device)
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
 
 _MODES = ("independent", "cycle")
-_FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin
+_FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,8 @@ class Owner:
         if self._scheme.holds:
             said = shape.quantize.decode(codes, scale)[: values.numel()]
             whole, chosen = ((values - said) * len(heard)).tensor_split([shape.num_fixed])
-            held.index_add_(0, fixed[: shape.num_fixed], whole).index_add_(0, places, chosen)
+            held.index_add_(0, fixed[: shape.num_fixed], whole)
+            kernels.add_at_(held, [places], [chosen])
         if self._overflowed and self._undoes:
             self._restore()  # workers undo this bucket too, at the end of the step
         return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)

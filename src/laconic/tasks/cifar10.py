@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -9,7 +10,6 @@ import tarfile
 import tempfile
 import urllib.request
 from contextlib import suppress
-from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def _prepare(pixels: Tensor) -> Tensor:
     return (pixels.float() / 255 - mean) / deviation
 
 
-@cache
+@functools.cache
 def _of_channels(device: torch.device) -> tuple[Tensor, Tensor]:
     """The training pixels' mean and deviation by channel; kept, since a copy to a GPU waits for it."""
     mean, deviation = torch.tensor([[0.491, 0.482, 0.447], [0.247, 0.243, 0.262]], device=device).view(2, 3, 1, 1)

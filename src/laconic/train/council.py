@@ -52,7 +52,7 @@ class Circle:
         return _rows(self, mine)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
-        for buffer in buffers:  # each worker has its own since the last forward; DDP goes on with the first one's
+        for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
             dist.broadcast(buffer, group=self._group, group_src=0)
 
     def server_facts(self) -> list[dict[str, Any]]:

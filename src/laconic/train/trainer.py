@@ -64,7 +64,7 @@ class Trainer:
             self.model,
             process_group=group,
             bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
-            gradient_as_bucket_view=True,  # no copies into a bucket and out of it
+            gradient_as_bucket_view=True,  # no copy of what a bucket has become
         )
         # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
         silent = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Silent)

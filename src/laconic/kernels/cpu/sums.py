@@ -28,4 +28,10 @@ def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]
         num_threads(),
     )
     if outside:
-        raise KernelError(f"{outside} of {frames} lists of positions reach outside; give 0 to {total.numel() - 1}")
+        ends = next((a, b) for a, b in map(_ends, positions) if not 0 <= a <= b < total.numel())
+        raise KernelError("positions reach from {} to {}; give ascending under {}".format(*ends, total.numel()))
+
+
+def _ends(positions: Tensor) -> tuple[int, int]:
+    """The first and the last, of none as if there was one at 0."""
+    return (int(positions[0]), int(positions[-1])) if positions.numel() else (0, 0)

@@ -13,7 +13,9 @@ extern "C" int64_t laconic_add_at(float* total, int64_t n, const int32_t* const*
   int64_t entries = 0, outside = 0;
   for (int64_t f = 0; f < num_frames; ++f) {
     entries += counts[f];
-    outside += counts[f] > 0 && (positions[f][0] < 0 || positions[f][counts[f] - 1] >= n);
+    if (counts[f] == 0) continue;
+    const int32_t first = positions[f][0], last = positions[f][counts[f] - 1];
+    outside += first < 0 || last < first || last >= n;
   }
   if (outside > 0) return outside;
   // A range of the total per thread, where each frame's share is found by bisection.

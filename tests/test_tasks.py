@@ -1,0 +1,40 @@
+"""What a worker trains on."""
+
+from __future__ import annotations
+
+import torch
+
+from laconic.tasks import TASKS, cifar10
+from laconic.train.course import Course
+from laconic.train.job import Job
+
+
+def test_examples_depend_on_the_step_alone() -> None:
+    job, data = Job(scheme="dense", batch=500), TASKS["fashion-mnist"].load(None)
+    course = Course(job, data, 1, 4)
+    walk = len(data.train_targets) // 4 // 500  # steps in which each example of its share comes once
+    in_order = [course.examples(step) for step in range(2 * walk)]
+    for step in reversed(range(2 * walk)):
+        for again in (course.examples(step), Course(job, data, 1, 4).examples(step)):
+            assert all(torch.equal(a, b) for a, b in zip(again, in_order[step], strict=True))
+    once, twice = (torch.cat([targets for _, targets in part]) for part in (in_order[:walk], in_order[walk:]))
+    assert not torch.equal(once, twice) and torch.equal(once.bincount(), twice.bincount())
+
+
+def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
+    pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    images = cifar10._prepare(pixels)
+    for channel, (mean, deviation) in enumerate(((0.491, 0.247), (0.482, 0.243), (0.447, 0.262))):
+        expected = (pixels[:, channel].float() / 255 - mean) / deviation
+        torch.testing.assert_close(images[:, channel], expected)
+    moved = cifar10._augment(images, torch.Generator().manual_seed(2))
+    padded = torch.nn.functional.pad(images, (4,) * 4)
+    shifts = [padded[:, :, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    found = {
+        (shift, mirrored)
+        for image in range(8)
+        for shift, at in enumerate(shifts)
+        for mirrored in (False, True)
+        if torch.equal(moved[image], at[image].flip(2) if mirrored else at[image])
+    }
+    assert len({shift for shift, _ in found}) == 1 and {mirrored for _, mirrored in found} == {False, True}
