@@ -82,9 +82,9 @@ def test_dense_is_ddp_bit_for_bit(four_workers: WorkerPool) -> None:
         three.close()
 
 
-@pytest.mark.parametrize("text", ["dense", "topk:rho=0.05", "topk:rho=0.05,exchange=server", "maxnorm"])
+@pytest.mark.parametrize("text", ["dense", "topk:rho=0.05,exchange=server"])
 def test_gradients_may_be_views_of_buckets(four_workers: WorkerPool, text: str) -> None:
-    copies, views = (four_workers.run(_weights_after, text, 10, views) for views in (False, True))
+    copies, views = (four_workers.run(_weights_after, text, 5, views) for views in (False, True))
     assert torch.equal(copies[0], views[0])
 
 
