@@ -118,7 +118,8 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
     """Train under a GradScaler with an overflow on rank 1 alone; beside it a run that just leaves that step out."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=4)
     torch.manual_seed(7)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB, gradient_as_bucket_view="per" in text)
+    views = "per=parameter" in text  # one of them, beside a run without
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB, gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     session = laconic.attach(ddp, text, grad_scaler=scaler)
     plain = start(text)

@@ -57,9 +57,9 @@ class Trainer:
     def _join(self, scheme: AnyScheme) -> tuple[nn.Module, Attached, Council]:
         """(what a step calls, what it talks through, what the workers meet in); a call that all workers make."""
         job, group = self.job, self._workers()
+        exchange = scheme.exchange if isinstance(scheme, Scheme) else None
         # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
-        asks = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
-        one_bucket = asks or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
+        one_bucket = isinstance(exchange, Server) or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         ddp = DistributedDataParallel(
             self.model,
             process_group=group,
@@ -67,8 +67,7 @@ class Trainer:
             gradient_as_bucket_view=True,  # no copy of what a bucket has become
         )
         # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
-        silent = isinstance(scheme, Scheme) and isinstance(scheme.exchange, Silent)
-        ddp.broadcast_buffers = not (job.asks_servers or silent)
+        ddp.broadcast_buffers = not (job.asks_servers or isinstance(exchange, Silent))
         servers = range(job.servers) if job.asks_servers else ()
         session = attach(ddp, scheme, servers=servers, timeout_s=job.server_timeout)
         if isinstance(session, Session) and isinstance(session.medium, Served):

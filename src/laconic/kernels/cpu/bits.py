@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import pointer
+from laconic.kernels.cpu.pointer import check_reach, pointer
 from laconic.kernels.reference.bits import words_of
 
 
@@ -46,7 +46,7 @@ def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tens
     k = positions.numel()
     words = torch.empty(words_of(k * width) + words_of(num_high_bits), dtype=torch.int32)
     at = pointer("positions", positions, torch.int32)
-    _check_reach(positions, (num_high_bits - k + 1) << width)
+    check_reach(positions, (num_high_bits - k + 1) << width)
     library().laconic_encode_elias_fano(at, k, width, num_high_bits, words.data_ptr())
     return words
 
@@ -77,11 +77,6 @@ def decode_rice(words: Tensor, n: int, k: int) -> Tensor:
 def check_sum(words: Tensor) -> Tensor:
     total = library().laconic_check_sum(pointer("words", words, torch.int32), words.numel())
     return torch.tensor(total - (total >> 31 << 32), dtype=torch.int32)
-
-
-def _check_reach(positions: Tensor, n: int) -> None:
-    if positions.numel() and not 0 <= int(positions[0]) <= int(positions[-1]) < n:
-        raise KernelError(f"positions reach from {int(positions[0])} to {int(positions[-1])}; give ascending under {n}")
 
 
 def _words(num_bits: int) -> Tensor:

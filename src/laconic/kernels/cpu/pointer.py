@@ -24,6 +24,12 @@ def check_apart(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise KernelError(f"{name} and {other_name} overlap; give tensors of their own")
 
 
+def check_reach(positions: Tensor, n: int) -> None:
+    """Refuse ascending positions of which the first or the last is not under n."""
+    if positions.numel() and not 0 <= int(positions[0]) <= int(positions[-1]) < n:
+        raise KernelError(f"positions reach from {int(positions[0])} to {int(positions[-1])}; give ascending under {n}")
+
+
 def num_threads() -> int:
     """As many threads as torch uses."""
     return torch.get_num_threads()

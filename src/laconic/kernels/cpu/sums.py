@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.errors import KernelError
 from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import num_threads, pointer
+from laconic.kernels.cpu.pointer import check_reach, num_threads, pointer
 
 
 def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -28,10 +27,5 @@ def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]
         num_threads(),
     )
     if outside:
-        ends = next((a, b) for a, b in map(_ends, positions) if not 0 <= a <= b < total.numel())
-        raise KernelError("positions reach from {} to {}; give ascending under {}".format(*ends, total.numel()))
-
-
-def _ends(positions: Tensor) -> tuple[int, int]:
-    """The first and the last, of none as if there was one at 0."""
-    return (int(positions[0]), int(positions[-1])) if positions.numel() else (0, 0)
+        for one in positions:
+            check_reach(one, total.numel())

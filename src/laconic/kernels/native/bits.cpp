@@ -10,7 +10,7 @@ using namespace laconic;
 
 // How many of the positions are not under num_bits; for those no bit is set.
 extern "C" int64_t laconic_set_bits(const int32_t* positions, int64_t count, uint32_t* words, int64_t num_bits) {
-  std::memset(words, 0, 4 * ((num_bits + 31) / 32));
+  std::memset(words, 0, 4 * words_of(num_bits));
   int64_t outside = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = positions[i];
