@@ -100,30 +100,18 @@ def test_every_error_is_public_and_in_the_tree() -> None:
 
 
 IMPORT = """
-import sys, threading, time
+import sys, threading
 import torch, torch.distributed, torch.nn.parallel, numpy
-before, start = set(sys.modules), time.perf_counter()
+before = set(sys.modules)
 import laconic
-seconds = time.perf_counter() - start
 added = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
-print(seconds, threading.active_count(), torch.distributed.is_initialized(), *sorted(added))
+print(threading.active_count(), torch.distributed.is_initialized(), *sorted(added))
 """
 
 
-def _import() -> tuple[float, str]:
-    """(seconds beyond torch, what else was found)."""
-    ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
-    seconds, found = ran.stdout.split(maxsplit=1)
-    return float(seconds), found.strip()
-
-
 def test_import_is_lean_and_starts_nothing() -> None:
-    assert _import()[1] == "1 False laconic torch"  # torch: its modules with the DDP hooks
-
-
-@pytest.mark.slow
-def test_import_is_quick() -> None:
-    assert min(_import()[0] for _ in range(5)) < 0.3  # asked for by users who import it in every worker; about 0.1 here
+    ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "1 False laconic torch"  # torch: its modules with the DDP hooks
 
 
 def test_the_version_is_said_once() -> None:

@@ -1,12 +1,16 @@
-"""What a worker trains on."""
+"""What a worker trains on, and whose statistics its norms keep."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from laconic.tasks import TASKS, cifar10
+from laconic.tasks import TASKS, Data, cifar10
 from laconic.train.course import Course
 from laconic.train.job import Job
+from laconic.train.trainer import Trainer
+from workers import WorkerPool
 
 
 def test_examples_depend_on_the_step_alone() -> None:
@@ -38,3 +42,19 @@ def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
         if torch.equal(moved[image], at[image].flip(2) if mirrored else at[image])
     }
     assert len({shift for shift, _ in found}) == 1 and {mirrored for _, mirrored in found} == {False, True}
+
+
+def _running_mean_after_a_step(scheme: str) -> float:
+    """Of a norm that held 1,000 times the rank before."""
+    images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    data = Data(images, labels, images, labels, cifar10._prepare)
+    job = Job(task="cifar10", model="resnet8", scheme=scheme, workers=2, batch=2, steps=1)
+    trainer = Trainer(job, data, torch.device("cpu"))
+    norm = trainer.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())
+    trainer.step(0)
+    return float(norm.mean())
+
+
+@pytest.mark.parametrize(("scheme", "second"), [("dense", 0.0), ("silent", 900.0)])
+def test_silent_keeps_norms_to_itself_too(two_workers: WorkerPool, scheme: str, second: float) -> None:
+    assert two_workers.run(_running_mean_after_a_step, scheme) == pytest.approx([0.0, second], abs=1)
