@@ -176,12 +176,11 @@ class DdpSession(Session):
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state; under dedicated servers, a call that all workers make, and one gets theirs too."""
-        state = super().state_dict()
-        if isinstance(self.medium, Served):
-            state["servers"] = [
-                torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in self.medium.server_states() if each
-            ]
-        return state
+        if not isinstance(self.medium, Served):
+            return super().state_dict()
+        kept = self.medium.server_states()  # which also tells who is there
+        servers = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in kept if each]
+        return {**super().state_dict(), "servers": servers}
 
     def close(self) -> None:
         self.background.close()

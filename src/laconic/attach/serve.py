@@ -11,9 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.errors import FrameError, SchemeError
+from laconic.errors import FrameError, LaunchError, SchemeError
 from laconic.exchange import Desk, Server
-from laconic.exchange.talk import CLOSE, ECHO, LAYOUT, LOAD, PARTS, STATE, STATS, TOTAL, Message, from_bytes, to_bytes
+from laconic.exchange.talk import (
+    CLOSE,
+    ECHO,
+    LAYOUT,
+    LOAD,
+    PARTS,
+    STATE,
+    STATS,
+    SUM,
+    TOTAL,
+    Message,
+    from_bytes,
+    to_bytes,
+)
 from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -28,10 +41,10 @@ UNDOES = "undoes"  # in a greeting: steps may be skipped whole
 class ServerStats:
     """A server's account of its answers."""
 
-    steps: int
+    steps: int  # of which it was asked for entries; of dense ones it is not
     num_workers: int
     lost: dict[int, str]  # worker -> how, and after which step
-    bytes_out: int
+    bytes_out: int  # of training: tests, stats and checkpoints are not counted
     bytes_in: int
     held_bytes: int  # what it keeps between steps, at most its share of the model
 
@@ -48,8 +61,8 @@ def serve(
 ) -> ServerStats:
     """Answer the workers until they are done; a call that each rank in `servers` makes while all others attach.
 
-    A worker that hangs up, or is silent for longer than `timeout_s`, is left behind: means and votes are over the
-    others from then on. `facts` are told beside the stats to workers that ask.
+    A worker that hangs up, or lets the others wait for longer than `timeout_s`, is left behind: means and votes are
+    over those from then on. `facts` are told beside the stats to workers that ask.
     """
     scheme = served_scheme(scheme)
     desk = Desk(dist.get_world_size() - len(servers), timeout_s)
@@ -83,7 +96,12 @@ def meet(servers: Sequence[int], desk: Desk | None) -> list[tuple[str, int, str]
     addresses = []
     for server in servers:
         box: list[Any] = [desk.address if desk is not None and dist.get_rank() == server else None]
-        dist.broadcast_object_list(box, src=server)
+        try:
+            dist.broadcast_object_list(box, src=server)
+        except RuntimeError:  # as Gloo tells of a rank that has ended
+            if desk is None:
+                raise
+            raise LaunchError("the workers ended before they met this server; see what they said") from None
         addresses.append(box[0])
     return addresses
 
@@ -114,7 +132,7 @@ class _Clerk:
         elif about.kind == PARTS:
             self._steps = max(self._steps, about.step + 1)
             return self._answer(about, heard)
-        elif about.kind == TOTAL:
+        elif about.kind in (SUM, TOTAL):
             return _total(heard)
         elif about.kind == STATE:
             packed = io.BytesIO()

@@ -22,6 +22,7 @@ from laconic.exchange.talk import (
     PARTS,
     STATE,
     STATS,
+    SUM,
     TOTAL,
     Message,
     from_bytes,
@@ -32,6 +33,8 @@ from laconic.exchange.talk import (
 )
 from laconic.exchange.traffic import Traffic
 from laconic.layout import Layout
+
+_PATIENCE = 2  # timeouts that a worker waits for an answer: the server itself waits one for a worker that is silent
 
 
 class Served:
@@ -50,11 +53,11 @@ class Served:
         self.rank, self.num_workers, self.num_shares = rank, num_workers, len(addresses)
         self.num_living, self.place = num_workers, rank
         self.traffic = Traffic()
-        self._timeout_s = timeout_s
+        self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
         self._connections = []
         for host, port, token in addresses:
-            connection = tuned(socket.create_connection((host, port), timeout_s), timeout_s)
+            connection = tuned(socket.create_connection((host, port), timeout_s), self._patience_s)
             send(connection, Message(HELLO, payload=(token + greeting).encode(), place=rank))
             self._connections.append(connection)
 
@@ -67,26 +70,32 @@ class Served:
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         said = b"" if frame is None or self.rank != speaker else to_bytes(frame)
         replies = self._ask(Message(ECHO), [said] + [b""] * (self.num_shares - 1), "broadcast")
-        return from_bytes(replies[0])
+        return from_bytes(replies[0].payload)
 
     def consult(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
         step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says
         replies = self._ask(Message(PARTS, step, bucket), [to_bytes(part) for part in parts], "")
-        return [from_bytes(reply) for reply in replies]
+        return [from_bytes(reply.payload) for reply in replies]
 
-    def total(self, tensor: Tensor, kind: str = "total") -> Tensor:
-        """The sum over the living, on the CPU."""
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
+        chunks = self._added(tensor, TOTAL, "total")
+        return torch.cat([chunk for chunk, _ in chunks]).view(tensor.shape)
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        chunks = self._added(tensor, SUM, kind)
+        for chunk, num_living in chunks:  # one server may have heard a worker that died before it told the next
+            if num_living != self.num_workers:
+                chunk.mul_(self.num_workers / num_living)
+        tensor.copy_(torch.cat([chunk for chunk, _ in chunks]).view(tensor.shape))
+
+    def _added(self, tensor: Tensor, how: int, kind: str) -> list[tuple[Tensor, int]]:
+        """Of each server's piece the sum, and over how many workers it is."""
         flat = tensor.detach().to("cpu").contiguous().view(-1)
         chunks = torch.tensor_split(flat, self.num_shares)
         name = str(flat.dtype).removeprefix("torch.").encode().ljust(16)
-        replies = self._ask(Message(TOTAL), [name + to_bytes(chunk) for chunk in chunks], kind)
-        return torch.cat([from_bytes(reply, flat.dtype) for reply in replies]).view(tensor.shape)
-
-    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        total = self.total(tensor, kind)
-        if self.num_living != self.num_workers:
-            total *= self.num_workers / self.num_living
-        tensor.copy_(total)
+        replies = self._ask(Message(how), [name + to_bytes(chunk) for chunk in chunks], kind)
+        return [(from_bytes(reply.payload, flat.dtype), reply.living) for reply in replies]
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
@@ -99,15 +108,17 @@ class Served:
 
     def server_states(self) -> list[bytes]:
         """What each server keeps, for a checkpoint: told to the first of the living, empty for the others."""
-        return [bytes(reply) for reply in self._ask(Message(STATE), [b""] * self.num_shares, "state")]
+        return [bytes(reply.payload) for reply in self._ask(Message(STATE), [b""] * self.num_shares, "state")]
 
     def load_server_states(self, states: Sequence[bytes]) -> None:
-        """Give each server back what it kept; all workers make this call."""
-        self._ask(Message(LOAD), list(states) or [b""] * self.num_shares, "state")
+        """Give each server back what it kept; all workers make this call, and the first of them says it."""
+        said = states if self.place == 0 and states else [b""] * self.num_shares
+        self._ask(Message(LOAD), said, "state")
 
     def server_stats(self) -> list[dict[str, object]]:
         """What each server counted so far."""
-        return [json.loads(bytes(reply)) for reply in self._ask(Message(STATS), [b""] * self.num_shares, "stats")]
+        replies = self._ask(Message(STATS), [b""] * self.num_shares, "stats")
+        return [json.loads(bytes(reply.payload)) for reply in replies]
 
     def close(self) -> None:
         """Tell the servers that this worker is done, and hang up."""
@@ -120,7 +131,7 @@ class Served:
             connection.close()
         self._connections = []
 
-    def _ask(self, about: Message, payloads: Sequence[bytes], kind: str) -> list[bytes | bytearray]:
+    def _ask(self, about: Message, payloads: Sequence[bytes], kind: str) -> list[Message]:
         """Send each server its payload and wait for all answers."""
         out = heard = 0
         replies = []
@@ -138,7 +149,7 @@ class Served:
                 raise FrameError(f"server {number}: {bytes(reply.payload).decode(errors='replace')}")
             heard += HEAD_BYTES + len(reply.payload)
             self.num_living, self.place = reply.living, reply.place
-            replies.append(reply.payload)
+            replies.append(reply)
         if kind:
             self.traffic.count(kind, out, out, heard)
         else:
@@ -147,7 +158,8 @@ class Served:
         return replies
 
     def _lost(self, number: int, error: OSError) -> ServerLostError:
-        how = f"has not answered for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+        how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
         return ServerLostError(
-            f"server {number} {how}, or has given this worker up; start again, with --resume from the last checkpoint"
+            f"server {number} {how}, or has given this worker up; start again, with --resume from the last checkpoint, "
+            "and with a longer --server-timeout where a step may take that long"
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
 
-HELLO, LAYOUT, PARTS, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(10)
-KINDS = ("hello", "layout", "parts", "total", "state", "load", "stats", "close", "error", "echo")
+HELLO, LAYOUT, PARTS, SUM, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(11)
+KINDS = ("hello", "layout", "parts", "sum", "total", "state", "load", "stats", "close", "error", "echo")
 
 _HEAD = struct.Struct("<4sBxHHxxiqq")  # magic, kind, living, place, bucket, step, length
 HEAD_BYTES = _HEAD.size
@@ -52,17 +52,24 @@ def send(connection: socket.socket, message: Message) -> int:
         _MAGIC, message.kind, message.living, message.place, message.bucket, message.step, len(message.payload)
     )
     if len(message.payload) < 1 << 16:
-        connection.sendall(head + bytes(message.payload))
+        _push(connection, head + bytes(message.payload))
     else:
-        connection.sendall(head)
-        connection.sendall(message.payload)
+        _push(connection, head)
+        _push(connection, message.payload)
     return HEAD_BYTES + len(message.payload)
 
 
-def receive(connection: socket.socket) -> Message:
+def _push(connection: socket.socket, said: bytes | bytearray) -> None:
+    """Send all of it; the timeout is for each part that the other end takes, where that of `sendall` is for all."""
+    view = memoryview(said)
+    while view:
+        view = view[connection.send(view) :]
+
+
+def receive(connection: socket.socket, longest: int | None = None) -> Message:
     """Hear the next message; ConnectionError where the other end is gone, TimeoutError where it is silent."""
     magic, kind, living, place, bucket, step, length = _HEAD.unpack(_exactly(connection, HEAD_BYTES))
-    if magic != _MAGIC or kind >= len(KINDS) or length < 0:
+    if magic != _MAGIC or kind >= len(KINDS) or length < 0 or (longest is not None and length > longest):
         raise FrameError("a message has no laconic header; run the same version on workers and servers")
     return Message(kind, step, bucket, _exactly(connection, length), living, place)
 

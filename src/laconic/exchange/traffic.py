@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+BESIDE = frozenset({"total", "state", "load", "stats", "close", "error"})  # said beside the exchange of gradients
+
 
 @dataclass
 class Count:
@@ -18,7 +20,7 @@ class Count:
 
 @dataclass
 class Traffic:
-    """Counts by kind of message."""
+    """Counts by kind of message; sums over kinds are of training alone."""
 
     by_kind: dict[str, Count] = field(default_factory=dict)
 
@@ -59,11 +61,11 @@ class Traffic:
 
     @property
     def bytes_out(self) -> int:
-        return sum(count.bytes_out for count in self.by_kind.values())
+        return sum(count.bytes_out for kind, count in self.by_kind.items() if kind not in BESIDE)
 
     @property
     def bytes_in(self) -> int:
-        return sum(count.bytes_in for count in self.by_kind.values())
+        return sum(count.bytes_in for kind, count in self.by_kind.items() if kind not in BESIDE)
 
 
 def ring_bytes(payload_bytes: int, num_workers: int) -> int:

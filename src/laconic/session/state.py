@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.exchange import Medium, piece_borders
+from laconic.exchange import Medium, Served, piece_borders
 from laconic.layout import Layout
 from laconic.scheme import Scheme
 
@@ -39,6 +39,7 @@ def save(
         "skipped_steps": skipped_steps,
         "rank": medium.rank,
         "num_workers": medium.num_workers,
+        "num_living": medium.num_living if isinstance(medium, Served) else medium.num_workers,
         "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in layouts],
         "memory": kept,
         "past": past,
@@ -47,21 +48,25 @@ def save(
 
 
 def load(saved: Saved, scheme: Scheme, medium: Medium) -> tuple[int, int, list[Layout], Kept]:
-    """(steps, skipped steps, layouts of the last step, kept tensors) for this worker."""
+    """(steps, skipped steps, layouts of the last step, kept tensors) for this worker.
+
+    What a worker kept that died before the save is gone with it: whoever takes its place starts with nothing.
+    """
     states = _by_rank(saved)
     _check(states, scheme)
     num_saved = int(states[0]["num_workers"])
+    num_there = int(states[0].get("num_living", num_saved))
+    are_all = len({s["rank"] for s in states}) == num_there
+    mine = [s for s in states if s["rank"] % medium.num_workers == medium.rank]
     if num_saved == medium.num_workers:
-        mine = [s for s in states if s["rank"] == medium.rank]
-        if not mine:
+        if not mine and not are_all:
             raise StateError(f"no state of rank {medium.rank} is among those given; load what this rank saved")
     else:
-        if [s["rank"] for s in states] != list(range(num_saved)):
+        if not are_all:
             raise StateError(
                 f"the state is of one of {num_saved} workers, now there are {medium.num_workers}; "
-                f"give load_state_dict a list of all {num_saved} states"
+                f"give load_state_dict a list of all {num_there} states"
             )
-        mine = [s for s in states if s["rank"] % medium.num_workers == medium.rank]
         if medium.rank == 0 and scheme.memory.kinds:
             warnings.warn(
                 f"what {num_saved} workers kept now lies with {medium.num_workers}; the sum over workers is unchanged",

@@ -73,7 +73,7 @@ def verdict(codes: Sequence[int | None], job: Job) -> int:
     """
     ended = [0 if code is None else code if code >= 0 else 128 - code for code in codes]
     must = ended[: job.servers] if job.asks_servers or job.is_gossip else ended
-    if any(must) or None in codes:
+    if any(must) or None in codes[job.servers :]:
         return max(must, default=0)
     return min(ended[job.servers :])
 
@@ -99,31 +99,33 @@ def _launch_apart(job: Job) -> int:
         for rank in range(num_ranks)
     ]
     try:
-        code = _wait(processes, job)
+        codes = _wait(processes, job)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    code = verdict(codes, job)
     if code and code != DIVERGED:
-        raise LaunchError(_who(processes, job))
+        raise LaunchError(_who(codes, job))
     return code
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> int:
-    """Wait for all to end; once the job has failed, a while for the others to say so."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
+    """Wait for all to end, or, once the job has failed, a while for the others to say so; their exit codes by rank."""
     deadline = math.inf
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if deadline == math.inf and verdict([process.returncode for process in processes], job):
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        if deadline == math.inf and verdict(codes, job):
             deadline = time.monotonic() + _LAST_WORDS_S
         time.sleep(_POLL_S)
-    return verdict([process.returncode for process in processes], job)
+    return codes
 
 
-def _who(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> str:
-    """Which process failed first in rank order, and how."""
-    rank = next(rank for rank, process in enumerate(processes) if process.returncode)
+def _who(codes: Sequence[int | None], job: Job) -> str:
+    """Which process failed, and how: one that was killed, if any, and rather a worker than its server."""
+    failed = {rank: code for rank, code in enumerate(codes) if code}
+    rank = min(failed, key=lambda rank: (failed[rank] > 0, rank < job.servers, rank))
     name = f"server {rank}" if rank < job.servers else f"worker {rank - job.servers} of {job.workers}"
-    return f"{name} ended {_how(processes[rank].returncode)}; all were stopped"
+    return f"{name} ended {_how(failed[rank])}; all were stopped"
 
 
 def _config(num_workers: int) -> LaunchConfig:

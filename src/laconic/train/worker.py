@@ -28,6 +28,7 @@ from laconic.train.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
+_TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
 
 
 def is_worker() -> bool:
@@ -72,7 +73,7 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
 
 def _serve(job: Job) -> int:
     """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
-    with _process_group(job.backend, timeout=_AS_LONG_AS_IT_TAKES):
+    with _process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
             facts = _link_facts(interface_bytes())
             serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=facts)
