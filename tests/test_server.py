@@ -22,7 +22,7 @@ from torch import Tensor
 import virtual
 from ddp_training import start
 from laconic import FrameError, PeerError, Scheme, ServerLostError, Session, attach, parse, serve
-from laconic.attach.serve import meet
+from laconic.attach.serve import greeting, meet
 from laconic.exchange import Count, Group, InProcess, Served, Server, Shares, consultation, in_process, own_group, world
 from laconic.exchange.consultation import Rounds, TwoHops
 from laconic.layout import Bucket, Layout
@@ -67,7 +67,7 @@ def test_a_job_with_servers_fails_with_a_server_or_with_all_workers() -> None:
     job = Job(scheme="overlap", servers=1, workers=3)
     assert verdict([None, -9, None, 0], job) == verdict([0, -9, 0, 1], job) == 0
     assert verdict([-9, None, None, None], job) == 137 and verdict([0, -9, 1, 1], job) == 1
-    assert verdict([0, 3, 3, 3], job) == 3
+    assert verdict([0, 3, 3, 3], job) == 3 and verdict([None, 1, 1, 1], job) == 1
     assert verdict([0, -9, None, None], Job(scheme="dense", servers=1, workers=3)) == 137  # nobody there to notice
 
 
@@ -123,6 +123,40 @@ def test_votes_are_the_sign_of_the_sum_of_signs_and_ties_are_zero(num_workers: i
     sparse, _ = _answer("sparse-sign:rho=0.2", given, layout)
     tops = [torch.where(g.abs() >= g.abs().topk(200).values.min(), g.sign(), torch.zeros(n)) for g in given]
     assert torch.equal(sparse, torch.stack(tops).sum(0).sign())
+
+
+@pytest.mark.parametrize("num_workers", [3, 4])
+@pytest.mark.parametrize("text", ["sign", "sign:vote=weighted"])
+def test_a_zero_votes_for_neither_side(text: str, num_workers: int) -> None:
+    layout = Layout.of(["used", "idle"], [100, 100])
+    given = torch.cat([torch.randn(100, generator=torch.Generator().manual_seed(1)), torch.zeros(100)])
+
+    def work(medium: InProcess) -> Tensor:
+        session, drift = Session(made(text), medium), torch.zeros(200)
+        for _ in range(10):
+            session.exchange_(Bucket(0, layout, flat := given.clone(), is_last=True))
+            drift += flat
+        return drift
+
+    for drift in in_process(num_workers, work, num_servers=1):
+        assert torch.equal(drift[:100], 10 * given[:100].sign()) and not drift[100:].any()
+
+
+def test_a_record_fades_once_a_step_however_many_buckets_there_are() -> None:
+    def records(sizes: list[int]) -> dict[int, tuple[float, float]]:
+        owner = Owner(made("sign:vote=weighted"), 0, 1)
+        layouts = [Layout.of([str(i)], [size]) for i, size in enumerate(sizes)]
+        for step in range(3):
+            for bucket, layout in enumerate(layouts):
+                n = layout.num_entries
+                codes, scale = Sign().encode(torch.ones(n))
+                frame = FrameShape(n, 0, n, Sign()).write(
+                    torch.empty(0, dtype=torch.int32), codes, scale, step=step, bucket=bucket
+                )
+                owner.answer(((rank, frame) for rank in range(3)), layout, step=step, bucket=bucket)
+        return owner.ballot.records
+
+    assert records([64]) == records([16, 16, 32]) != {}
 
 
 def test_a_weighted_vote_uses_a_minority_that_lies() -> None:
@@ -214,6 +248,57 @@ def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
         return told
 
     assert in_process(8, work)[0] == [1000] * 3
+
+
+@pytest.mark.parametrize("text", ["overlap:rho=0.01", "topk:rho=0.01,quantize=none,exchange=server"])
+def test_a_sum_beyond_float32_is_the_largest_there_is_and_passes(text: str) -> None:
+    layout = Layout.of(["w"], [2000])
+
+    def work(medium: InProcess) -> list[float]:
+        session, out = Session(made(text), medium), []
+        for large in (2e38, 1e-3, 1e-3, 1e-3, 1e-3):
+            flat = torch.zeros(2000)
+            flat[7] = large
+            session.exchange_(Bucket(0, layout, flat, is_last=True))
+            out.append(float(flat[7]))
+        return out
+
+    first, *_, last = in_process(2, work)[0]
+    assert 1.6e38 < first < 2.1e38 and last == pytest.approx(1e-3, rel=0.01)
+
+
+def test_what_is_held_of_a_parameter_waits_while_no_worker_uses_it() -> None:
+    layout, scheme = Layout.of(["a", "b"], [2000, 2000]), made("overlap:rho=0.01,quantize=none,down_rho=0.01")
+
+    def work(medium: InProcess) -> tuple[Tensor, Tensor]:
+        session = Session(scheme, medium, holds_idle=True)
+        draw, given, applied = torch.Generator().manual_seed(medium.rank), torch.zeros(2000), torch.zeros(2000)
+        for step in range(200):
+            flat = torch.randn(4000, generator=draw)
+            flat[:2000] *= 0.01
+            flat[2000:] *= step < 5
+            given += flat[2000:]
+            if step >= 20:  # and now it is used again, if only a little
+                flat[2000] = 1e-30
+            session.exchange_(Bucket(0, layout, flat, is_last=True))
+            assert not (5 <= step < 20 and flat[2000:].any())
+            applied += flat[2000:]
+        return given, applied
+
+    (first, applied), (second, same) = in_process(2, work, num_servers=1)
+    assert torch.equal(applied, same)
+    assert (applied - (first + second) / 2).norm() < 0.02 * applied.norm()
+
+
+def test_buckets_of_nothing_are_answered() -> None:
+    layout = Layout.of(["x", "y"], [0, 0])
+
+    def work(medium: InProcess) -> int:
+        session = Session(made("overlap:rho=0.05,per=parameter"), medium)
+        session.exchange_(Bucket(0, layout, torch.empty(0), is_last=True))
+        return session.stats().steps
+
+    assert in_process(2, work) == [1, 1]
 
 
 def test_a_cut_that_leaves_room_sends_no_more_than_without() -> None:
@@ -349,7 +434,8 @@ def test_no_frame_is_longer_than_the_longest(text: str) -> None:
 
 def _as_worker(text: str, timeout_s: float = 60) -> Session:
     """This rank's session under rank 0, which serves."""
-    medium = Served(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), text, timeout_s)
+    hello = greeting(made(text), undoes=False, holds_idle=False)
+    medium = Served(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), hello, timeout_s)
     return Session(made(text), medium)
 
 

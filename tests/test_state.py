@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,11 @@ def test_states_are_plain_and_checked() -> None:
 
     refuse(scheme, 3, saved[0], "list of all 2 states")
     refuse(scheme, 2, [saved[0]], "no state of rank 1")
+    alone = {**saved[0], "num_living": 1}  # the other had died
+    for num_workers in (1, 2, 3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(scheme, num_workers, lambda session, rank: session.load_state_dict([alone]))
     dgc = parse("dgc:rho=0.05")
     assert isinstance(dgc, Scheme)
     refuse(dgc, 2, saved, "resume under the scheme that saved it")

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
-from laconic.attach.serve import TIMEOUT_S, UNDOES, meet, served_scheme
+from laconic.attach.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
 from laconic.exchange import Gossip, Group, Served, Silent, own_group, ranks_that_differ
@@ -65,8 +65,10 @@ def attach(
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     device = _only_device(trained)
     if servers:
-        medium = _served(group, served_scheme(scheme), servers, timeout_s, undoes=grad_scaler is not None)
-        return DdpSession(ddp, served_scheme(scheme), medium, device, grad_scaler)
+        scheme = served_scheme(scheme)
+        terms = {"undoes": grad_scaler is not None, "holds_idle": ddp.find_unused_parameters}
+        medium = Served(group.rank(), group.size(), meet(servers, None), greeting(scheme, **terms), timeout_s)
+        return DdpSession(ddp, scheme, medium, device, grad_scaler)
     own = own_group(group, device)
     strangers = ranks_that_differ(own, device, str(scheme))
     if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
@@ -99,11 +101,6 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> AnyScheme
             "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
         )
     return scheme
-
-
-def _served(group: ProcessGroup, scheme: Scheme, servers: Sequence[int], timeout_s: float, *, undoes: bool) -> Served:
-    greeting = str(scheme) + (UNDOES if undoes else "")
-    return Served(group.rank(), group.size(), meet(servers, None), greeting, timeout_s)
 
 
 def _only_device(trained: Mapping[str, Tensor]) -> torch.device:

@@ -34,7 +34,6 @@ from laconic.session import Owner
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
-UNDOES = "undoes"  # in a greeting: steps may be skipped whole
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,14 @@ def serve(
     desk = Desk(dist.get_world_size() - len(servers), timeout_s)
     meet(servers, desk)
     greetings = desk.welcome()
-    for rank, hello in greetings.items():
-        said = bytes(hello.payload).decode().removesuffix(UNDOES)
-        if said != str(scheme):
-            desk.fail(FrameError(f"worker {rank} runs {said}, this server {scheme}; give all the same scheme"))
-    undoes = any(bytes(hello.payload).endswith(UNDOES.encode()) for hello in greetings.values())
-    owner = Owner(scheme, list(servers).index(dist.get_rank()), len(servers), undoes=undoes)
+    said = {rank: json.loads(bytes(hello.payload)) for rank, hello in greetings.items()}
+    for rank, terms in said.items():
+        if terms["scheme"] != str(scheme):
+            desk.fail(
+                FrameError(f"worker {rank} runs {terms['scheme']}, this server {scheme}; give all the same scheme")
+            )
+    asked = {name: any(terms[name] for terms in said.values()) for name in ("undoes", "holds_idle")}
+    owner = Owner(scheme, list(servers).index(dist.get_rank()), len(servers), **asked)
     clerk = _Clerk(desk, owner, facts)
     try:
         while desk.living and clerk.round():
@@ -89,6 +90,11 @@ def served_scheme(scheme: AnyScheme | str) -> Scheme:
     if not isinstance(made, Scheme) or not isinstance(made.exchange, Server):
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
     return made
+
+
+def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool) -> str:
+    """What a worker says to a server when it comes: the terms on which it is to be answered."""
+    return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle})
 
 
 def meet(servers: Sequence[int], desk: Desk | None) -> list[tuple[str, int, str]]:

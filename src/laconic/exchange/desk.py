@@ -112,8 +112,9 @@ class Desk:
             for rank, connection in self._connections.items():
                 waiting.register(connection, selectors.EVENT_READ, rank)
             while waiting.get_map():
-                ready = waiting.select(max(0.0, until - time.monotonic()) if heard else None)
-                if heard and not ready:
+                left = None if until == math.inf else max(0.0, until - time.monotonic())
+                ready = waiting.select(left)
+                if not ready and left is not None:
                     for key in waiting.get_map().values():
                         self._lose(key.data, TimeoutError())
                     break
@@ -123,9 +124,10 @@ class Desk:
                         heard[key.data] = receive(self._connections[key.data])
                     except (OSError, FrameError) as error:
                         self._lose(key.data, error)
-                    else:
+                        continue
+                    if heard[key.data].kind != CLOSE:  # who is done does not wait for the others
                         until = min(until, time.monotonic() + self.timeout_s)
-                        arrived(key.data, heard[key.data])
+                    arrived(key.data, heard[key.data])
         return dict(sorted(heard.items()))
 
     def answer(self, payloads: Mapping[int, bytes] | bytes, to: Message) -> None:

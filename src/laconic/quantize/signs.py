@@ -19,7 +19,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 class Sign(InFrames):
     """sign(v) in one bit, with mean|v| of the frame as the size of all of them (Seide et al., Interspeech 2014).
 
-    A server that takes a vote looks at the bits alone (Bernstein et al., ICML 2018). A zero counts as positive.
+    A server that takes a vote looks at the bits alone (Bernstein et al., ICML 2018). A zero is written as positive.
     """
 
     code_id: ClassVar[int] = 3

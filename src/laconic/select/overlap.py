@@ -55,7 +55,7 @@ class Overlap(TopK):
             return torch.empty(0, dtype=torch.int64, device=device)
         rounds = _rounds(self, layout, density, bucket)
         turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]
-        return torch.cat(turns).to(device)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *turns]).to(device)
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from laconic import kernels
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.wire import Contents
 
-_DECAY = 0.99  # of a record at each vote: a hundred votes back counts a third
+_DECAY = 0.99  # of a record at each step: a hundred steps back counts a third
 _PRIOR = 100.0  # votes on either side that a record begins with, so that it is slow to judge
 _MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a handful
 
@@ -28,6 +28,7 @@ class Ballot:
     def __init__(self, *, weighted: bool) -> None:
         self.weighted = weighted
         self.records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
+        self._step = -1  # for which they have faded
 
     def weight(self, rank: int) -> float:
         """What the sign of a worker counts."""
@@ -37,7 +38,7 @@ class Ballot:
         odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
         return float(odds.clamp(-_MOST_LOG_ODDS, _MOST_LOG_ODDS))
 
-    def vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    def vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
         if not self.weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
@@ -46,11 +47,18 @@ class Ballot:
         weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
         _add_up_(scratch, heard, signs, weights, fixed)
         if weighted:
+            self._fade(step)
             self._judge(heard, signs, torch.zeros_like(scratch), fixed)
         at = nonzero(scratch != 0)
         votes = scratch[at].sign()
         scratch[at] = 0
         return at.to(torch.int32), votes
+
+    def _fade(self, step: int) -> None:
+        """Let the past count less, once a step however many buckets are voted on."""
+        if step != self._step:
+            self._step = step
+            self.records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self.records.items()}
 
     def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
         """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
@@ -60,13 +68,26 @@ class Ballot:
             others = (total[at] - signs[rank]).sign()
             agreed, differed = self.records.get(rank, (0.0, 0.0))
             right, wrong = int((others == signs[rank]).sum()), int((others == -signs[rank]).sum())
-            self.records[rank] = _DECAY * agreed + right, _DECAY * differed + wrong
+            self.records[rank] = agreed + right, differed + wrong
 
     def state_dict(self) -> dict[str, list[float]]:
         return {str(rank): list(record) for rank, record in self.records.items()}
 
     def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
         self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
+
+
+def take_sides(values: Tensor, positions: Tensor, step: int) -> Tensor:
+    """`values` without zeros at the first entries, those at `positions`.
+
+    A sign has one bit, so a zero would always vote for plus. It takes sides in turn instead, by entry and step and on
+    all workers alike: what none of them has an opinion of moves to and fro, and nobody seems to contradict the others.
+    """
+    undecided = nonzero(values[: positions.numel()] == 0)
+    if not undecided.numel():
+        return values
+    sides = (positions.index_select(0, undecided) + step).remainder_(2).mul_(2).sub_(1)
+    return values.index_copy(0, undecided, sides.to(values.dtype))
 
 
 def _add_up_(

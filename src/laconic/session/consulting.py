@@ -17,6 +17,7 @@ from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Due, Ledger
 from laconic.quantize import Marks, Quantizer, Trits
 from laconic.select import Overlap
+from laconic.session.ballot import take_sides
 from laconic.session.bucket_plan import BucketPlan
 from laconic.session.owner import Owner
 from laconic.session.past import Boost, Past
@@ -99,7 +100,8 @@ class Consulting(Summing):
                 self._follow(plan, None)  # the others wait for it
         with self._clock.time("encode", device):
             if finite:
-                parts, said = self._parts(plan, cut, chosen.to(wire), values.to(wire), frame_id)
+                votes = take_sides(values, plan.fixed, self._step) if self._is_vote else values
+                parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
                 sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
             else:
                 silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
@@ -135,8 +137,12 @@ class Consulting(Summing):
     @property
     def _forms(self) -> list[Quantizer]:
         """How values may be written, up or down."""
-        server, quantize = self.scheme.exchange, self.scheme.frame_answers[1]
-        return [quantize, Trits()] if isinstance(server, Server) and server.votes else [quantize]
+        quantize = self.scheme.frame_answers[1]
+        return [quantize, Trits()] if self._is_vote else [quantize]
+
+    @property
+    def _is_vote(self) -> bool:
+        return isinstance(self.scheme.exchange, Server) and self.scheme.exchange.votes
 
     def _own_answer(self, layout: Layout, *, step: int, bucket: int) -> Answer | None:
         if self._owner is None:
@@ -219,7 +225,6 @@ class Consulting(Summing):
     def _read(self, answers: Sequence[Tensor], cut: _Cut, frame_id: dict[str, int]) -> _Heard | None:
         """What all owners say; None if someone overflowed."""
         forms = self._forms
-        votes = len(forms) > 1
         fixed, places = [], []
         whole, chosen = [], []  # values at those
         for p, frame in enumerate(answers):
@@ -233,7 +238,7 @@ class Consulting(Summing):
             whole.append(contents.values[: shape.num_fixed])
             chosen.append(contents.values[shape.num_fixed :])
         values = torch.cat([*whole, *chosen])
-        values = values.sign() if votes else values
+        values = values.sign() if self._is_vote else values
         if len(answers) == 1 and values.numel() == n and shape.num_fixed in (0, n):
             return _Heard(None, values, 0)
         fixed_told = sum(told.numel() for told in whole)

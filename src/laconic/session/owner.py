@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -26,10 +27,13 @@ class Owner:
 
     held += what was heard ; answer(held[U] / M) ; held[U] -= M * what the answer says
 
-    Where nothing is left out, `held` is zero between steps. `undoes` is for steps that a GradScaler may skip whole.
+    Where nothing is left out, `held` is zero between steps. `undoes` is for steps that a GradScaler may skip whole,
+    `holds_idle` for models of which a step may leave parameters out: DDP then drops what is said of those.
     """
 
-    def __init__(self, scheme: Scheme, share: int, num_shares: int, *, undoes: bool = False) -> None:
+    def __init__(
+        self, scheme: Scheme, share: int, num_shares: int, *, undoes: bool = False, holds_idle: bool = False
+    ) -> None:
         assert isinstance(scheme.exchange, Server)
         self._scheme, self._server, self._quantize = scheme, scheme.exchange, scheme.frame_answers[1]
         self._share, self._num_shares = share, num_shares
@@ -38,14 +42,14 @@ class Owner:
         self._fixed: dict[Layout, Tensor] = {}
         self._searches: dict[tuple[Layout, int], Tensor] = {}  # by share and where a window begins
         self.ballot = Ballot(weighted=scheme.exchange.combine == "weighted")
-        self._undoes = undoes
+        self._undoes, self._holds_idle = undoes, holds_idle
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._step, self._overflowed = -1, False
 
     @property
     def num_bytes(self) -> int:
         """What it holds, at most its share of the model as float32."""
-        return self._held.num_bytes
+        return self._held.num_bytes if self._scheme.holds else 0
 
     def read(self, frame: Tensor, layout: Layout, *, step: int, bucket: int, peer: int) -> Contents:
         """What one worker says of this share; FrameError names it if its frame is not as it should be."""
@@ -75,7 +79,7 @@ class Owner:
             shape = FrameShape(own.num_entries, 0, 0, self._quantize)
             return shape.write_overflow(device, step=step, bucket=bucket)
         if self._server.votes:
-            shape, places, values = self._vote(heard, held, fixed)
+            shape, places, values = self._vote(heard, held, fixed, step)
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         codes, scale = shape.quantize.encode(values)
@@ -99,10 +103,14 @@ class Owner:
             whole += contents.values[:num_fixed]
         kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
         places = union([one.positions for one in heard], own.num_entries)
+        values = held.index_select(0, places)
+        if not (kernels.all_finite(whole) and kernels.all_finite(values)):  # a sum beyond float32 is the largest there
+            whole.nan_to_num_(nan=0.0)
+            held.index_copy_(0, places.to(torch.int64), values.nan_to_num_(nan=0.0))
         if self._server.down_rho and places.numel():
-            places, values = self._largest(held, own, places)
+            with self._idle_hidden(held, own, places):
+                places, values = self._largest(held, own, places)
         else:
-            values = held.index_select(0, places)
             held.index_fill_(0, places.to(torch.int64), 0)
         mean = torch.cat([whole, values]).div_(len(heard))
         shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
@@ -137,10 +145,26 @@ class Owner:
             values.append(sums.index_select(0, there))
         return torch.cat(places), torch.cat(values)
 
-    def _vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor) -> tuple[FrameShape, Tensor, Tensor]:
+    @contextmanager
+    def _idle_hidden(self, held: Tensor, own: Layout, heard: Tensor) -> Iterator[None]:
+        """Keep what is held of parameters that nobody spoke of out of the answer, and put it back."""
+        spans = own.spans if self._holds_idle else ()
+        borders = heard.new_tensor([(span.start, span.stop) for span in spans]).view(-1, 2)
+        counts = torch.searchsorted(heard, borders).diff().flatten().tolist()
+        idle = [held[span.start : span.stop] for span, count in zip(spans, counts, strict=True) if not count]
+        before = [view.clone() for view in idle]
+        for view in idle:
+            view.zero_()
+        yield
+        for view, kept in zip(idle, before, strict=True):
+            view.copy_(kept)
+
+    def _vote(
+        self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
+    ) -> tuple[FrameShape, Tensor, Tensor]:
         """The entries on which there is a majority, and its signs; as trits where that is smaller."""
         n = scratch.numel()
-        places, votes = self.ballot.vote(heard, scratch, fixed)
+        places, votes = self.ballot.vote(heard, scratch, fixed, step)
         shape = FrameShape(n, places.numel(), 0, Sign())
         trits = FrameShape(n, n, 0, Trits())
         if shape.num_bytes <= trits.num_bytes:

@@ -62,7 +62,9 @@ class Session(Consulting):
             self._integers = IntegerSum(scheme.quantize, scheme.carrier(medium.num_workers), medium, self._clock)
         self._owner, self._cuts, self._unions = None, {}, Unions()
         if isinstance(scheme.exchange, Server) and medium.owned_share is not None:
-            self._owner = Owner(scheme, medium.owned_share, medium.num_shares, undoes=loss_scale is not None)
+            self._owner = Owner(
+                scheme, medium.owned_share, medium.num_shares, undoes=loss_scale is not None, holds_idle=holds_idle
+            )
         self._pasts = Ledger(Pasts()) if isinstance(scheme.select, Overlap) else None
         self._begin_step()
 
@@ -185,7 +187,7 @@ class Session(Consulting):
             oldest_residual=oldest,
             never_sent=never,
             num_living=self.medium.num_living if isinstance(self.medium, Served) else None,
-            held_bytes=self._owner.num_bytes if self._owner is not None and self.scheme.holds else 0,
+            held_bytes=self._owner.num_bytes if self._owner is not None else 0,
         )
 
     @property

@@ -24,7 +24,7 @@ class Stats:
     num_workers: int
     steps: int
     skipped_steps: int  # an Inf or NaN on some worker; nothing of such a step was kept
-    bytes_out: int  # what left this worker
+    bytes_out: int  # what left this worker for the sake of gradients; checkpoints and the like are in by_kind alone
     bytes_in: int
     dense_bytes_out: int  # what a float32 all-reduce of the same gradients would have sent
     by_kind: dict[str, Count]

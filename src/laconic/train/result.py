@@ -36,11 +36,11 @@ class Result:
     seconds_slowest: float | None = None  # of the worker that took longest
     worst_accuracy: float | None = None  # of gossip's replicas, of which `accuracy` is the mean's
     consensus_distance: float | None = None  # ||x_i - mean|| / ||mean||, root mean square, before the last average
-    union: float | None = None  # |U|/k at a server, over all steps
+    union: float | None = None  # |U|/k at a server, over all steps since the last resume
     oldest_residual: int | None = None
     never_sent: float | None = None
-    server_bytes_out: int | None = None  # of all dedicated servers, all steps
-    server_link_bytes_out: int | None = None  # the same, as their network interfaces saw it
+    server_bytes_out: int | None = None  # of all dedicated servers, all steps since the last resume
+    server_link_bytes_out: int | None = None  # what their interfaces saw, evaluation and checkpoints included
     server_held_bytes: int | None = None  # what they keep between steps
     lost_workers: dict[str, str] = field(default_factory=dict)  # that died while the others went on, and how
 

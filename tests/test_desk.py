@@ -1,0 +1,209 @@
+"""Dedicated servers and their workers when something goes wrong between them: silence, strangers, leaving early."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.attach.serve import _total
+from laconic.exchange import Desk, Served
+from laconic.exchange.talk import CLOSE, PARTS, SUM, TOTAL, Message, send
+from laconic.train import Job, verdict
+from laconic.train.checkpoint import find_checkpoint, save_checkpoint
+from laconic.train.launch import _wait, _who
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _talk(num_workers: int, timeout_s: float, work: Callable[[Served], None]) -> tuple[Desk, dict[int, str]]:
+    """(the desk afterwards, what went wrong by rank) of workers that only add up."""
+    desk, wrong = Desk(num_workers, timeout_s, say=lambda text: None), {}
+    server = serve_totals(desk)
+
+    def one(rank: int) -> None:
+        try:
+            served = Served(rank, num_workers, [desk.address], "", timeout_s)
+            work(served)
+            served.close()
+        except Exception as error:
+            wrong[rank] = str(error)
+
+    workers = [threading.Thread(target=one, args=(rank,)) for rank in range(num_workers)]
+    for thread in workers:
+        thread.start()
+    for thread in [*workers, server]:
+        thread.join(30)
+        assert not thread.is_alive()
+    return desk, wrong
+
+
+def serve_totals(desk: Desk) -> threading.Thread:
+    """A server that adds up until its workers are done."""
+
+    def run() -> None:
+        desk.welcome()
+        while heard := desk.hear(lambda rank, message: None):
+            about = next(iter(heard.values()))
+            desk.answer(_total(heard) if about.kind in (SUM, TOTAL) else b"", about)
+            if about.kind == CLOSE:
+                break
+        desk.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("silent", [{0}, {3}, {0, 1}, {2, 3}])
+def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -> None:
+    sums: dict[int, list[float]] = {}
+
+    def work(served: Served) -> None:
+        sums[served.rank] = [float(served.total(torch.ones(1)))]
+        time.sleep(3 if served.rank in silent else 0)
+        sums[served.rank].append(float(served.total(torch.ones(1))))
+
+    desk, wrong = _talk(4, 1, work)
+    assert set(wrong) == set(desk.lost) == silent
+    assert all(desk.lost[rank] == "was silent for 1 s before the first step" for rank in silent)
+    assert all(sums[rank] == [4, 4 - len(silent)] for rank in {0, 1, 2, 3} - silent)
+
+
+def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None:
+    def work(served: Served) -> None:
+        time.sleep(1)
+        served.total(torch.ones(1))
+
+    desk, wrong = _talk(2, 0.5, work)
+    assert not wrong and not desk.lost
+
+
+def test_who_is_done_does_not_hurry_the_others() -> None:
+    def work(served: Served) -> None:
+        time.sleep(1 if served.rank else 0)
+
+    desk, wrong = _talk(2, 0.3, work)
+    assert not wrong and 1 not in desk.lost
+
+
+@pytest.mark.parametrize("early", [{0}, {1}, {0, 1}])
+def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
+    sums: dict[int, list[float]] = {}
+
+    def work(served: Served) -> None:
+        sums[served.rank] = [float(served.total(torch.ones(1))) for _ in range(1 if served.rank in early else 3)]
+
+    desk, wrong = _talk(3, 20, work)
+    assert not wrong and set(desk.lost) == early
+    assert all(sums[rank] == [3, 3 - len(early), 3 - len(early)] for rank in {0, 1, 2} - early)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sBxHHxxiqq", b"LACS", 0, 0, 0, 0, 0, 1 << 60)]
+)
+def test_strangers_at_the_door_are_turned_away(said: bytes) -> None:
+    desk = Desk(1, 20)
+    server = serve_totals(desk)
+    with socket.create_connection(desk.address[:2]) as stranger:
+        stranger.sendall(said)
+    served = Served(0, 1, [desk.address], "", 20)
+    assert torch.equal(served.total(torch.ones(3)), torch.ones(3))
+    served.close()
+    server.join(20)
+    assert not server.is_alive()
+
+
+def test_a_slow_reader_is_not_a_silent_one() -> None:
+    here, there = socket.socketpair()
+    here.settimeout(0.5)
+    got = []
+
+    def read() -> None:
+        there.settimeout(20)
+        while len(part := there.recv(1 << 18)):
+            got.append(len(part))
+            time.sleep(0.05)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with here:
+        num_bytes = send(here, Message(PARTS, payload=bytes(8 << 20)))  # some two seconds
+    reader.join(20)
+    assert sum(got) == num_bytes
+
+
+def test_training_alone_is_counted() -> None:
+    counts: list[tuple[int, int]] = []
+
+    def work(served: Served) -> None:
+        served.total(torch.ones(1000))
+        served.load_server_states([bytes(5000)])
+        counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
+        served.all_reduce_(torch.ones(1000), "dense")
+        counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
+
+    desk, wrong = _talk(1, 20, work)
+    assert not wrong
+    assert counts[0] == (0, 0) and 4000 < counts[1][0] < 4100 and 4000 < counts[1][1] < 4100
+    assert desk.traffic.bytes_out == counts[1][1] and desk.traffic.bytes_in == counts[1][0]
+
+
+def test_a_mean_is_over_those_whom_each_server_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(1, 20)
+    server = serve_totals(desk)
+    served = Served(0, 1, [desk.address], "", 20)
+    served.num_workers, served.num_shares = 3, 2
+    heard = [(torch.full((2,), 3.0), 3), (torch.full((2,), 2.0), 2)]  # the second no longer heard the third worker
+    monkeypatch.setattr(served, "_added", lambda tensor, how, kind: heard)
+    served.all_reduce_(flat := torch.ones(4), "dense")
+    assert flat.tolist() == [3, 3, 3, 3]
+    served.close()
+    server.join(20)
+
+
+class _Council:
+    """Workers of whom one may die while a checkpoint is written."""
+
+    def __init__(self, place: int, deaths: list[int]) -> None:
+        self.place, self.num_living, self._deaths = place, 3, deaths
+
+    def total(self, tensor: Tensor) -> Tensor:
+        self.num_living -= self._deaths.pop(0)
+        return tensor
+
+
+def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 10, 0, {}, _Council(0, [0, 0]))  # type: ignore[arg-type]
+    assert find_checkpoint(tmp_path).name == "step-10"
+    for deaths in ([1, 0], [0, 1]):
+        save_checkpoint(tmp_path, 20, 0, {}, _Council(0, deaths))  # type: ignore[arg-type]
+        assert find_checkpoint(tmp_path).name == "step-10" and find_checkpoint(tmp_path).is_dir()
+    save_checkpoint(tmp_path, 30, 2, {}, _Council(1, [1, 0]))  # type: ignore[arg-type]  # the leader made no folder
+    assert find_checkpoint(tmp_path).name == "step-10"
+
+
+def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["laconic.train.launch"], "_LAST_WORDS_S", 0.2)
+    scripts = ["import time; time.sleep(60)", "raise SystemExit(1)", "raise SystemExit(1)"]
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
+    job = Job(scheme="overlap", servers=1, workers=2)
+    try:
+        codes = _wait(processes, job)
+    finally:
+        processes[0].kill()
+        processes[0].wait()
+    assert codes == [None, 1, 1]
+    assert verdict(codes, job) == 1 and _who(codes, job).startswith("worker 0 of 2 ended with exit code 1")
