@@ -17,8 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from laconic import __version__, cli, recipes
 from laconic.compare import compare, round_of
+from laconic.errors import TaskError
 from laconic.records import Recorder
 from laconic.train import DIVERGED, Job, resume
+from laconic.train.checkpoint import forget_checkpoint
 from laconic.train.launch import _first_failure
 from laconic.train.result import beside_dense
 
@@ -252,6 +254,23 @@ def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path: Path, capsys: pyt
     assert "5 steps are done already" in _main(capsys, *words, "--steps", "5")
     part.write_bytes(part.read_bytes()[:-100])
     assert "cannot be read" in _main(capsys, *words)
+
+
+def test_a_fresh_run_forgets_what_an_earlier_one_left(tmp_path: Path) -> None:
+    home = tmp_path / "checkpoint"
+    home.mkdir()
+    forget_checkpoint(tmp_path)
+    (home / "latest").write_text("step-5")
+    forget_checkpoint(tmp_path)
+    assert not (home / "latest").exists()
+
+
+@pytest.mark.parametrize("scheme", ["gossip", "gossip-every", "silent"])
+def test_workers_with_models_of_their_own_are_not_studied_in_one_process(scheme: str) -> None:
+    with pytest.raises(TaskError, match="leave --in-process out"):
+        Job(scheme=scheme, in_process=True)
+    with pytest.raises(TaskError, match="without --tensorboard"):
+        Job(scheme="topk", in_process=True, tensorboard=True, out=Path("runs"))
 
 
 def test_a_run_that_goes_on_otherwise_is_remarked_on() -> None:

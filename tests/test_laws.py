@@ -248,7 +248,8 @@ def test_answers_that_do_not_fit_are_refused_with_a_cure() -> None:
         "overlap:score=best": "give one of local",
         "gossip:rho=7": "a share in",
         "maxnorm:bits=5,levels=7": "give one",
-        "maxnorm:bits=1": "2 or more",
+        "maxnorm:bits=1": "give 2 to 32",
+        "maxnorm:bits=20000": "give 2 to 32",
         "multiscale:share=12": "a multiple of it",
     }.items():
         with pytest.raises(SchemeError, match=cure.replace("(", r"\(").replace(")", r"\)")):
@@ -272,6 +273,41 @@ def test_momentum_of_small_and_idle_parameters_is_left_alone() -> None:
         assert all(torch.equal(after[kind]["idle"], before[kind]["idle"]) for kind in after)
 
     in_process(1, work)
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "server"])
+def test_signs_of_idle_parameters_leave_what_they_are_owed_alone(exchange: str) -> None:
+    """A zero is written as a plus, and what that says too much must not be charged to who does not take part."""
+    scheme = parse(f"scheme:select=topk(rho=0.1),quantize=sign,memory=residual,exchange={exchange}")
+    assert isinstance(scheme, Scheme)
+    layout = (Layout.of(["used", "idle"], [2000, 10]),)
+
+    def work(medium: InProcess) -> None:
+        session = Session(scheme, medium, holds_idle=True)
+        draw = torch.Generator().manual_seed(1)
+        given = {"used": torch.randn(2000, generator=draw), "idle": torch.randn(10, generator=draw)}
+        one_step(session, given, layout)
+        before = session.state_dict()["memory"]["residual"]["idle"]
+        for _ in range(3):
+            one_step(session, {**given, "idle": torch.zeros(10)}, layout)
+        assert torch.equal(session.state_dict()["memory"]["residual"]["idle"], before) and before.any()
+
+    in_process(2, work)
+
+
+def test_stats_after_a_resume_are_of_the_steps_since() -> None:
+    scheme = parse("topk:rho=0.05")
+    assert isinstance(scheme, Scheme)
+
+    def work(medium: InProcess) -> None:
+        session = Session(scheme, medium)
+        one_step(session, gradients(medium.rank, 0))
+        resumed = Session(scheme, medium)
+        resumed.load_state_dict(session.state_dict() | {"step": 100})
+        one_step(resumed, gradients(medium.rank, 1))
+        assert resumed.stats().steps == 101 and resumed.stats().steps_here == 1
+
+    in_process(2, work)
 
 
 def test_stats_are_a_snapshot() -> None:

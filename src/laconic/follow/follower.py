@@ -76,9 +76,12 @@ class Follower:
         parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid, momentum)
         self._side: Matched | Free = side(end, parts)
         self._steps, self._seconds = 0, 0.0
+        self._first_step = 0  # since a state was loaded: what is counted begins there
+        self._closed = False
 
     def step(self) -> None:
         """Move by what exchanges have brought and take part in those that are due, waiting as the mode says."""
+        self._check_open()
         start = time.perf_counter()
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
         self._side.step(self._steps, lr)
@@ -89,12 +92,16 @@ class Follower:
         """Give every worker the mean of the models of all that are alive; a call that all of those make."""
         mean = self._settled_mean("average")
         self._vector.write_(mean)
+        self._note_all_said()
+        self._side.settle()  # nobody is told of a model from before
+
+    def _note_all_said(self) -> None:
+        """Take the model as it is for what peers know of it."""
         self._watch.exchanged(range(len(self._vector.groups)))
         if self._unsaid is not None:
             self._unsaid.last.copy_(self._vector.read())
         if self._remainders is not None:
             self._remainders.last.copy_(self._vector.read())
-        self._side.settle()  # nobody is told of a model from before
 
     def consensus(self) -> tuple[Tensor, float]:
         """(the mean of all models as one vector, this one's distance to it over its norm); a call that all make.
@@ -105,7 +112,12 @@ class Follower:
         distance = (self._vector.read() - mean).double().norm() / mean.double().norm()
         return mean, float(distance)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this follower is closed; step and average before close()")
+
     def _settled_mean(self, kind: str | None) -> Tensor:
+        self._check_open()
         self._side.settle()
         return self._side.mean(self._vector.read(), kind)
 
@@ -124,19 +136,21 @@ class Follower:
     def stats(self) -> FollowerStats:
         """Bytes out and in, by kind; exchanges; peers lost."""
         side, traffic = self._side, self._side.traffic
-        dense = ring_bytes(4 * self._vector.num_entries, self.num_workers) * self._steps
+        num_steps = self._steps - self._first_step
+        dense = ring_bytes(4 * self._vector.num_entries, self.num_workers) * num_steps
         return FollowerStats(
             scheme=str(self.scheme),
             kernels=kernels.backend(self._vector.device),
             num_workers=self.num_workers,
             steps=self._steps,
+            first_step=self._first_step,
             skipped_steps=0,
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             dense_bytes_out=dense,
             by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
-            passes=self._watch.passes / max(1, self._steps),
+            passes=self._watch.passes / max(1, num_steps),
             asked=side.asked,
             answered=side.answered,
             refused=side.refused,
@@ -160,22 +174,29 @@ class Follower:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from the list of all ranks' states; before any rank steps."""
+        """Continue from this rank's state, or from the list of all ranks' states; before any rank steps.
+
+        A rank that had died before they were saved has none in that list: it goes on from its model as it is.
+        """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         if states[0].get("format") != _FORMAT or "watch" not in states[0]:
             raise StateError("this is no state of a follower of this version; load what Follower.state_dict() gave")
         mine = [state for state in states if state["rank"] == self.rank]
-        if not mine or states[0]["num_workers"] != self.num_workers:
+        had_died = not mine and not isinstance(saved, Mapping)
+        if not (mine or had_died) or states[0]["num_workers"] != self.num_workers:
             raise StateError(
                 f"the state is of {states[0]['num_workers']} workers, and this is rank {self.rank} of "
                 f"{self.num_workers}; gossip resumes with the same number of workers"
             )
+        self._steps = self._first_step = int(states[0]["step"])
+        if had_died:
+            self._note_all_said()
+            return
         kept = {"last": self._unsaid, "remainders": self._remainders}
         if any((mine[0][part] is None) != (own is None) for part, own in kept.items()):
             raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
         if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
-        self._steps = int(mine[0]["step"])
         self._watch.load_state_dict(mine[0]["watch"])
         if self._unsaid is not None:
             self._unsaid.last.copy_(mine[0]["last"])
@@ -185,6 +206,7 @@ class Follower:
 
     def close(self) -> None:
         """Ask nobody any more."""
+        self._closed = True
         self._side.close()
 
 
@@ -224,5 +246,5 @@ def _begin_alike_(model: nn.Module, meeting: Group) -> None:
     """Overwrite every parameter and buffer with rank 0's."""
     for tensor in [*model.parameters(), *model.buffers()]:
         whole = tensor.detach().contiguous()
-        meeting.broadcast_(whole)
+        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
         tensor.copy_(whole)

@@ -266,10 +266,12 @@ class Free:
 
 
 def _mean(parts: list[Tensor]) -> Tensor:
+    """Over those that are finite, if any is: one worker's model that is lost does not take the others with it."""
+    sound = [part for part in parts if bool(part.isfinite().all())] or parts
     total = torch.zeros_like(parts[0], dtype=torch.float64)
-    for part in parts:
+    for part in sound:
         total += part
-    return (total / len(parts)).to(parts[0].dtype)
+    return (total / len(sound)).to(parts[0].dtype)
 
 
 def _say(rank: int, message: str) -> None:

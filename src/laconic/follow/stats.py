@@ -18,7 +18,7 @@ class FollowerStats(Stats):
     lost: dict[int, str] = field(default_factory=dict)  # peers that have died, and what was seen of it
 
     def __str__(self) -> str:
-        steps = max(1, self.steps)
+        steps = self.steps_here
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         gone = f"; without rank {', '.join(map(str, sorted(self.lost)))}" if self.lost else ""
         return (

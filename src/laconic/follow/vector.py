@@ -41,6 +41,8 @@ Topic = Sequence[int] | Tensor  # what an exchange is about: whole groups, or en
 class ModelVector:
     """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
 
+    So do buffers that are not part of the model's state or not finite, like a mask, and tensors without entries.
+
     Vectors lie on the host, where letters are written: of a model on CUDA one copy comes over, and one goes back.
     Groups are tensors (`per="tensor"`), the two halves of a large vector (`"half"`), or all of it (`"model"`).
 
@@ -50,9 +52,10 @@ class ModelVector:
 
     def __init__(self, model: nn.Module, per: str, whole_below: int = 0) -> None:
         # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
-        trained = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+        trained = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.numel()}
         trained = dict(sorted(trained.items(), key=lambda named: named[1].numel() >= whole_below))
-        running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if b.is_floating_point()}
+        lasting = model.state_dict(keep_vars=True)
+        running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if n in lasting and _travels(b)}
         devices = {tensor.device for tensor in trained.values()}
         if len(devices) != 1:
             raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
@@ -131,6 +134,9 @@ class ModelVector:
             pieces = list(torch.split(copy.to(self.device, non_blocking=True), sizes))
         rows = self._rows(spans)
         pieces = [piece.view(row.shape) for row, piece in zip(rows, pieces, strict=True)]
+        for at, (span, row) in enumerate(zip(spans, rows, strict=True)):
+            if span.name.endswith("running_var"):
+                pieces[at] = _within_half(pieces[at], row)
         torch._foreach_add_(rows, pieces)
         return [(self._tensors[span.name], piece) for span, piece in zip(spans, pieces, strict=True)]
 
@@ -189,6 +195,20 @@ class ModelVector:
                 self._seen[span.name] = tensor.data_ptr(), row
             rows.append(row)
         return rows
+
+
+def _travels(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
+
+
+def _within_half(delta: Tensor, variance: Tensor) -> Tensor:
+    """A change by at most half of what is there, so that a variance stays one.
+
+    A letter's steps fit the largest entry of a block, and are coarse for the smallest. A mean over workers that this
+    does not keep matters little here: a norm estimates its variance anew at every step.
+    """
+    half = variance.to(delta.dtype) / 2
+    return torch.maximum(torch.minimum(delta, half), -half)
 
 
 def _halves(whole: TensorGroup) -> list[TensorGroup]:

@@ -15,14 +15,15 @@ _SMALLEST_NORM = 2.0**-100
 
 
 CODE_BITS = 4  # of a code, its sign included, where nobody says
+_MOST_BITS = 32
 
 
 def levels_of(bits: int, levels: int) -> int:
     """s = 2^(b-1) - 1, the codes of b bits with their sign; the paper's b leaves the sign out: s = 2^b - 1."""
     if levels and bits != CODE_BITS:
         raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
-    if bits < 2:
-        raise SchemeError(f"bits is {bits}; give 2 or more, of which one is the sign")
+    if not 2 <= bits <= _MOST_BITS:
+        raise SchemeError(f"bits is {bits}; give 2 to {_MOST_BITS}, of which one is the sign")
     return levels or (1 << (bits - 1)) - 1
 
 

@@ -92,36 +92,37 @@ class Consulting(Summing):
             if past is not None:
                 self._undo_later(past)
         cut = self._cut(bucket.layout, plan, wire)
-        with self._clock.time("select", device):
-            finite = kernels.all_finite(flat)
-            if finite:
-                chosen, values = self._choose(account, past, bucket, plan, density)
-            elif self._leads_or_follows:
-                self._follow(plan, None)  # the others wait for it
-        with self._clock.time("encode", device):
-            if finite:
-                votes = take_sides(values, plan.fixed, self._step) if self._is_vote else values
-                parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
-                sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
-            else:
-                silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
-                parts = [shape.write_overflow(wire, **frame_id) for shape in silent]
-        with self._clock.time("exchange", device):
-            self.medium.announce(bucket.layout, **frame_id)
-            answer = self._own_answer(bucket.layout, **frame_id)
-            answers = self.medium.consult(parts, answer, cut.longest)
-        with self._clock.time("decode", device):
-            heard = self._read(answers, cut, frame_id)
-            if heard is None:
-                self._overflowed = True
+        with self._held(account, bucket):
+            with self._clock.time("select", device):
+                finite = kernels.all_finite(flat)
                 if finite:
-                    account.refund_(sent.positions, sent.values)  # nobody will apply it
-                flat.fill_(torch.nan)
-                return
-            if self.scheme.memory.refunds:
-                account.refund_(sent.positions, sent.values - sent.said)
-            account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
-            self._apply_(flat, cut, sent, heard, past)
+                    chosen, values = self._choose(account, past, bucket, plan, density)
+                elif self._leads_or_follows:
+                    self._follow(plan, None)  # the others wait for it
+            with self._clock.time("encode", device):
+                if finite:
+                    votes = take_sides(values, plan.fixed, self._step) if self._is_vote else values
+                    parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
+                    sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
+                else:
+                    silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
+                    parts = [shape.write_overflow(wire, **frame_id) for shape in silent]
+            with self._clock.time("exchange", device):
+                self.medium.announce(bucket.layout, **frame_id)
+                answer = self._own_answer(bucket.layout, **frame_id)
+                answers = self.medium.consult(parts, answer, cut.longest)
+            with self._clock.time("decode", device):
+                heard = self._read(answers, cut, frame_id)
+                if heard is None:
+                    self._overflowed = True
+                    if finite:
+                        account.refund_(sent.positions, sent.values)  # nobody will apply it
+                    flat.fill_(torch.nan)
+                    return
+                if self.scheme.memory.refunds:
+                    account.refund_(sent.positions, sent.values - sent.said)
+                account.sent_(sent.chosen, sent.said[sent.fixed.numel() :])
+                self._apply_(flat, cut, sent, heard, past)
 
     def _cut(self, layout: Layout, plan: BucketPlan, wire: torch.device) -> _Cut:
         if layout not in self._cuts:
@@ -154,15 +155,14 @@ class Consulting(Summing):
     ) -> tuple[Tensor, Tensor]:
         """Deposit the gradient; (chosen positions, values at the fixed ones and at those), without zeros."""
         select = self.scheme.select
-        with self._held(account, bucket):
-            due = account.due_(bucket.flat, 1 / self._scale)
-            if self._leads_or_follows:
-                chosen, values = self._choose_alike(plan, account.balance, due)
-            elif past is None or not isinstance(select, Overlap):
-                chosen, values = plan.withdraw_(account.balance, due)
-            else:
-                turn = select.swept(bucket.layout, density, self._step, len(self._seen) - 1, bucket.flat.device)
-                chosen, values = _withdraw_scored_(plan, account.balance, due, select, past, turn)
+        due = account.due_(bucket.flat, 1 / self._scale)
+        if self._leads_or_follows:
+            chosen, values = self._choose_alike(plan, account.balance, due)
+        elif past is None or not isinstance(select, Overlap):
+            chosen, values = plan.withdraw_(account.balance, due)
+        else:
+            turn = select.swept(bucket.layout, density, self._step, len(self._seen) - 1, bucket.flat.device)
+            chosen, values = _withdraw_scored_(plan, account.balance, due, select, past, turn)
         num_fixed = plan.fixed.numel()
         told = nonzero(values[num_fixed:])
         if told.numel() == chosen.numel():

@@ -50,7 +50,7 @@ class Session(Consulting):
         self._holds_idle = holds_idle
         self._ledger = Ledger(scheme.memory)
         self._clock = PhaseClock()
-        self._step = 0
+        self._step = self._first_step = 0  # the second is that of a checkpoint
         self._skipped_steps = 0
         self._dense_bytes_out = 0
         self._layouts: list[Layout] = []  # of the last whole step
@@ -119,34 +119,34 @@ class Session(Consulting):
         account = self._ledger.open(bucket.layout, device)
         if self._loss_scale is not None:
             self._undo_later(account)
-        with self._clock.time("select", device):
-            finite = kernels.all_finite(flat)
-            if finite:
-                with self._held(account, bucket):
+        with self._held(account, bucket):
+            with self._clock.time("select", device):
+                finite = kernels.all_finite(flat)
+                if finite:
                     due = account.due_(flat, 1 / self._scale)
                     chosen, values = plan.withdraw_(account.balance, due)
-        with self._clock.time("encode", device):
-            if finite:
-                codes, scale = quantize.encode(values.to(wire))
-                sent_at = torch.cat([plan.fixed, chosen])
-                sent = quantize.decode(codes, scale)[: values.numel()].to(device)
-                frame = plan.shape.write(chosen.to(wire), codes, scale, **frame_id)
-            else:
-                frame = plan.shape.write_overflow(wire, **frame_id)
-        with self._clock.time("exchange", device):
-            frames = self.medium.all_gather(frame, "sparse")
-        with self._clock.time("decode", device):
-            heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
-            if any(contents.overflow for contents in heard):
-                self._overflowed = True
+            with self._clock.time("encode", device):
                 if finite:
-                    account.refund_(sent_at, values)  # nobody will apply it
-                flat.fill_(torch.nan)
-            else:
-                if self.scheme.memory.refunds:
-                    account.refund_(sent_at, values - sent)
-                account.sent_(chosen, sent[plan.fixed.numel() :])
-                plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
+                    codes, scale = quantize.encode(values.to(wire))
+                    sent_at = torch.cat([plan.fixed, chosen])
+                    sent = quantize.decode(codes, scale)[: values.numel()].to(device)
+                    frame = plan.shape.write(chosen.to(wire), codes, scale, **frame_id)
+                else:
+                    frame = plan.shape.write_overflow(wire, **frame_id)
+            with self._clock.time("exchange", device):
+                frames = self.medium.all_gather(frame, "sparse")
+            with self._clock.time("decode", device):
+                heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
+                if any(contents.overflow for contents in heard):
+                    self._overflowed = True
+                    if finite:
+                        account.refund_(sent_at, values)  # nobody will apply it
+                    flat.fill_(torch.nan)
+                else:
+                    if self.scheme.memory.refunds:
+                        account.refund_(sent_at, values - sent)
+                    account.sent_(chosen, sent[plan.fixed.numel() :])
+                    plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
 
     def _plan(self, layout: Layout, density: float, device: torch.device) -> BucketPlan:
         key = (layout, density)
@@ -176,6 +176,7 @@ class Session(Consulting):
             kernels=self._kernels,
             num_workers=self.medium.num_workers,
             steps=self._step,
+            first_step=self._first_step,
             skipped_steps=self._skipped_steps,
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
@@ -236,6 +237,7 @@ class Session(Consulting):
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
         self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
+        self._first_step = self._step
         self._ledger.load_state_dict(kept)
         if self._pasts is not None:
             self._pasts.load_state_dict(state.load_past(saved, self.medium))

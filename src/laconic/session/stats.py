@@ -35,12 +35,18 @@ class Stats:
     oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; told on request
     never_sent: float | None = None  # share of entries that this worker has never sent; told on request
     num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
+    first_step: int = 0  # steps that were done before this session, which went on from a checkpoint
     held_bytes: int = 0  # what this worker holds as the owner of a share
 
     @property
     def ratio(self) -> float | None:
         """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
         return self.dense_bytes_out / self.bytes_out if self.bytes_out else None
+
+    @property
+    def steps_here(self) -> int:
+        """The steps that bytes and seconds are of; at least 1, to divide by."""
+        return max(1, self.steps - self.first_step)
 
     @property
     def bits_per_entry(self) -> float:
@@ -51,7 +57,7 @@ class Stats:
         return {**asdict(self), "ratio": self.ratio, "bits_per_entry": self.bits_per_entry}
 
     def __str__(self) -> str:
-        steps = max(1, self.steps)
+        steps = self.steps_here
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         passes = f", {self.passes:.2f} passes a selection" if self.passes else ""
         union = f", unions {self.union:.2f} times what a worker sends" if self.union else ""

@@ -38,6 +38,11 @@ def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any], c
                 shutil.rmtree(old)
 
 
+def forget_checkpoint(folder: Path) -> None:
+    """Let nobody go on from what an earlier run left in a folder."""
+    (folder / _FOLDER / _LATEST).unlink(missing_ok=True)
+
+
 def find_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint in a folder."""
     latest = folder / _FOLDER / _LATEST

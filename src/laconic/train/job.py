@@ -10,7 +10,7 @@ from typing import Any
 
 from laconic.attach.serve import TIMEOUT_S
 from laconic.errors import TaskError
-from laconic.exchange import Gossip, Server
+from laconic.exchange import Gossip, Server, Silent
 from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.tasks import TASKS
@@ -83,8 +83,15 @@ class Job:
             raise TaskError(f"--servers is {self.servers}; give 0 or more")
         if not 0 <= self.flipped <= self.workers:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
-        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers):
-            raise TaskError("--in-process runs on the CPU from its first step, with no more --servers than --workers")
+        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers or self.tensorboard):
+            raise TaskError(
+                "--in-process runs on the CPU from its first step, with no more --servers than --workers and without "
+                "--tensorboard"
+            )
+        if self.in_process and (self.is_gossip or isinstance(getattr(parse(self.scheme), "exchange", None), Silent)):
+            raise TaskError(
+                f"{self.scheme} trains a model on each worker; leave --in-process out, or give another scheme"
+            )
 
     @cached_property  # launchers ask many times a second, and reading a scheme takes a millisecond
     def asks_servers(self) -> bool:

@@ -19,6 +19,7 @@ from laconic.attach import serve
 from laconic.errors import TaskError
 from laconic.records import Recorder, forget_after
 from laconic.tasks import TASKS
+from laconic.train.checkpoint import forget_checkpoint
 from laconic.train.gossip import trainer_for
 from laconic.train.interface import interface_bytes
 from laconic.train.job import Job
@@ -47,8 +48,11 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
     with _process_group(job.backend):
         trainer = trainer_for(job, data, device)
         first = trainer.resume() if job.resume else 0
-        if first and job.out is not None and trainer.council.place == 0:
-            forget_after(job.out, first)
+        if job.out is not None and trainer.council.place == 0:
+            if first:
+                forget_after(job.out, first)
+            else:
+                forget_checkpoint(job.out)
         with _Desk(job, trainer) as desk:
             desk.write("job", **job.facts(), workers_seen=trainer.num_workers, first_step=first)
             if first == 0:
