@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gossiping import Learner, free, learner_at
 from laconic import Follower, Scheme, StateError, parse
-from laconic.exchange import local_mailboxes
+from laconic.exchange import InProcess, in_process, local_mailboxes, open_mailbox
 from laconic.follow.vector import ModelVector
 
 
@@ -106,6 +107,22 @@ def test_one_model_that_is_not_finite_is_left_out_of_the_mean_and_healed_by_it()
     learners = free("gossip", 3, work, lr=0.1)
     assert all(bool(learner.follower.read().isfinite().all()) for learner in learners)
     assert torch.equal(learners[0].follower.read(), learners[1].follower.read())
+
+
+def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def start(medium: InProcess) -> Learner:
+        box = open_mailbox(medium, 1.0)
+        return Learner("gossip", box.rank, lambda m, o, s: Follower(m, o, s, box), 0.1)
+
+    *others, dies = in_process(3, start)
+    dies.follower.close()
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(learner.follower.average_) for learner in others]:
+            done.result(30)
+    assert all(learner.follower.stats().lost == {2: "rank 2 is gone"} for learner in others)
+    assert capsys.readouterr().err.count("rank 2 is gone; going on without it") == 2
+    for learner in others:
+        learner.follower.close()
 
 
 def test_a_rank_that_had_died_goes_on_from_its_model() -> None:

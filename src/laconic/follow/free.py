@@ -229,7 +229,9 @@ class Free:
         """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
         for over, _ in list(self._asking.values()):
             over.wait()
-        self._mailbox.meet(torch.zeros(1), lambda parts: parts[0], None)  # from here on nobody asks
+        there = self._mailbox.meet(torch.tensor([self._mailbox.rank]), torch.cat, None)  # from here on nobody asks
+        for peer in set(range(self._mailbox.num_workers)) - set(there.tolist()) - set(self.lost):
+            self._drop(peer, f"rank {peer} is gone")
         self._apply()
 
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:

@@ -105,8 +105,9 @@ class Consulting(Summing):
                     parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
                     sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
                 else:
-                    silent = [_shape(cut.shares, p, 0, 0, plan) for p in _all(cut.shares)]
-                    parts = [shape.write_overflow(wire, **frame_id) for shape in silent]
+                    parts = [
+                        _shape(cut.shares, p, 0, 0, plan).write_overflow(wire, **frame_id) for p in _all(cut.shares)
+                    ]
             with self._clock.time("exchange", device):
                 self.medium.announce(bucket.layout, **frame_id)
                 answer = self._own_answer(bucket.layout, **frame_id)
