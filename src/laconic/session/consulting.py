@@ -105,9 +105,7 @@ class Consulting(Summing):
                     parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
                     sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
                 else:
-                    parts = [
-                        _shape(cut.shares, p, 0, 0, plan).write_overflow(wire, **frame_id) for p in _all(cut.shares)
-                    ]
+                    parts = _overflows(cut.shares, plan, wire, frame_id)
             with self._clock.time("exchange", device):
                 self.medium.announce(bucket.layout, **frame_id)
                 answer = self._own_answer(bucket.layout, **frame_id)
@@ -294,5 +292,6 @@ def _shape(shares: Shares, share: int, k: int, num_fixed: int, plan: BucketPlan)
     return FrameShape(shares.layouts[share].num_entries, k, num_fixed, plan.shape.quantize)
 
 
-def _all(shares: Shares) -> range:
-    return range(shares.num_shares)
+def _overflows(shares: Shares, plan: BucketPlan, wire: torch.device, frame_id: dict[str, int]) -> list[Tensor]:
+    """What tells each owner that this worker has nothing finite to say."""
+    return [_shape(shares, p, 0, 0, plan).write_overflow(wire, **frame_id) for p in range(shares.num_shares)]
