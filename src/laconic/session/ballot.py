@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -77,17 +78,23 @@ class Ballot:
         self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
 
 
-def take_sides(values: Tensor, positions: Tensor, step: int) -> Tensor:
-    """`values` without zeros at the first entries, those at `positions`.
+def take_sides(values: Tensor, num_fixed: int, step: int) -> Tensor:
+    """`values`, the first of which are no longer zero.
 
     A sign has one bit, so a zero would always vote for plus. It takes sides in turn instead, by entry and step and on
     all workers alike: what none of them has an opinion of moves to and fro, and nobody seems to contradict the others.
     """
-    undecided = nonzero(values[: positions.numel()] == 0)
-    if not undecided.numel():
+    if not num_fixed:
         return values
-    sides = (positions.index_select(0, undecided) + step).remainder_(2).mul_(2).sub_(1)
-    return values.index_copy(0, undecided, sides.to(values.dtype))
+    decided = values[:num_fixed] + _in_turn(num_fixed + 1, values.device)[step % 2 :][:num_fixed]
+    return decided if num_fixed == values.numel() else torch.cat([decided, values[num_fixed:]])
+
+
+@lru_cache
+def _in_turn(count: int, device: torch.device) -> Tensor:
+    """What decides a zero and nothing else: the smallest normal float32, plus and minus."""
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.tensor([tiny, -tiny], device=device).repeat(-(-count // 2))
 
 
 def _add_up_(

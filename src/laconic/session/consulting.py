@@ -101,7 +101,7 @@ class Consulting(Summing):
                     self._follow(plan, None)  # the others wait for it
             with self._clock.time("encode", device):
                 if finite:
-                    votes = take_sides(values, plan.fixed, self._step) if self._is_vote else values
+                    votes = take_sides(values, plan.fixed.numel(), self._step) if self._is_vote else values
                     parts, said = self._parts(plan, cut, chosen.to(wire), votes.to(wire), frame_id)
                     sent = _Sent(plan.fixed, chosen.to(torch.int64), values, said.to(device))
                 else:
