@@ -14,21 +14,17 @@ from collections.abc import Callable, Mapping
 from laconic.errors import FrameError, LaunchError
 from laconic.exchange.talk import (
     CLOSE,
-    ECHO,
     ERROR,
     HEAD_BYTES,
     HELLO,
     KINDS,
-    LAYOUT,
-    PARTS,
-    SUM,
     Message,
     open_door,
     receive,
     send,
     tuned,
 )
-from laconic.exchange.traffic import Traffic
+from laconic.exchange.traffic import BESIDE, Traffic
 
 _DOOR_S = 300.0  # for workers to come
 _HELLO_S, _HELLO_BYTES = 5.0, 65_536  # for one that has come to say who it is; strangers may say anything, or nothing
@@ -163,7 +159,7 @@ class Desk:
 
 def _counted(way: str, kind: int) -> str:
     """What a message counts as: training, or a kind of its own."""
-    return way if kind in (LAYOUT, PARTS, SUM, ECHO) else KINDS[kind]
+    return KINDS[kind] if KINDS[kind] in BESIDE else way
 
 
 def _watched(connection: socket.socket, timeout_s: float) -> socket.socket:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -19,6 +18,7 @@ from laconic.memory import Ledger, Residual
 from laconic.quantize import Sign, Trits
 from laconic.scheme import Scheme
 from laconic.session.ballot import Ballot
+from laconic.session.summing import set_aside
 from laconic.wire import Contents, FrameShape
 
 
@@ -108,7 +108,7 @@ class Owner:
             whole.nan_to_num_(nan=0.0)
             held.index_copy_(0, places.to(torch.int64), values.nan_to_num_(nan=0.0))
         if self._server.down_rho and places.numel():
-            with self._idle_hidden(held, own, places):
+            with set_aside(self._idle(held, own, places)):
                 places, values = self._largest(held, own, places)
         else:
             held.index_fill_(0, places.to(torch.int64), 0)
@@ -129,9 +129,7 @@ class Owner:
         """
         by_parameter = getattr(self._scheme.select, "per", "") == "parameter"
         windows = [(span.start, span.stop) for span in own.spans] if by_parameter else [(0, own.num_entries)]
-        num_heard = [heard.numel()]
-        if by_parameter:
-            num_heard = torch.searchsorted(heard, heard.new_tensor(windows)).diff().flatten().tolist()
+        num_heard = _counts_within(windows, heard) if by_parameter else [heard.numel()]
         places, values = [heard[:0]], [held[:0]]
         for (start, stop), most in zip(windows, num_heard, strict=True):
             room = min(most, max(1, round(self._server.down_rho * (stop - start))))
@@ -145,19 +143,12 @@ class Owner:
             values.append(sums.index_select(0, there))
         return torch.cat(places), torch.cat(values)
 
-    @contextmanager
-    def _idle_hidden(self, held: Tensor, own: Layout, heard: Tensor) -> Iterator[None]:
-        """Keep what is held of parameters that nobody spoke of out of the answer, and put it back."""
-        spans = own.spans if self._holds_idle else ()
-        borders = heard.new_tensor([(span.start, span.stop) for span in spans]).view(-1, 2)
-        counts = torch.searchsorted(heard, borders).diff().flatten().tolist()
-        idle = [held[span.start : span.stop] for span, count in zip(spans, counts, strict=True) if not count]
-        before = [view.clone() for view in idle]
-        for view in idle:
-            view.zero_()
-        yield
-        for view, kept in zip(idle, before, strict=True):
-            view.copy_(kept)
+    def _idle(self, held: Tensor, own: Layout, heard: Tensor) -> list[Tensor]:
+        """What is held of parameters that nobody spoke of, where DDP would drop what is said of those."""
+        if not self._holds_idle:
+            return []
+        counts = _counts_within([(span.start, span.stop) for span in own.spans], heard)
+        return [held[span.start : span.stop] for span, count in zip(own.spans, counts, strict=True) if not count]
 
     def _vote(
         self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
@@ -206,6 +197,12 @@ class Owner:
         """Go on from there."""
         self._held.load_state_dict({"residual": dict(saved["held"])})
         self.ballot.load_state_dict(saved["records"])
+
+
+def _counts_within(windows: Sequence[tuple[int, int]], positions: Tensor) -> list[int]:
+    """How many of these ascending positions lie in each window."""
+    counts: list[int] = torch.searchsorted(positions, positions.new_tensor(windows)).diff().flatten().tolist()
+    return counts
 
 
 def union(positions: Sequence[Tensor], n: int) -> Tensor:

@@ -175,12 +175,8 @@ class Summing:
         """Keep what is kept of idle parameters out of the account meanwhile, and put it back untouched."""
         spans = bucket.layout.spans if self._holds_idle else ()
         idle = [slice(span.start, span.stop) for span in spans if not bucket.flat[span.start : span.stop].any()]
-        held = [(tensor[span], tensor[span].clone()) for tensor in account.kept for span in idle]
-        for view, _ in held:
-            view.zero_()
-        yield
-        for view, before in held:
-            view.copy_(before)
+        with set_aside([tensor[span] for tensor in account.kept for span in idle]):
+            yield
 
 
 def _write_(flat: Tensor, sent: _Sent, mean: Tensor) -> None:
@@ -191,6 +187,17 @@ def _write_(flat: Tensor, sent: _Sent, mean: Tensor) -> None:
     mean[sent.num_fixed :].mul_(sent.gain)
     flat.zero_()
     flat[sent.positions] = mean.to(flat.dtype)
+
+
+@contextmanager
+def set_aside(views: Sequence[Tensor]) -> Iterator[None]:
+    """Zeros in these views meanwhile; then what was there."""
+    before = [view.clone() for view in views]
+    for view in views:
+        view.zero_()
+    yield
+    for view, kept in zip(views, before, strict=True):
+        view.copy_(kept)
 
 
 def restore_(account: Kept, before: Sequence[Tensor]) -> None:

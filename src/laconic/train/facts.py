@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laconic.records import WARM_UP_STEPS
 from laconic.session import PHASES, Stats
 
 
@@ -22,7 +23,8 @@ def step_fact(step: int, loss: float, seconds: float, before: Stats, after: Stat
 
 
 def median_times(facts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
-    """(ms of a step, its split): compute is what of a step lay outside the other four."""
-    step_ms = statistics.median(fact["ms"] for fact in facts)
-    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in facts) for phase in PHASES}
+    """(ms of a step, its split), the first steps left out: compute is what of a step lay outside the other four."""
+    timed = facts[WARM_UP_STEPS:] or facts
+    step_ms = statistics.median(fact["ms"] for fact in timed)
+    split = {phase: statistics.median(fact[f"{phase}_ms"] for fact in timed) for phase in PHASES}
     return step_ms, {"compute": max(0.0, step_ms - sum(split.values())), **split}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from laconic.records import WARM_UP_STEPS
 from laconic.train.facts import median_times
 from laconic.train.trainer import Trainer
 
@@ -70,8 +69,7 @@ def summarize(trainer: Trainer) -> Result:
     total = trainer.council.total(torch.tensor(mine, dtype=torch.float64))
     out, into, dense, seen_out, seen_in = (round(each / trainer.council.num_living) for each in total.tolist())
     servers = trainer.council.server_facts()
-    timed = trainer.facts[WARM_UP_STEPS:] or trainer.facts
-    step_ms, split_ms = median_times(timed)
+    step_ms, split_ms = median_times(trainer.facts)
     return Result(
         scheme=str(stats.scheme),
         accuracy=trainer.last_evaluation["accuracy"],

@@ -16,7 +16,7 @@ from laconic.errors import SchemeError
 from laconic.exchange import InProcess, in_process
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.records import WARM_UP_STEPS, Recorder
+from laconic.records import Recorder
 from laconic.scheme import Scheme
 from laconic.session import Session, Stats
 from laconic.tasks import TASKS
@@ -143,7 +143,7 @@ def _result(shop: _Shop, everyone: list[Stats]) -> Result:
         round(statistics.fmean(getattr(stats, name) for stats in everyone))
         for name in ("bytes_out", "bytes_in", "dense_bytes_out")
     )
-    step_ms, split_ms = median_times(shop.facts[WARM_UP_STEPS:] or shop.facts)
+    step_ms, split_ms = median_times(shop.facts)
     return Result(
         scheme=everyone[0].scheme,
         accuracy=shop.evaluation["accuracy"],
