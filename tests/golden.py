@@ -1,0 +1,172 @@
+"""Golden trajectories: what every deterministic scheme makes of given gradients, as digests in golden.json.
+
+`python tests/golden.py` writes the file anew: a change of numbers is a decision, never an accident. Gradients are
+multiples of 2^-12 made by integer arithmetic, the kernels are the reference's, and everything is float32 on the CPU, so
+that a digest does not depend on the processor. PyTorch's two hooks live inside DDP, and what gossips freely moves when
+answers come: neither has a trajectory of its own, and NOT_DETERMINISTIC lists them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossiping import Learner
+from laconic import Follower, Scheme, Session, parse
+from laconic.exchange import InProcess, in_process
+from parts import ALL_TEXTS, gossip_texts
+from virtual import LAYOUTS, one_core, one_step
+
+FILE = Path(__file__).with_suffix(".json")
+M = 4
+
+NOT_DETERMINISTIC = (
+    "torch-fp16",
+    "torch-powersgd:rank=2",
+    "gossip:rate=0.3",
+    "gossip-every",
+    "gossip-period:steps=3",
+    "gossip:rate=0.3,quantize=none",
+    "gossip:trigger=target-rate(rate=0.3,per=model),peers=ring",
+    "gossip:rho=0.2,rate=0.22",
+    "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
+)
+TEXTS = tuple(text for text in (*ALL_TEXTS, *gossip_texts()) if text not in NOT_DETERMINISTIC)
+
+# A mean or a norm decides something here, and a processor may add it up in another order: a sample must do.
+ORDER_SHOWS = (
+    "overlap:rho=0.05",
+    "overlap:rho=0.05,score=sum,strength=0.5",
+    "sign:vote=weighted",
+    "sparse-sign:cover=1.5,weight=0.9,score=product,vote=weighted",
+    "scheme:select=everything,quantize=sign,memory=residual,exchange=all-gather",
+    "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
+    "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
+    "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
+)
+_SAMPLES = 64
+_NAN = 12345.0  # which NaN it was does not matter
+
+# Ten steps; four of which one has a NaN, on one worker in the middle bucket; and the same under a GradScaler.
+STEPS = {"plain": 10, "overflow": 4, "scaled": 4}
+_BAD_STEP = 2
+_BAD_RANK = 2
+_SCALE = 1024.0
+
+
+def trajectory(text: str, course: str = "plain") -> dict[str, Any]:
+    """What the steps of M virtual workers come to: a digest, or a sample of values where the order of a sum shows."""
+    scheme = parse(text)
+    work = _gossip if not isinstance(scheme, Scheme) or "gossip" in text else _exchange
+    with _reference_kernels(), one_core():
+        everyone = in_process(M, lambda transport: work(text, transport, course))
+    tensors = [tensor for tensors, _ in everyone for tensor in tensors]
+    sent = [counts for _, counts in everyone]
+    if text in ORDER_SHOWS:
+        values = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in tensors])
+        places = torch.arange(_SAMPLES) * (values.numel() - 1) // (_SAMPLES - 1)
+        return {"sample": values[places].nan_to_num(nan=_NAN).tolist()}
+    digest = hashlib.sha256(json.dumps(sent, sort_keys=True).encode())
+    for tensor in tensors:
+        digest.update(str(tensor.dtype).encode() + tensor.nan_to_num(nan=_NAN).numpy().tobytes())
+    return {"digest": digest.hexdigest()}
+
+
+def courses_of(text: str) -> tuple[str, ...]:
+    """A model that gossips has no gradient to overflow."""
+    return tuple(STEPS) if not text.startswith("gossip") else ("plain",)
+
+
+def gradient(rank: int, step: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """Heavy-tailed multiples of 2^-12, other for each worker and with a part common to all."""
+    found = {}
+    for number, span in enumerate(span for layout in LAYOUTS for span in layout.spans):
+        parts = [_whole(span.num_entries, M, step, number), _whole(span.num_entries, rank, step, number)]
+        found[span.name] = sum(parts).to(torch.float32) * (scale * 2.0**-12)  # type: ignore[union-attr]
+    return found
+
+
+def _whole(count: int, *key: int) -> Tensor:
+    """Whole numbers under 2^15 in size: 16 bits of a hash, shifted right by a few others."""
+    state = torch.arange(count, dtype=torch.int64)
+    for number in key:
+        state = ((state * 1_103_515_245 + 12_345 + 7919 * number) ^ (state >> 13)) & 0x7FFFFFFF
+    state = (state * 1_103_515_245 + 12_345) & 0x7FFFFFFF
+    return ((state >> 8 & 0xFFFF) - 0x8000) >> (state >> 24 & 7)
+
+
+def _exchange(text: str, transport: InProcess, course: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """(results of all steps and what is kept after them, bytes by kind) of one worker that exchanges gradients."""
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    scale = _SCALE if course == "scaled" else 1.0
+    session = Session(scheme, transport, loss_scale=(lambda: scale) if course == "scaled" else None)
+    tensors = []
+    for step in range(STEPS[course]):
+        given = gradient(transport.rank, step, scale)
+        if course != "plain" and step == _BAD_STEP and transport.rank == _BAD_RANK:
+            given["d"][3] = torch.nan
+        result = one_step(session, given)
+        tensors += [result[name] for name in sorted(result)]
+    state = session.state_dict()
+    held = state["owner"].get("held", {})
+    tensors += [*_leaves(state["memory"]), *_leaves(state["past"]), *_leaves(held)]
+    return tensors, _counts(session.stats().by_kind)
+
+
+def _gossip(text: str, transport: InProcess, course: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """(the model after each step, bytes by kind) of one worker whose model wanders."""
+    learner = Learner(text, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+    with torch.no_grad():
+        for number, tensor in enumerate(learner.model.parameters()):
+            tensor.copy_(_whole(tensor.numel(), M, 99, number).view(tensor.shape) * 2.0**-12)
+    tensors = []
+    for step in range(STEPS[course]):
+        with torch.no_grad():
+            for number, tensor in enumerate(learner.model.parameters()):
+                tensor.add_(_whole(tensor.numel(), transport.rank, step, number).view(tensor.shape) * 2.0**-17)
+        learner.follower.step()
+        tensors.append(learner.follower.read().clone())
+    return tensors, _counts(learner.follower.stats().by_kind)
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name in sorted(tree):
+        if isinstance(tree[name], Tensor):
+            yield tree[name]
+        else:
+            yield from _leaves(tree[name])
+
+
+def _counts(by_kind: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {kind: [count.bytes_out, count.bytes_in] for kind, count in by_kind.items()}
+
+
+@contextmanager
+def _reference_kernels() -> Iterator[None]:
+    before = os.environ.get("LACONIC_KERNELS")
+    os.environ["LACONIC_KERNELS"] = "reference"
+    try:
+        yield
+    finally:
+        del os.environ["LACONIC_KERNELS"]
+        if before is not None:
+            os.environ["LACONIC_KERNELS"] = before
+
+
+def main() -> None:
+    """Write golden.json anew."""
+    found = {text: {course: trajectory(text, course) for course in courses_of(text)} for text in TEXTS}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
