@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gossiping import Learner
 from laconic import Follower, Scheme, Session, parse
-from laconic.exchange import InProcess, in_process
+from laconic.transport import InProcess, in_process
 from parts import ALL_TEXTS, gossip_texts
 from virtual import LAYOUTS, one_core, one_step
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import Follower, Scheme, parse
-from laconic.exchange import InProcess, LocalMailbox, in_process, local_mailboxes
+from laconic.transport import InProcess, LocalMailbox, in_process, local_mailboxes
 from virtual import one_core
 
 _drawing = threading.Lock()
@@ -73,11 +73,11 @@ def matched(
 ) -> list[tuple[Learner, list[float]]]:
     """Virtual workers in step; (learner, losses) of each, after `steps` from step `first` on."""
 
-    def work(medium: InProcess) -> tuple[Learner, list[float]]:
-        learner = Learner(scheme, medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
+    def work(transport: InProcess) -> tuple[Learner, list[float]]:
+        learner = Learner(scheme, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
         if load is not None:
-            learner.model.load_state_dict(load[medium.rank]["model"])
-            learner.optimizer.load_state_dict(load[medium.rank]["optimizer"])
+            learner.model.load_state_dict(load[transport.rank]["model"])
+            learner.optimizer.load_state_dict(load[transport.rank]["optimizer"])
             learner.follower.load_state_dict([state["follower"] for state in load])
         return learner, [learner.step(first + number) for number in range(steps)]
 
@@ -88,8 +88,8 @@ def matched(
 def drifted(scheme: str, num_workers: int, steps: int) -> list[Learner]:
     """Virtual workers in step that drift."""
 
-    def work(medium: InProcess) -> Learner:
-        learner = Learner(scheme, medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
+    def work(transport: InProcess) -> Learner:
+        learner = Learner(scheme, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
         for number in range(steps):
             learner.drift(number)
         return learner

@@ -15,20 +15,21 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from laconic import __version__, cli, recipes
-from laconic.compare import compare, round_of
+from laconic import __version__, recipes
 from laconic.errors import TaskError
-from laconic.records import Recorder
-from laconic.train import DIVERGED, Job, resume
-from laconic.train.checkpoint import forget_checkpoint
-from laconic.train.launch import _first_failure
-from laconic.train.result import beside_dense
+from laconic.measure import cli
+from laconic.measure.compare import compare, round_of
+from laconic.measure.records import Recorder
+from laconic.measure.train import DIVERGED, Job, resume
+from laconic.measure.train.checkpoint import forget_checkpoint
+from laconic.measure.train.launch import _first_failure
+from laconic.measure.train.result import beside_dense
 
 KILLED_AFTER_ITS_FIRST_CHECKPOINT = """
 import os, signal, sys
 import torch.distributed as dist
-from laconic.cli import main
-from laconic.train.trainer import Trainer
+from laconic.measure.cli import main
+from laconic.measure.train.trainer import Trainer
 save = Trainer.save
 def save_and_die(self):
     save(self)
@@ -54,8 +55,8 @@ def starve():
     assert starved
 """
 STARVED_WORKER = """
-from laconic.cli import run
-from laconic.train import worker
+from laconic.measure.cli import run
+from laconic.measure.train import worker
 summarize = worker.summarize
 def starve_and_summarize(trainer):
     starve()
@@ -435,7 +436,7 @@ def test_a_jobs_arguments_make_it_again() -> None:
     job = Job(task="cifar10", model="resnet8", data=Path("/a b"), steps=7, lr=0.25, labels_per_worker=2, json=True)
     import argparse
 
-    from laconic.cli.job_options import add_job_options, job_of
+    from laconic.measure.cli.job_options import add_job_options, job_of
 
     parser = argparse.ArgumentParser()
     add_job_options(parser)

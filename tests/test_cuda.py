@@ -16,7 +16,7 @@ import laconic
 import virtual
 from inputs import SIZES, vectors
 from laconic import Scheme, Session, kernels
-from laconic.bench import bench_wire
+from laconic.measure.bench import bench_wire
 from laconic.quantize import QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.attach.serve import _total
-from laconic.exchange import Desk, Served
-from laconic.exchange.talk import CLOSE, PARTS, SUM, TOTAL, Message, send
-from laconic.train import Job, verdict
-from laconic.train.checkpoint import find_checkpoint, save_checkpoint
-from laconic.train.launch import _wait, _who
+from laconic.measure.train import Job, verdict
+from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
+from laconic.measure.train.launch import _wait, _who
+from laconic.server.client import ServerClient
+from laconic.server.listener import Listener
+from laconic.server.serve import _total
+from laconic.transport.connection import CLOSE, PARTS, SUM, TOTAL, Message, send
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +29,14 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _talk(num_workers: int, timeout_s: float, work: Callable[[Served], None]) -> tuple[Desk, dict[int, str]]:
+def _talk(num_workers: int, timeout_s: float, work: Callable[[ServerClient], None]) -> tuple[Listener, dict[int, str]]:
     """(the desk afterwards, what went wrong by rank) of workers that only add up."""
-    desk, wrong = Desk(num_workers, timeout_s, say=lambda text: None), {}
+    desk, wrong = Listener(num_workers, timeout_s, say=lambda text: None), {}
     server = serve_totals(desk)
 
     def one(rank: int) -> None:
         try:
-            served = Served(rank, num_workers, [desk.address], "", timeout_s)
+            served = ServerClient(rank, num_workers, [desk.address], "", timeout_s)
             work(served)
             served.close()
         except Exception as error:
@@ -50,7 +51,7 @@ def _talk(num_workers: int, timeout_s: float, work: Callable[[Served], None]) ->
     return desk, wrong
 
 
-def serve_totals(desk: Desk) -> threading.Thread:
+def serve_totals(desk: Listener) -> threading.Thread:
     """A server that adds up until its workers are done."""
 
     def run() -> None:
@@ -71,7 +72,7 @@ def serve_totals(desk: Desk) -> threading.Thread:
 def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -> None:
     sums: dict[int, list[float]] = {}
 
-    def work(served: Served) -> None:
+    def work(served: ServerClient) -> None:
         sums[served.rank] = [float(served.total(torch.ones(1)))]
         time.sleep(3 if served.rank in silent else 0)
         sums[served.rank].append(float(served.total(torch.ones(1))))
@@ -83,7 +84,7 @@ def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -
 
 
 def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None:
-    def work(served: Served) -> None:
+    def work(served: ServerClient) -> None:
         time.sleep(1)
         served.total(torch.ones(1))
 
@@ -92,7 +93,7 @@ def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None
 
 
 def test_who_is_done_does_not_hurry_the_others() -> None:
-    def work(served: Served) -> None:
+    def work(served: ServerClient) -> None:
         time.sleep(1 if served.rank else 0)
 
     desk, wrong = _talk(2, 0.3, work)
@@ -103,7 +104,7 @@ def test_who_is_done_does_not_hurry_the_others() -> None:
 def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
     sums: dict[int, list[float]] = {}
 
-    def work(served: Served) -> None:
+    def work(served: ServerClient) -> None:
         sums[served.rank] = [float(served.total(torch.ones(1))) for _ in range(1 if served.rank in early else 3)]
 
     desk, wrong = _talk(3, 20, work)
@@ -115,11 +116,11 @@ def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sBxHHxxiqq", b"LACS", 0, 0, 0, 0, 0, 1 << 60)]
 )
 def test_strangers_at_the_door_are_turned_away(said: bytes) -> None:
-    desk = Desk(1, 20)
+    desk = Listener(1, 20)
     server = serve_totals(desk)
     with socket.create_connection(desk.address[:2]) as stranger:
         stranger.sendall(said)
-    served = Served(0, 1, [desk.address], "", 20)
+    served = ServerClient(0, 1, [desk.address], "", 20)
     assert torch.equal(served.total(torch.ones(3)), torch.ones(3))
     served.close()
     server.join(20)
@@ -148,7 +149,7 @@ def test_a_slow_reader_is_not_a_silent_one() -> None:
 def test_training_alone_is_counted() -> None:
     counts: list[tuple[int, int]] = []
 
-    def work(served: Served) -> None:
+    def work(served: ServerClient) -> None:
         served.total(torch.ones(1000))
         served.load_server_states([bytes(5000)])
         counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
@@ -162,9 +163,9 @@ def test_training_alone_is_counted() -> None:
 
 
 def test_a_mean_is_over_those_whom_each_server_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(1, 20)
+    desk = Listener(1, 20)
     server = serve_totals(desk)
-    served = Served(0, 1, [desk.address], "", 20)
+    served = ServerClient(0, 1, [desk.address], "", 20)
     served.num_workers, served.num_shares = 3, 2
     heard = [(torch.full((2,), 3.0), 3), (torch.full((2,), 2.0), 2)]  # the second no longer heard the third worker
     monkeypatch.setattr(served, "_added", lambda tensor, how, kind: heard)
@@ -196,7 +197,7 @@ def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: P
 
 
 def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["laconic.train.launch"], "_LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(sys.modules["laconic.measure.train.launch"], "_LAST_WORDS_S", 0.2)
     scripts = ["import time; time.sleep(60)", "raise SystemExit(1)", "raise SystemExit(1)"]
     processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
     job = Job(scheme="overlap", servers=1, workers=2)

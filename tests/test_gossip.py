@@ -15,28 +15,19 @@ from torch import Tensor, nn
 from gossiping import Learner, Small, free, learner_at, matched
 from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, layout, parse
 from laconic.errors import FrameError
-from laconic.exchange import (
-    QUESTION_HEAD_BYTES,
-    Gossip,
-    InProcess,
-    check_peers,
-    in_process,
-    local_mailboxes,
-    matching,
-    neighbours,
-    pick,
-)
+from laconic.exchange import Gossip, check_peers, matching, neighbours, pick
 from laconic.exchange.peers import GRAPHS
-from laconic.follow.free import Free
-from laconic.follow.grace import Grace
-from laconic.follow.letter import Letters, refusal
-from laconic.follow.paired import Paired
-from laconic.follow.remainders import Remainders
-from laconic.follow.unsaid import Unsaid
-from laconic.follow.vector import ModelVector
-from laconic.follow.watch import Watch
+from laconic.gossip.free import Free
+from laconic.gossip.grace import Grace
+from laconic.gossip.letter import Letters, refusal
+from laconic.gossip.paired import Paired
+from laconic.gossip.remainders import Remainders
+from laconic.gossip.unsaid import Unsaid
+from laconic.gossip.vector import ModelVector
+from laconic.gossip.watch import Watch
 from laconic.quantize import Residue, steps_of
 from laconic.select import TopK
+from laconic.transport import QUESTION_HEAD_BYTES, InProcess, in_process, local_mailboxes
 from laconic.trigger import Change, EveryStep, Period, TargetRate
 from parts import gossip_texts
 
@@ -475,8 +466,8 @@ def test_a_matched_run_is_had_again_bit_for_bit(text: str) -> None:
 
 @pytest.mark.parametrize("text", MATCHED)
 def test_frozen_matched_workers_keep_the_mean_of_all_models(text: str) -> None:
-    def work(medium: InProcess) -> tuple[Tensor, Tensor]:
-        learner = Learner(text, medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
+    def work(transport: InProcess) -> tuple[Tensor, Tensor]:
+        learner = Learner(text, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
         learner.drift(0)
         before = learner.follower.read()
         for _ in range(20):
@@ -708,9 +699,9 @@ def test_a_model_that_is_not_finite_is_not_taken_in(text: str, capsys: pytest.Ca
 @pytest.mark.parametrize("text", ["gossip:mode=matched", "gossip:mode=matched,rho=0.2", "gossip-every:mode=matched"])
 @pytest.mark.parametrize("spoilt", [0, 1])
 def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) -> None:
-    def work(medium: InProcess) -> str:
-        learner = Learner(text + ",seed=2", medium.rank, lambda m, o, s: Follower(m, o, s, medium), 0.1)
-        if medium.rank == spoilt:
+    def work(transport: InProcess) -> str:
+        learner = Learner(text + ",seed=2", transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+        if transport.rank == spoilt:
             next(learner.model.parameters()).data[0] = torch.nan
         try:
             for _ in range(4):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gossiping import Learner, free, learner_at
 from laconic import Follower, Scheme, StateError, parse
-from laconic.exchange import InProcess, in_process, local_mailboxes, open_mailbox
-from laconic.follow.vector import ModelVector
+from laconic.gossip.vector import ModelVector
+from laconic.transport import InProcess, in_process, local_mailboxes, open_mailbox
 
 
 class Odd(nn.Module):
@@ -110,8 +110,8 @@ def test_one_model_that_is_not_finite_is_left_out_of_the_mean_and_healed_by_it()
 
 
 def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def start(medium: InProcess) -> Learner:
-        box = open_mailbox(medium, 1.0)
+    def start(transport: InProcess) -> Learner:
+        box = open_mailbox(transport, 1.0)
         return Learner("gossip", box.rank, lambda m, o, s: Follower(m, o, s, box), 0.1)
 
     *others, dies = in_process(3, start)

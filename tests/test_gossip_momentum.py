@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from gossiping import Learner, learner_at, matched
 from laconic.errors import SchemeError
-from laconic.exchange import Gossip, local_mailboxes
-from laconic.follow.momentum import Momentum
+from laconic.exchange import Gossip
+from laconic.gossip.momentum import Momentum
 from laconic.recipes import parse
 from laconic.scheme import Scheme
+from laconic.transport import local_mailboxes
 
 
 def _stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

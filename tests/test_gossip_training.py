@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from laconic.errors import LabError
-from laconic.lab import iproute
+from laconic.measure.lab import iproute
 from test_cli import SMALL, laconic, start
 
 try:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic import Scheme, SchemeError, Session, kernels, parse
-from laconic.exchange import InProcess, agree, agreement_bytes, in_process, ring_bytes
 from laconic.kernels.draws import Key, key_of
 from laconic.kernels.reference.rounding import draw_bits
 from laconic.layout import Layout
 from laconic.quantize import GRIDS, Carrier, Grid, MaxNorm, carrier_for, largest_levels, round_up
 from laconic.select import RandK
+from laconic.transport import InProcess, agree, agreement_bytes, in_process, ring_bytes
 from virtual import one_step, run
 
 CPU = torch.device("cpu")
@@ -286,9 +286,9 @@ def test_norms_are_rounded_up_to_16_bits() -> None:
 def test_workers_agree_at_the_foretold_price(count: int) -> None:
     rows = torch.randn(3, count, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
 
-    def work(medium: InProcess) -> tuple[Tensor, int]:
-        agreed = agree(medium, rows[medium.rank], lambda everyone: everyone.amax(0), "norms")
-        return agreed, medium.traffic.bytes_out
+    def work(transport: InProcess) -> tuple[Tensor, int]:
+        agreed = agree(transport, rows[transport.rank], lambda everyone: everyone.amax(0), "norms")
+        return agreed, transport.traffic.bytes_out
 
     for agreed, bytes_out in in_process(3, work):
         assert torch.equal(agreed, rows.amax(0)) and bytes_out == agreement_bytes(count, 2, 3)

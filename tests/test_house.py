@@ -17,19 +17,19 @@ FLOORS = (
     ("errors",),
     ("layout", "text", "torch_hook"),
     ("kernels",),
-    ("select", "quantize", "memory", "wire", "exchange", "trigger"),
+    ("select", "quantize", "memory", "wire", "transport", "trigger"),
+    ("exchange",),
     ("scheme",),
-    ("session", "recipes"),
-    ("attach", "follow"),
-    ("tasks", "records"),
-    ("train", "bench"),
-    ("compare", "inspect", "lab", "report"),
-    ("cli",),
+    ("recipes",),
+    ("session", "server"),
+    ("attach", "gossip"),
+    ("measure",),
+    ("inspect",),
 )
-# Side by side on one floor: a frame holds quantized values.
-NEIGHBOURS = {("wire", "quantize")}
+# Side by side on one floor: a frame holds quantized values; sessions own shares, and who owns one keeps accounts.
+NEIGHBOURS = {("wire", "quantize"), ("session", "server"), ("server", "session")}
 FENCES = {
-    "torch.distributed": {"exchange", "attach", "train"},
+    "torch.distributed": {"transport", "attach", "server", "measure"},
     "triton": {"kernels"},
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -72,15 +72,6 @@ def test_fences_hold(fenced: str) -> None:
     for path in _files():
         if any(name == fenced or name.startswith(f"{fenced}.") for name in _imports(path)):
             assert _room(path) in FENCES[fenced], f"{path} imports {fenced}"
-
-
-def test_files_and_functions_are_short() -> None:
-    for path in _files():
-        text = path.read_text()
-        assert len(text.splitlines()) <= 300, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno <= 40, f"{path}: {node.name}"
 
 
 def test_public_names_are_sorted_and_exist() -> None:

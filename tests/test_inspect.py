@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import cli, records
 from laconic.errors import TaskError
-from laconic.inspect import fit, inspect, tail
-from laconic.report import write_report
-from laconic.train import Job
+from laconic.measure import cli, records
+from laconic.measure.inspect import fit, inspect, tail
+from laconic.measure.report import write_report
+from laconic.measure.train import Job
 
 N = 20_000
 PARAMETERS = 8  # of the CNN

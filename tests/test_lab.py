@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from laconic.cli import lab as cli
 from laconic.errors import LabError
-from laconic.lab import Counters, Host, Lab, LabSpec, Link, iproute, labs, noted_signals, register, run
+from laconic.measure.cli import lab as cli
+from laconic.measure.lab import Counters, Host, Lab, LabSpec, Link, iproute, labs, noted_signals, register, run
 
 
 def _missing() -> str:
@@ -38,7 +38,7 @@ needs_lab = pytest.mark.skipif(bool(_missing()), reason=_missing() or "a lab can
 # waits to be killed.
 LACONIC_LAB = """
 import argparse, sys
-from laconic.cli import lab
+from laconic.measure.cli import lab
 lab.run.__kwdefaults__["grace_s"] = 120
 parser = argparse.ArgumentParser()
 lab.add_parser(parser.add_subparsers())
@@ -46,7 +46,7 @@ asked = parser.parse_args()
 sys.exit(asked.run(asked))
 """
 LAB_TO_KILL = """
-from laconic.lab import Lab, LabSpec
+from laconic.measure.lab import Lab, LabSpec
 lab = Lab.create(LabSpec(2))
 print(lab.id, lab.hosts[1].popen(["sleep", "1000"]).pid, flush=True)
 input()
@@ -381,7 +381,7 @@ def test_a_command_that_will_not_end_is_ended(two_hosts: Lab, tmp_path: Path, mo
         return min((len(path.read_text().splitlines()) for path in tmp_path.iterdir()), default=0)
 
     clock = SimpleNamespace(monotonic=graces, sleep=time.sleep)
-    monkeypatch.setattr(sys.modules["laconic.lab.run"], "time", clock)
+    monkeypatch.setattr(sys.modules["laconic.measure.lab.run"], "time", clock)
 
     def interrupt() -> None:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)

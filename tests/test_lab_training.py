@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laconic.errors import LabError
-from laconic.lab import iproute, labs
+from laconic.measure.lab import iproute, labs
 from test_cli import laconic
 
 try:

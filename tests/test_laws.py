@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from laconic import Scheme, SchemeError, Session, TorchHook, parse, recipes
-from laconic.exchange import AllReduce, InProcess, Server, in_process
+from laconic.exchange import AllReduce, Server
 from laconic.layout import Layout
 from laconic.quantize import FP16
 from laconic.scheme import PARTS, write_part
+from laconic.transport import InProcess, in_process
 from parts import (
     ALL_TEXTS,
     RECIPE_TEXTS,
@@ -183,21 +184,21 @@ def test_a_nan_on_one_worker_reaches_all_and_is_not_kept(scheme: Scheme) -> None
 def test_a_step_skipped_under_a_loss_scale_leaves_no_trace(scheme: Scheme) -> None:
     """The overflow comes in the last bucket, after the others were exchanged; the scale then changes."""
 
-    def work(medium: InProcess) -> None:
+    def work(transport: InProcess) -> None:
         scale = 1024.0
-        session = Session(scheme, medium, loss_scale=lambda: scale)
-        plain = Session(scheme, medium)
+        session = Session(scheme, transport, loss_scale=lambda: scale)
+        plain = Session(scheme, transport)
 
         def scaled(step: int) -> dict[str, Tensor]:
-            return {name: scale * t for name, t in gradients(medium.rank, step).items()}
+            return {name: scale * t for name, t in gradients(transport.rank, step).items()}
 
         for step in range(4):
-            got, want = one_step(session, scaled(step)), one_step(plain, gradients(medium.rank, step))
+            got, want = one_step(session, scaled(step)), one_step(plain, gradients(transport.rank, step))
             assert all(torch.equal(got[name], scale * want[name]) for name in want)  # powers of two scale exactly
             scale *= 2
         before = _flat(session.state_dict()["memory"])
         bad = scaled(4)
-        if medium.rank == 1:
+        if transport.rank == 1:
             bad["g"][0] = torch.inf
         out = one_step(session, bad)
         assert not all(bool(torch.isfinite(t).all()) for t in out.values())
@@ -262,8 +263,8 @@ def test_momentum_of_small_and_idle_parameters_is_left_alone() -> None:
     assert isinstance(scheme, Scheme)
     layout = (Layout.of(["small", "zero", "idle"], [10, 2000, 1000]),)
 
-    def work(medium: InProcess) -> None:
-        session = Session(scheme, medium, holds_idle=True)
+    def work(transport: InProcess) -> None:
+        session = Session(scheme, transport, holds_idle=True)
         given = {"small": torch.ones(10), "zero": torch.zeros(2000), "idle": torch.ones(1000)}
         one_step(session, given, layout)
         before = session.state_dict()["memory"]
@@ -282,8 +283,8 @@ def test_signs_of_idle_parameters_leave_what_they_are_owed_alone(exchange: str) 
     assert isinstance(scheme, Scheme)
     layout = (Layout.of(["used", "idle"], [2000, 10]),)
 
-    def work(medium: InProcess) -> None:
-        session = Session(scheme, medium, holds_idle=True)
+    def work(transport: InProcess) -> None:
+        session = Session(scheme, transport, holds_idle=True)
         draw = torch.Generator().manual_seed(1)
         given = {"used": torch.randn(2000, generator=draw), "idle": torch.randn(10, generator=draw)}
         one_step(session, given, layout)
@@ -299,12 +300,12 @@ def test_stats_after_a_resume_are_of_the_steps_since() -> None:
     scheme = parse("topk:rho=0.05")
     assert isinstance(scheme, Scheme)
 
-    def work(medium: InProcess) -> None:
-        session = Session(scheme, medium)
-        one_step(session, gradients(medium.rank, 0))
-        resumed = Session(scheme, medium)
+    def work(transport: InProcess) -> None:
+        session = Session(scheme, transport)
+        one_step(session, gradients(transport.rank, 0))
+        resumed = Session(scheme, transport)
         resumed.load_state_dict(session.state_dict() | {"step": 100})
-        one_step(resumed, gradients(medium.rank, 1))
+        one_step(resumed, gradients(transport.rank, 1))
         assert resumed.stats().steps == 101 and resumed.stats().steps_here == 1
 
     in_process(2, work)

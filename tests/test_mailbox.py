@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.exchange import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
+from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox, tcp_mailbox
 
 
 @contextmanager
 def _mailboxes(num_workers: int, patience_s: float = 1.0) -> Iterator[list[TcpMailbox]]:
-    boxes = in_process(num_workers, lambda medium: open_mailbox(medium, patience_s))
+    boxes = in_process(num_workers, lambda transport: open_mailbox(transport, patience_s))
     try:
         yield boxes
     finally:
@@ -159,12 +159,12 @@ def test_who_does_not_speak_as_a_mailbox_does_is_hung_up_on() -> None:
 def test_a_stranger_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tcp_mailbox._all_cards
 
-    def told(medium: InProcess, mine: list[str | int]) -> list[list[str | int]]:
-        if medium.rank == 0:
+    def told(transport: InProcess, mine: list[str | int]) -> list[list[str | int]]:
+        if transport.rank == 0:
             with socket.create_connection((str(mine[0]), int(mine[1]))) as stranger:
                 stranger.sendall(tcp_mailbox._HELLO.pack(b"0" * 32, 1))
             socket.create_connection((str(mine[0]), int(mine[1]))).close()
-        return asked(medium, mine)
+        return asked(transport, mine)
 
     monkeypatch.setattr(tcp_mailbox, "_all_cards", told)
     with _mailboxes(2) as boxes:
@@ -177,10 +177,10 @@ def test_who_cannot_be_reached_is_named_with_what_to_set(monkeypatch: pytest.Mon
         nobody = door.getsockname()[1]
     asked = tcp_mailbox._all_cards
 
-    def told(medium: InProcess, mine: list[str | int]) -> list[list[str | int]]:
-        return [["127.0.0.1", nobody, "0" * 32] for _ in asked(medium, mine)]
+    def told(transport: InProcess, mine: list[str | int]) -> list[list[str | int]]:
+        return [["127.0.0.1", nobody, "0" * 32] for _ in asked(transport, mine)]
 
     monkeypatch.setattr(tcp_mailbox, "_all_cards", told)
     match = r"cannot reach rank \d at 127.0.0.1:\d+ \(Connection refused\); set GLOO_SOCKET_IFNAME"
     with pytest.raises(LaunchError, match=match):
-        in_process(2, lambda medium: open_mailbox(medium, 1.0))
+        in_process(2, lambda transport: open_mailbox(transport, 1.0))

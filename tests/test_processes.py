@@ -15,8 +15,8 @@ from torch import Tensor
 import virtual
 from ddp_training import start
 from laconic import Scheme, Session, parse
-from laconic.exchange import Group, own_group
 from laconic.quantize import BF16
+from laconic.transport import Group, own_group
 from parts import ALL_TEXTS, RECIPE_TEXTS, adds_exactly, talking_schemes
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from laconic.cli import report
 from laconic.errors import TaskError
-from laconic.report import write_report
+from laconic.measure.cli import report
+from laconic.measure.report import write_report
 
 PHASES = ("compute", "select", "encode", "exchange", "decode")
 HOSTILE = "</table><script>alert('1')</script>\"&<b>"

@@ -22,17 +22,19 @@ from torch import Tensor
 import virtual
 from ddp_training import start
 from laconic import FrameError, PeerError, Scheme, ServerLostError, Session, attach, parse, serve
-from laconic.attach.serve import greeting, meet
-from laconic.exchange import Count, Group, InProcess, Served, Server, Shares, consultation, in_process, own_group, world
-from laconic.exchange.consultation import Rounds, TwoHops
+from laconic.exchange import Server, Shares
 from laconic.layout import Bucket, Layout
+from laconic.measure.records import RECORDS, read
+from laconic.measure.train import Job, verdict, work_in_process
+from laconic.measure.train.result import Result
 from laconic.quantize import Sign, Trits
 from laconic.recipes import RECIPES
-from laconic.records import RECORDS, read
 from laconic.scheme import part
-from laconic.session.owner import Owner
-from laconic.train import Job, verdict, work_in_process
-from laconic.train.result import Result
+from laconic.server.client import ServerClient
+from laconic.server.owner import Owner
+from laconic.server.serve import greeting, meet
+from laconic.transport import Count, Group, InProcess, in_process, own_group, push_pull, world
+from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.wire import FrameShape, longest_frame
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, flat_parameters
@@ -85,9 +87,9 @@ def test_virtual_workers_train_and_lie_on_request(tmp_path: Path) -> None:
 def _answer(text: str, given: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
     """(what every worker applies, the bytes of the one answer)."""
 
-    def work(medium: InProcess) -> tuple[Tensor, int]:
-        session = Session(made(text), medium)
-        flat = given[medium.rank].clone()
+    def work(transport: InProcess) -> tuple[Tensor, int]:
+        session = Session(made(text), transport)
+        flat = given[transport.rank].clone()
         session.exchange_(Bucket(0, layout, flat, is_last=True))
         return flat, session.stats().by_kind["down"].bytes_in
 
@@ -131,8 +133,8 @@ def test_a_zero_votes_for_neither_side(text: str, num_workers: int) -> None:
     layout = Layout.of(["used", "idle"], [100, 100])
     given = torch.cat([torch.randn(100, generator=torch.Generator().manual_seed(1)), torch.zeros(100)])
 
-    def work(medium: InProcess) -> Tensor:
-        session, drift = Session(made(text), medium), torch.zeros(200)
+    def work(transport: InProcess) -> Tensor:
+        session, drift = Session(made(text), transport), torch.zeros(200)
         for _ in range(10):
             session.exchange_(Bucket(0, layout, flat := given.clone(), is_last=True))
             drift += flat
@@ -166,11 +168,11 @@ def test_a_weighted_vote_uses_a_minority_that_lies() -> None:
     truth = torch.randn(n, generator=torch.Generator().manual_seed(3)).sign()
 
     def right(text: str) -> float:
-        def work(medium: InProcess) -> Tensor:
-            session, draw = Session(made(text), medium), torch.Generator().manual_seed(100 + medium.rank)
+        def work(transport: InProcess) -> Tensor:
+            session, draw = Session(made(text), transport), torch.Generator().manual_seed(100 + transport.rank)
             for _ in range(steps):
                 flat = truth + 1.5 * torch.randn(n, generator=draw)
-                flat = -flat if medium.rank < 3 else flat
+                flat = -flat if transport.rank < 3 else flat
                 session.exchange_(Bucket(0, layout, flat, is_last=True))
             return flat
 
@@ -183,11 +185,11 @@ def test_a_weighted_vote_uses_a_minority_that_lies() -> None:
 def test_a_weighted_vote_without_a_majority_is_a_plain_one() -> None:
     layout = Layout.of(["w"], [1000])
 
-    def work(medium: InProcess) -> Tensor:
-        session, draw = Session(made("sign:vote=weighted"), medium), torch.Generator().manual_seed(7)
+    def work(transport: InProcess) -> Tensor:
+        session, draw = Session(made("sign:vote=weighted"), transport), torch.Generator().manual_seed(7)
         for _ in range(4):
             flat = torch.randn(1000, generator=draw)
-            flat[:600] *= -1 if medium.rank else 1  # two workers that differ on more than half
+            flat[:600] *= -1 if transport.rank else 1  # two workers that differ on more than half
             session.exchange_(Bucket(0, layout, flat, is_last=True))
         return flat
 
@@ -237,11 +239,11 @@ def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
     layout, draw = Layout.of(["w"], [n]), torch.Generator().manual_seed(5)
     given = [torch.randn(n, generator=draw) for _ in range(8)]
 
-    def work(medium: InProcess) -> list[int]:
-        session = Session(made("topk:rho=0.05,exchange=server(down_rho=0.1)"), medium)
+    def work(transport: InProcess) -> list[int]:
+        session = Session(made("topk:rho=0.05,exchange=server(down_rho=0.1)"), transport)
         told = []
         for _ in range(3):
-            flat = given[medium.rank].clone()
+            flat = given[transport.rank].clone()
             session.exchange_(Bucket(0, layout, flat, is_last=True))
             told.append(int((flat != 0).sum()))
         assert 0 < session.stats().held_bytes <= 4 * n
@@ -254,8 +256,8 @@ def test_down_rho_bounds_the_answer_and_what_waits_is_told_later() -> None:
 def test_a_sum_beyond_float32_is_the_largest_there_is_and_passes(text: str) -> None:
     layout = Layout.of(["w"], [2000])
 
-    def work(medium: InProcess) -> list[float]:
-        session, out = Session(made(text), medium), []
+    def work(transport: InProcess) -> list[float]:
+        session, out = Session(made(text), transport), []
         for large in (2e38, 1e-3, 1e-3, 1e-3, 1e-3):
             flat = torch.zeros(2000)
             flat[7] = large
@@ -270,9 +272,9 @@ def test_a_sum_beyond_float32_is_the_largest_there_is_and_passes(text: str) -> N
 def test_what_is_held_of_a_parameter_waits_while_no_worker_uses_it() -> None:
     layout, scheme = Layout.of(["a", "b"], [2000, 2000]), made("overlap:rho=0.01,quantize=none,down_rho=0.01")
 
-    def work(medium: InProcess) -> tuple[Tensor, Tensor]:
-        session = Session(scheme, medium, holds_idle=True)
-        draw, given, applied = torch.Generator().manual_seed(medium.rank), torch.zeros(2000), torch.zeros(2000)
+    def work(transport: InProcess) -> tuple[Tensor, Tensor]:
+        session = Session(scheme, transport, holds_idle=True)
+        draw, given, applied = torch.Generator().manual_seed(transport.rank), torch.zeros(2000), torch.zeros(2000)
         for step in range(200):
             flat = torch.randn(4000, generator=draw)
             flat[:2000] *= 0.01
@@ -293,8 +295,8 @@ def test_what_is_held_of_a_parameter_waits_while_no_worker_uses_it() -> None:
 def test_buckets_of_nothing_are_answered() -> None:
     layout = Layout.of(["x", "y"], [0, 0])
 
-    def work(medium: InProcess) -> int:
-        session = Session(made("overlap:rho=0.05,per=parameter"), medium)
+    def work(transport: InProcess) -> int:
+        session = Session(made("overlap:rho=0.05,per=parameter"), transport)
         session.exchange_(Bucket(0, layout, torch.empty(0), is_last=True))
         return session.stats().steps
 
@@ -306,10 +308,10 @@ def test_a_cut_that_leaves_room_sends_no_more_than_without() -> None:
     n, draw = 10_000, torch.Generator().manual_seed(6)
     layout, given = Layout.of(["w"], [n]), torch.randn(6, 2, n, generator=draw)
 
-    def work(medium: InProcess, text: str) -> list[int]:
-        session, told = Session(made(text), medium), []
+    def work(transport: InProcess, text: str) -> list[int]:
+        session, told = Session(made(text), transport), []
         for step in range(6):
-            flat = given[step, medium.rank].clone()
+            flat = given[step, transport.rank].clone()
             session.exchange_(Bucket(0, layout, flat, is_last=True))
             told.append(int((flat != 0).sum()))
         return told
@@ -342,12 +344,14 @@ def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
         "overlap:rho=0.05,explore=0,down_rho=0.05"
     )  # whose turn it is goes by steps, of which one run has more
 
-    def work(medium: InProcess, meets_inf: bool) -> tuple[dict[str, Tensor], Tensor]:
-        session = Session(scheme, medium, loss_scale=lambda: 8.0)
+    def work(transport: InProcess, meets_inf: bool) -> tuple[dict[str, Tensor], Tensor]:
+        session = Session(scheme, transport, loss_scale=lambda: 8.0)
         for step in range(4):
-            given = {name: 8 * g for name, g in gradients(medium.rank, step).items()}
+            given = {name: 8 * g for name, g in gradients(transport.rank, step).items()}
             if step == 3 and meets_inf:
-                spoilt = {name: torch.full_like(g, torch.inf) if medium.rank == 1 else g for name, g in given.items()}
+                spoilt = {
+                    name: torch.full_like(g, torch.inf) if transport.rank == 1 else g for name, g in given.items()
+                }
                 one_step(session, spoilt)
             out = one_step(session, given)
         return out, session.state_dict()["owner"]["held"]["a"]
@@ -361,17 +365,17 @@ def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
 def _sharded(text: str, way: type[TwoHops | Rounds]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
     """Four steps over Gloo, consulting in this way; what one worker applied and counted."""
     cpu = torch.device("cpu")
-    medium = Group(own_group(world(), cpu), cpu)
-    medium._way = way(medium._group, cpu, medium.traffic)
-    session = Session(made(text), medium)
-    return [one_step(session, gradients(dist.get_rank(), step)) for step in range(4)], medium.traffic.copy()
+    transport = Group(own_group(world(), cpu), cpu)
+    transport._way = way(transport._group, cpu, transport.traffic)
+    session = Session(made(text), transport)
+    return [one_step(session, gradients(dist.get_rank(), step)) for step in range(4)], transport.traffic.copy()
 
 
 @pytest.mark.parametrize("text", ["overlap:rho=0.05", "sparse-sign", "topk:rho=0.9,quantize=none,exchange=server"])
 def test_two_hops_and_rounds_give_the_same_and_count_the_same(four_workers: WorkerPool, text: str) -> None:
-    def work(medium: InProcess) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
-        session = Session(made(text), medium)
-        return [one_step(session, gradients(medium.rank, step)) for step in range(4)], medium.traffic.copy()
+    def work(transport: InProcess) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+        session = Session(made(text), transport)
+        return [one_step(session, gradients(transport.rank, step)) for step in range(4)], transport.traffic.copy()
 
     ways = [four_workers.run(_sharded, text, TwoHops), four_workers.run(_sharded, text, Rounds), in_process(4, work)]
     for rank in range(4):
@@ -384,7 +388,7 @@ def test_two_hops_and_rounds_give_the_same_and_count_the_same(four_workers: Work
 
 def _damaged(how: str) -> str:
     """What a worker says when all the others' messages are damaged."""
-    whole = consultation._message
+    whole = push_pull._message
 
     def damaged(frame: Tensor, longest: int) -> Tensor:
         message = whole(frame, longest)
@@ -396,7 +400,7 @@ def _damaged(how: str) -> str:
     cpu = torch.device("cpu")
     session = Session(made("topk:rho=0.05,exchange=server"), Group(own_group(world(), cpu), cpu))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consultation, "_message", damaged)
+        patch.setattr(push_pull, "_message", damaged)
         with pytest.raises(FrameError) as error:
             one_step(session, gradients(dist.get_rank(), 0))
     return str(error.value)
@@ -435,8 +439,8 @@ def test_no_frame_is_longer_than_the_longest(text: str) -> None:
 def _as_worker(text: str, timeout_s: float = 60) -> Session:
     """This rank's session under rank 0, which serves."""
     hello = greeting(made(text), undoes=False, holds_idle=False)
-    medium = Served(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), hello, timeout_s)
-    return Session(made(text), medium)
+    transport = ServerClient(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), hello, timeout_s)
+    return Session(made(text), transport)
 
 
 def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]:
@@ -449,7 +453,7 @@ def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]
             continue
         session = _as_worker(text)
         outs.append([one_step(session, gradients(dist.get_rank() - 1, step)) for step in range(steps)])
-        session.medium.close()  # type: ignore[attr-defined]
+        session.transport.close()  # type: ignore[attr-defined]
     return outs
 
 
@@ -463,9 +467,9 @@ def test_a_dedicated_server_gives_the_numbers_of_virtual_workers(fresh_workers: 
     served = fresh_workers.run(_steps_served, texts, 4)
     for number, text in enumerate(texts):
 
-        def work(medium: InProcess, text: str = text) -> list[dict[str, Tensor]]:
-            session = Session(made(text), medium)
-            return [one_step(session, gradients(medium.rank, step)) for step in range(4)]
+        def work(transport: InProcess, text: str = text) -> list[dict[str, Tensor]]:
+            session = Session(made(text), transport)
+            return [one_step(session, gradients(transport.rank, step)) for step in range(4)]
 
         want = in_process(3, work, num_servers=1)[0]
         for rank in (1, 2, 3):
@@ -488,8 +492,8 @@ def _until_one_dies(text: str) -> Any:
                 session, {name: torch.full_like(g, float(dist.get_rank())) for name, g in gradients(0, step).items()}
             )
         )
-    living = session.medium.num_living  # type: ignore[attr-defined]
-    session.medium.close()  # type: ignore[attr-defined]
+    living = session.transport.num_living  # type: ignore[attr-defined]
+    session.transport.close()  # type: ignore[attr-defined]
     return [float(out["f"][0]) for out in sums], living
 
 
@@ -529,9 +533,9 @@ def _out_of_step(text: str) -> str:
 
 def _server_that_ends(text: str) -> str:
     if dist.get_rank() == 0:
-        from laconic.exchange import Desk
+        from laconic.server.listener import Listener
 
-        desk = Desk(dist.get_world_size() - 1, 60)
+        desk = Listener(dist.get_world_size() - 1, 60)
         meet([0], desk)
         desk.welcome()
         desk.hear(lambda rank, message: None)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.tasks import TASKS, Data, cifar10
-from laconic.train.course import Course
-from laconic.train.job import Job
-from laconic.train.trainer import Trainer
+from laconic.measure.tasks import TASKS, Data, cifar10
+from laconic.measure.train.course import Course
+from laconic.measure.train.job import Job
+from laconic.measure.train.trainer import Trainer
 from workers import WorkerPool
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic import FrameError
-from laconic.bench import bench_wire
+from laconic.measure.bench import bench_wire
 from laconic.quantize import QUANTIZERS
 from laconic.wire import (
     INDEX_CODECS,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from laconic import Scheme, Session
-from laconic.exchange import InProcess, in_process
 from laconic.layout import Bucket, Layout
+from laconic.transport import InProcess, in_process
 
 # Three buckets of mixed shapes; "b" and "d" are too small to sparsify, and the last bucket holds only such.
 LAYOUTS = (
@@ -55,8 +55,8 @@ def one_step(session: Session, given: Mapping[str, Tensor], layouts: Sequence[La
 def run(scheme: Scheme, num_workers: int, work: Callable[[Session, int], T]) -> list[T]:
     """work(session, rank) once for each virtual worker."""
 
-    def start(medium: InProcess) -> T:
-        return work(Session(scheme, medium), medium.rank)
+    def start(transport: InProcess) -> T:
+        return work(Session(scheme, transport), transport.rank)
 
     with one_core():
         return in_process(num_workers, start)

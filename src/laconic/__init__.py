@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, ServerStats, attach, serve
+from laconic.attach import Attached, attach
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -17,9 +17,10 @@ from laconic.errors import (
     StateError,
     TaskError,
 )
-from laconic.follow import Follower, FollowerStats, follow
+from laconic.gossip import Follower, FollowerStats, follow
 from laconic.recipes import parse
 from laconic.scheme import Scheme
+from laconic.server import ServerStats, serve
 from laconic.session import Session, Stats
 from laconic.torch_hook import TorchHook
 

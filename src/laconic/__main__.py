@@ -1,5 +1,5 @@
 """`python -m laconic`, which is also what torchrun starts: `torchrun --nnodes=... -m laconic train ...`."""
 
-from laconic.cli import run
+from laconic.measure.cli import run
 
 run()

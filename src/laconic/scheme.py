@@ -9,19 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from laconic.errors import SchemeError
-from laconic.exchange import (
-    PATTERNS,
-    QUESTION_HEAD_BYTES,
-    AllGather,
-    AllReduce,
-    Gossip,
-    Pattern,
-    Server,
-    Shares,
-    Silent,
-    agreement_bytes,
-    ring_bytes,
-)
+from laconic.exchange import PATTERNS, AllGather, AllReduce, Gossip, Pattern, Server, Shares, Silent
 from laconic.layout import Layout, halves_of
 from laconic.memory import MEMORIES, Memory, Nothing, Residual
 from laconic.quantize import (
@@ -42,6 +30,7 @@ from laconic.quantize import (
 from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
 from laconic.text import parse_call, parse_pairs, write_call, write_pairs
 from laconic.torch_hook import TorchHook
+from laconic.transport import QUESTION_HEAD_BYTES, agreement_bytes, ring_bytes
 from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
 from laconic.wire import FrameShape
 

@@ -13,15 +13,17 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
-from laconic.attach.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Gossip, Group, Served, Silent, own_group, ranks_that_differ
+from laconic.exchange import Gossip, Silent
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
+from laconic.server.client import ServerClient
+from laconic.server.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
 from laconic.torch_hook import TorchHook
+from laconic.transport import Group, own_group, ranks_that_differ
 
 
 @runtime_checkable
@@ -67,8 +69,8 @@ def attach(
     if servers:
         scheme = served_scheme(scheme)
         terms = {"undoes": grad_scaler is not None, "holds_idle": ddp.find_unused_parameters}
-        medium = Served(group.rank(), group.size(), meet(servers, None), greeting(scheme, **terms), timeout_s)
-        return DdpSession(ddp, scheme, medium, device, grad_scaler)
+        transport = ServerClient(group.rank(), group.size(), meet(servers, None), greeting(scheme, **terms), timeout_s)
+        return DdpSession(ddp, scheme, transport, device, grad_scaler)
     own = own_group(group, device)
     strangers = ranks_that_differ(own, device, str(scheme))
     if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
@@ -123,13 +125,13 @@ class DdpSession(Session):
         self,
         ddp: DistributedDataParallel,
         scheme: Scheme,
-        medium: Group | Served,
+        transport: Group | ServerClient,
         device: torch.device,
         grad_scaler: GradScaler | None,
     ) -> None:
         super().__init__(
             scheme,
-            medium,
+            transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=ddp.find_unused_parameters,
         )
@@ -138,19 +140,23 @@ class DdpSession(Session):
         trained = {name: p for p, name in self._names.items() if p.requires_grad}
         model = Layout.of(list(trained), [p.numel() for p in trained.values()])
         talks = not isinstance(scheme.exchange, Silent)
-        on_host = talks and belongs_on_host(model, device, medium.wire)
+        on_host = talks and belongs_on_host(model, device, transport.wire)
         slower = None if on_host else kernels.missing(device)
-        if medium.rank == 0:
-            scheme.warn_if_dense_is_smaller(model, medium.num_workers)
+        if transport.rank == 0:
+            scheme.warn_if_dense_is_smaller(model, transport.num_workers)
             if slower is not None:
                 warnings.warn(slower, stacklevel=4)
-            if isinstance(medium, Served) and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+            if (
+                isinstance(transport, ServerClient)
+                and ddp.broadcast_buffers
+                and next(ddp.module.buffers(), None) is not None
+            ):
                 warnings.warn(
                     "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
                     "build DistributedDataParallel(..., broadcast_buffers=False)",
                     stacklevel=4,
                 )
-        self._medium_group = medium
+        self._transport = transport
         self.background = Background(self, device, on_host=on_host)
         ddp.register_comm_hook(self, _hook)
 
@@ -167,21 +173,21 @@ class DdpSession(Session):
             raise StateError(
                 f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
             )
-        if isinstance(self.medium, Served):
-            self.medium.load_server_states(_server_states(states, self.medium.num_shares))
+        if isinstance(self.transport, ServerClient):
+            self.transport.load_server_states(_server_states(states, self.transport.num_shares))
         super().load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state; under dedicated servers, a call that all workers make, and one gets theirs too."""
-        if not isinstance(self.medium, Served):
+        if not isinstance(self.transport, ServerClient):
             return super().state_dict()
-        kept = self.medium.server_states()  # which also tells who is there
+        kept = self.transport.server_states()  # which also tells who is there
         servers = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in kept if each]
         return {**super().state_dict(), "servers": servers}
 
     def close(self) -> None:
         self.background.close()
-        self._medium_group.close()
+        self._transport.close()
 
 
 def _server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> list[bytes]:

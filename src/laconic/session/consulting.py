@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Answer, Server, Shares
+from laconic.exchange import Server, Shares
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Due, Ledger
 from laconic.quantize import Marks, Quantizer, Trits
 from laconic.select import Overlap
-from laconic.session.ballot import take_sides
+from laconic.server.owner import Owner
+from laconic.server.vote import take_sides
 from laconic.session.bucket_plan import BucketPlan
-from laconic.session.owner import Owner
 from laconic.session.past import Boost, Past
 from laconic.session.summing import Summing
+from laconic.transport import Answer
 from laconic.wire import FrameShape, longest_frame
 
 
@@ -74,7 +75,7 @@ class _Heard(NamedTuple):
 
 
 class Consulting(Summing):
-    """What a session needs to consult owners; Session sets it up and counts the steps."""
+    """What a session needs to push_pull owners; Session sets it up and counts the steps."""
 
     _owner: Owner | None  # of this worker's own share
     _pasts: Ledger[Past] | None  # where a score looks at the past
@@ -83,7 +84,7 @@ class Consulting(Summing):
 
     def _consult_(self, bucket: Bucket, plan: BucketPlan, density: float) -> None:
         """Deposit, choose, withdraw, send each owner its part; read the answers."""
-        flat, device, wire = bucket.flat, bucket.flat.device, self.medium.wire or bucket.flat.device
+        flat, device, wire = bucket.flat, bucket.flat.device, self.transport.wire or bucket.flat.device
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
         past = None if self._pasts is None else self._pasts.open(bucket.layout, device)
@@ -107,9 +108,9 @@ class Consulting(Summing):
                 else:
                     parts = _overflows(cut.shares, plan, wire, frame_id)
             with self._clock.time("exchange", device):
-                self.medium.announce(bucket.layout, **frame_id)
+                self.transport.announce(bucket.layout, **frame_id)
                 answer = self._own_answer(bucket.layout, **frame_id)
-                answers = self.medium.consult(parts, answer, cut.longest)
+                answers = self.transport.push_pull(parts, answer, cut.longest)
             with self._clock.time("decode", device):
                 heard = self._read(answers, cut, frame_id)
                 if heard is None:
@@ -125,7 +126,7 @@ class Consulting(Summing):
 
     def _cut(self, layout: Layout, plan: BucketPlan, wire: torch.device) -> _Cut:
         if layout not in self._cuts:
-            shares, fixed = Shares(layout, self.medium.num_shares), plan.fixed.to(wire)
+            shares, fixed = Shares(layout, self.transport.num_shares), plan.fixed.to(wire)
             order, places = shares.cut(fixed)
             by_share = torch.split(fixed[order], [place.numel() for place in places])
             is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=wire)
@@ -174,7 +175,7 @@ class Consulting(Summing):
 
     def _choose_alike(self, plan: BucketPlan, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """Withdraw what worker (step mod M) would choose for itself; where it cannot say, everyone chooses."""
-        if self.medium.rank == self._step % self.medium.num_workers:
+        if self.transport.rank == self._step % self.transport.num_workers:
             chosen, values = plan.withdraw_(balance, due)
             self._follow(plan, chosen[values[plan.fixed.numel() :] != 0])
             return chosen, values
@@ -183,13 +184,13 @@ class Consulting(Summing):
 
     def _follow(self, plan: BucketPlan, mine: Tensor | None) -> Tensor | None:
         """What the worker whose turn it is chose; `mine` where that is this one, None where it overflowed."""
-        n, leader, wire = plan.plan.num_entries, self._step % self.medium.num_workers, self.medium.wire
+        n, leader, wire = plan.plan.num_entries, self._step % self.transport.num_workers, self.transport.wire
         frame_id, frame = {"step": self._step, "bucket": len(self._seen) - 1}, None
         if mine is not None:
             codes, scale = Marks().encode(torch.empty(0, device=wire or mine.device))
             shape = FrameShape(n, mine.numel(), 0, Marks())
             frame = shape.write_smallest(mine.to(codes.device), codes, scale, **frame_id)
-        heard = self.medium.broadcast(frame, leader)
+        heard = self.transport.broadcast(frame, leader)
         if not heard.numel():
             return None
         contents = FrameShape.of(heard, n, [Marks()], peer=leader).read(heard, **frame_id, peer=leader)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Medium, agree
 from laconic.kernels.draws import key_of
 from laconic.quantize import Carrier, Grid, Steps, round_up
 from laconic.session.stats import PhaseClock
+from laconic.transport import Transport, agree
 
 _ROUND, _ROUND_AGAIN = 0, 1  # a worker's two streams of draws
 
@@ -17,8 +17,8 @@ _ROUND, _ROUND_AGAIN = 0, 1  # a worker's two streams of draws
 class IntegerSum:
     """What the workers say to each other about one vector: its norms, its scales where there are several, its codes."""
 
-    def __init__(self, grid: Grid, carrier: Carrier, medium: Medium, clock: PhaseClock) -> None:
-        self._grid, self._carrier, self._medium, self._clock = grid, carrier, medium, clock
+    def __init__(self, grid: Grid, carrier: Carrier, transport: Transport, clock: PhaseClock) -> None:
+        self._grid, self._carrier, self._transport, self._clock = grid, carrier, transport, clock
 
     def agree(self, values: Tensor, *, finite: bool) -> Steps | None:
         """The grid that all workers share for these values, or None if one of them is not finite.
@@ -31,11 +31,11 @@ class IntegerSum:
             if not finite:
                 largest.fill_(torch.inf)
         with self._clock.time("exchange", device):
-            norms = agree(self._medium, largest, lambda rows: rows.amax(0), "norms").to(torch.float32)
+            norms = agree(self._transport, largest, lambda rows: rows.amax(0), "norms").to(torch.float32)
             if not kernels.all_finite(norms):
                 return None
         scales = self._agree_on_scales(values, norms) if len(grid.level_counts) > 1 else None
-        return grid.steps(norms, scales, count, self._medium.num_workers)
+        return grid.steps(norms, scales, count, self._transport.num_workers)
 
     def _agree_on_scales(self, values: Tensor, norms: Tensor) -> Tensor:
         """For each group the coarsest of the scales that the workers need: MIN, lane by lane of packed words."""
@@ -50,13 +50,13 @@ class IntegerSum:
             return kernels.pack_lanes(lanes.amin(0), bits)
 
         with self._clock.time("exchange", values.device):
-            agreed = agree(self._medium, fitting, coarsest, "scales")
+            agreed = agree(self._transport, fitting, coarsest, "scales")
         return kernels.unpack_lanes(agreed, largest.numel(), bits)
 
     def encode(self, values: Tensor, steps: Steps, step: int, bucket: int) -> Tensor:
         """This worker's codes, packed; the draws belong to (seed, rank, step, bucket, position)."""
         carrier, count = self._carrier, values.numel()
-        key = key_of(self._grid.seed, _ROUND, self._medium.rank, step, bucket)
+        key = key_of(self._grid.seed, _ROUND, self._transport.rank, step, bucket)
         return kernels.quantize_pack(
             values,
             steps.inverse,
@@ -70,13 +70,13 @@ class IntegerSum:
 
     def add(self, words: Tensor, step: int, bucket: int) -> Tensor:
         """The sum of everyone's words; in two stages their mean, rounded to codes again by the one who added them."""
-        medium = self._medium
+        transport = self._transport
         if self._carrier.num_rows == 1:
-            medium.all_reduce_(words, "codes")
+            transport.all_reduce_(words, "codes")
             return words
-        heard = medium.all_to_all(words.view(medium.num_workers, -1), "codes")
-        key = key_of(self._grid.seed, _ROUND_AGAIN, medium.rank, step, bucket)
-        return medium.all_gather(kernels.average_words(heard, self._carrier.lane_bits, key), "codes").view(-1)
+        heard = transport.all_to_all(words.view(transport.num_workers, -1), "codes")
+        key = key_of(self._grid.seed, _ROUND_AGAIN, transport.rank, step, bucket)
+        return transport.all_gather(kernels.average_words(heard, self._carrier.lane_bits, key), "codes").view(-1)
 
     def read_own(self, words: Tensor, count: int, steps: Steps) -> Tensor:
         """What this worker's codes say."""

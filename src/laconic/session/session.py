@@ -10,25 +10,27 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Medium, Served, Server, Silent, ring_bytes
+from laconic.exchange import Server, Silent
 from laconic.layout import Bucket, Layout, positions_of
 from laconic.memory import Ledger
 from laconic.quantize import Grid
 from laconic.scheme import Scheme
 from laconic.select import Overlap
+from laconic.server.client import ServerClient
+from laconic.server.owner import Owner
 from laconic.session import state
 from laconic.session.bucket_plan import BucketPlan
 from laconic.session.consulting import Consulting, Unions
 from laconic.session.integers import IntegerSum
-from laconic.session.owner import Owner
 from laconic.session.past import Past, Pasts
 from laconic.session.regroup import regrouped
 from laconic.session.stats import PhaseClock, Stats
 from laconic.session.summing import Kept, restore_
+from laconic.transport import Transport, ring_bytes
 
 
 class Session(Consulting):
-    """Exchanges buckets under a scheme over a medium; every worker passes the same buckets in the same order.
+    """Exchanges buckets under a scheme over a transport; every worker passes the same buckets in the same order.
 
     `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
     worker saw Inf or NaN is undone bit for bit. `holds_idle` leaves the account of a parameter untouched in a step
@@ -38,13 +40,13 @@ class Session(Consulting):
     def __init__(
         self,
         scheme: Scheme,
-        medium: Medium,
+        transport: Transport,
         *,
         loss_scale: Callable[[], float] | None = None,
         holds_idle: bool = False,
     ) -> None:
         self.scheme = scheme
-        self.medium = medium
+        self.transport = transport
         self._kernels = ""  # those of the gradients' device, once there are any
         self._loss_scale = loss_scale
         self._holds_idle = holds_idle
@@ -59,11 +61,15 @@ class Session(Consulting):
         self._resumed_layouts: list[Layout] = []
         self._integers = None
         if isinstance(scheme.quantize, Grid):
-            self._integers = IntegerSum(scheme.quantize, scheme.carrier(medium.num_workers), medium, self._clock)
+            self._integers = IntegerSum(scheme.quantize, scheme.carrier(transport.num_workers), transport, self._clock)
         self._owner, self._cuts, self._unions = None, {}, Unions()
-        if isinstance(scheme.exchange, Server) and medium.owned_share is not None:
+        if isinstance(scheme.exchange, Server) and transport.owned_share is not None:
             self._owner = Owner(
-                scheme, medium.owned_share, medium.num_shares, undoes=loss_scale is not None, holds_idle=holds_idle
+                scheme,
+                transport.owned_share,
+                transport.num_shares,
+                undoes=loss_scale is not None,
+                holds_idle=holds_idle,
             )
         self._pasts = Ledger(Pasts()) if isinstance(scheme.select, Overlap) else None
         self._begin_step()
@@ -97,8 +103,8 @@ class Session(Consulting):
             self._kernels = kernels.backend(bucket.flat.device)
             self._begin_step()
         self._seen.append(bucket.layout)
-        self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.medium.num_workers)
-        target = self.scheme.select.density_among(self.medium.num_workers)
+        self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.transport.num_workers)
+        target = self.scheme.select.density_among(self.transport.num_workers)
         density = self.scheme.trigger.density(self._step - self._skipped_steps, target)
         if isinstance(self.scheme.exchange, Silent):
             pass
@@ -114,7 +120,7 @@ class Session(Consulting):
     def _gather_(self, bucket: Bucket, density: float) -> None:
         """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
         flat, device, quantize = bucket.flat, bucket.flat.device, self.scheme.frame_answers[1]
-        plan, wire = self._plan(bucket.layout, density, device), self.medium.wire or device
+        plan, wire = self._plan(bucket.layout, density, device), self.transport.wire or device
         frame_id = {"step": self._step, "bucket": len(self._seen) - 1}
         account = self._ledger.open(bucket.layout, device)
         if self._loss_scale is not None:
@@ -134,7 +140,7 @@ class Session(Consulting):
                 else:
                     frame = plan.shape.write_overflow(wire, **frame_id)
             with self._clock.time("exchange", device):
-                frames = self.medium.all_gather(frame, "sparse")
+                frames = self.transport.all_gather(frame, "sparse")
             with self._clock.time("decode", device):
                 heard = [plan.shape.read(row, **frame_id, peer=peer) for peer, row in enumerate(frames)]
                 if any(contents.overflow for contents in heard):
@@ -146,7 +152,7 @@ class Session(Consulting):
                     if self.scheme.memory.refunds:
                         account.refund_(sent_at, values - sent)
                     account.sent_(chosen, sent[plan.fixed.numel() :])
-                    plan.add_up_(flat, heard, self._scale / self.medium.num_workers)
+                    plan.add_up_(flat, heard, self._scale / self.transport.num_workers)
 
     def _plan(self, layout: Layout, density: float, device: torch.device) -> BucketPlan:
         key = (layout, density)
@@ -169,12 +175,12 @@ class Session(Consulting):
 
         With `ages` also how long entries wait, where a score decides: a pass over all of them.
         """
-        traffic = self.medium.traffic
+        traffic = self.transport.traffic
         oldest, never = self._ages() if ages and self._pasts is not None else (None, None)
         return Stats(
             scheme=str(self.scheme),
             kernels=self._kernels,
-            num_workers=self.medium.num_workers,
+            num_workers=self.transport.num_workers,
             steps=self._step,
             first_step=self._first_step,
             skipped_steps=self._skipped_steps,
@@ -187,7 +193,7 @@ class Session(Consulting):
             union=self._unions.num_answered / self._unions.num_sent if self._unions.num_sent else None,
             oldest_residual=oldest,
             never_sent=never,
-            num_living=self.medium.num_living if isinstance(self.medium, Served) else None,
+            num_living=self.transport.num_living if isinstance(self.transport, ServerClient) else None,
             held_bytes=self._owner.num_bytes if self._owner is not None else 0,
         )
 
@@ -225,7 +231,7 @@ class Session(Consulting):
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank."""
         return state.save(
             self.scheme,
-            self.medium,
+            self.transport,
             self._step,
             self._skipped_steps,
             self._layouts,
@@ -236,10 +242,10 @@ class Session(Consulting):
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states when their number has changed."""
-        self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.medium)
+        self._step, self._skipped_steps, self._resumed_layouts, kept = state.load(saved, self.scheme, self.transport)
         self._first_step = self._step
         self._ledger.load_state_dict(kept)
         if self._pasts is not None:
-            self._pasts.load_state_dict(state.load_past(saved, self.medium))
+            self._pasts.load_state_dict(state.load_past(saved, self.transport))
         if self._owner is not None:
-            self._owner.load_state_dict(state.load_owner(saved, self.medium))
+            self._owner.load_state_dict(state.load_owner(saved, self.transport))

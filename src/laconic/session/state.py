@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.exchange import Medium, Served, piece_borders
+from laconic.exchange import piece_borders
 from laconic.layout import Layout
 from laconic.scheme import Scheme
+from laconic.server.client import ServerClient
+from laconic.transport import Transport
 
 _FORMAT = 1
 
@@ -22,7 +24,7 @@ Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # one worker's state, o
 
 def save(
     scheme: Scheme,
-    medium: Medium,
+    transport: Transport,
     step: int,
     skipped_steps: int,
     layouts: Sequence[Layout],
@@ -37,9 +39,9 @@ def save(
         "scheme": str(scheme),
         "step": step,
         "skipped_steps": skipped_steps,
-        "rank": medium.rank,
-        "num_workers": medium.num_workers,
-        "num_living": medium.num_living if isinstance(medium, Served) else medium.num_workers,
+        "rank": transport.rank,
+        "num_workers": transport.num_workers,
+        "num_living": transport.num_living if isinstance(transport, ServerClient) else transport.num_workers,
         "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in layouts],
         "memory": kept,
         "past": past,
@@ -47,7 +49,7 @@ def save(
     }
 
 
-def load(saved: Saved, scheme: Scheme, medium: Medium) -> tuple[int, int, list[Layout], Kept]:
+def load(saved: Saved, scheme: Scheme, transport: Transport) -> tuple[int, int, list[Layout], Kept]:
     """(steps, skipped steps, layouts of the last step, kept tensors) for this worker.
 
     What a worker kept that died before the save is gone with it: whoever takes its place starts with nothing.
@@ -57,37 +59,38 @@ def load(saved: Saved, scheme: Scheme, medium: Medium) -> tuple[int, int, list[L
     num_saved = int(states[0]["num_workers"])
     num_there = int(states[0].get("num_living", num_saved))
     are_all = len({s["rank"] for s in states}) == num_there
-    mine = [s for s in states if s["rank"] % medium.num_workers == medium.rank]
-    if num_saved == medium.num_workers:
+    mine = [s for s in states if s["rank"] % transport.num_workers == transport.rank]
+    if num_saved == transport.num_workers:
         if not mine and not are_all:
-            raise StateError(f"no state of rank {medium.rank} is among those given; load what this rank saved")
+            raise StateError(f"no state of rank {transport.rank} is among those given; load what this rank saved")
     else:
         if not are_all:
             raise StateError(
-                f"the state is of one of {num_saved} workers, now there are {medium.num_workers}; "
+                f"the state is of one of {num_saved} workers, now there are {transport.num_workers}; "
                 f"give load_state_dict a list of all {num_there} states"
             )
-        if medium.rank == 0 and scheme.memory.kinds:
+        if transport.rank == 0 and scheme.memory.kinds:
             warnings.warn(
-                f"what {num_saved} workers kept now lies with {medium.num_workers}; the sum over workers is unchanged",
+                f"what {num_saved} workers kept now lies with {transport.num_workers}; "
+                "the sum over workers is unchanged",
                 stacklevel=4,
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
     return int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts, _sum([s["memory"] for s in mine])
 
 
-def load_past(saved: Saved, medium: Medium) -> Kept:
+def load_past(saved: Saved, transport: Transport) -> Kept:
     """What the workers remember of the answers, which is the same on all of them."""
     states = _by_rank(saved)
     by_rank = {int(one["rank"]): one["past"] for one in states}
-    return dict(by_rank.get(medium.rank) or states[medium.rank % len(states)]["past"])
+    return dict(by_rank.get(transport.rank) or states[transport.rank % len(states)]["past"])
 
 
-def load_owner(saved: Saved, medium: Medium) -> dict[str, Any]:
+def load_owner(saved: Saved, transport: Transport) -> dict[str, Any]:
     """What this worker holds as an owner: what it held, or its piece of what all held where their number changed."""
     states = _by_rank(saved)
     owners = [one["owner"] for one in states if one["owner"]]
-    share, num_shares = medium.owned_share, medium.num_shares
+    share, num_shares = transport.owned_share, transport.num_shares
     assert share is not None
     if not owners and not any(one.get("servers") for one in states):
         return {"held": {}, "records": {}}

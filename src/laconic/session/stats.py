@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from laconic.exchange import Count
+from laconic.transport import Count
 
 PHASES = ("select", "encode", "exchange", "decode")
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.exchange import Medium
 from laconic.layout import Bucket, Layout, positions_of
 from laconic.memory import Account, Ledger
 from laconic.quantize import Grid
@@ -19,6 +18,7 @@ from laconic.scheme import Scheme
 from laconic.select import Plan, RandK
 from laconic.session.integers import IntegerSum
 from laconic.session.stats import PhaseClock
+from laconic.transport import Transport
 
 
 class Kept(Protocol):
@@ -45,7 +45,7 @@ class Summing:
     """What a session needs to let the network add; Session sets it up and counts the steps."""
 
     scheme: Scheme
-    medium: Medium
+    transport: Transport
     _ledger: Ledger[Account]
     _clock: PhaseClock
     _loss_scale: Callable[[], float] | None
@@ -60,7 +60,7 @@ class Summing:
 
     def _reduce_(self, bucket: Bucket, density: float) -> None:
         """Round what all workers send and let the network add."""
-        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
+        flat, device, num_workers = bucket.flat, bucket.flat.device, self.transport.num_workers
         dense_step = density >= 1 > self.scheme.select.density
         if self._integers is not None and not dense_step:
             self._reduce_integers_(bucket, self._sent(bucket, density), self._integers)
@@ -71,13 +71,13 @@ class Summing:
                 # Multiplied first, as DDP does, so that the sum stays within the range of a 16-bit type.
                 codes = flat.mul_(1 / num_workers).to(self._sum_dtype(flat))
             with self._clock.time("exchange", device):
-                self.medium.all_reduce_(codes, "dense")
+                self.transport.all_reduce_(codes, "dense")
             with self._clock.time("decode", device):
                 flat.copy_(codes)  # Inf and NaN survive a sum, so all workers see them alike
 
     def _reduce_account_(self, bucket: Bucket, sent: _Sent) -> None:
         """Deposit, withdraw what is sent, round, and let the network add."""
-        flat, device, num_workers = bucket.flat, bucket.flat.device, self.medium.num_workers
+        flat, device, num_workers = bucket.flat, bucket.flat.device, self.transport.num_workers
         account = self._ledger.open(bucket.layout, device)
         before = self._undo_later(account)
         with self._clock.time("select", device):
@@ -89,7 +89,7 @@ class Summing:
             if finite and codes.dtype != torch.float32 and self.scheme.memory.refunds:
                 account.refund_(sent.positions, (values - codes.to(torch.float32)).mul_(num_workers))
         with self._clock.time("exchange", device):
-            self.medium.all_reduce_(codes, "dense")
+            self.transport.all_reduce_(codes, "dense")
         with self._clock.time("decode", device):
             if kernels.all_finite(codes):
                 sent.note_(account, codes)

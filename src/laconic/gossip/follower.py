@@ -1,0 +1,249 @@
+"""follow(model, optimizer, scheme): train alone, and exchange models with peers when there is something to say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from laconic import kernels
+from laconic.errors import SchemeError, StateError
+from laconic.exchange import Gossip, check_peers
+from laconic.gossip.free import Free
+from laconic.gossip.letter import Letters
+from laconic.gossip.matched import Matched
+from laconic.gossip.momentum import Momentum
+from laconic.gossip.paired import Paired
+from laconic.gossip.parts import Parts
+from laconic.gossip.remainders import Remainders
+from laconic.gossip.stats import FollowerStats
+from laconic.gossip.unsaid import Unsaid
+from laconic.gossip.vector import ModelVector
+from laconic.gossip.watch import Watch
+from laconic.quantize import Grid, Quantizer, Residue
+from laconic.recipes import parse
+from laconic.scheme import AnyScheme, Scheme
+from laconic.select import RandK
+from laconic.session import PHASES
+from laconic.transport import (
+    Group,
+    Mailbox,
+    ProcessGroup,
+    Transport,
+    open_mailbox,
+    own_group,
+    ranks_that_differ,
+    ring_bytes,
+    world,
+)
+from laconic.trigger import EveryStep, Speech
+
+_FORMAT = 4
+_SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
+
+
+class Follower:
+    """One worker of a gossip; call `step()` after each `optimizer.step()`.
+
+    `end` is this worker's end of the network: a Transport where the pattern's mode is `matched`, otherwise a Mailbox.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme, end: Transport | Mailbox
+    ) -> None:
+        pattern, trigger = scheme.exchange, scheme.trigger
+        assert isinstance(pattern, Gossip) and isinstance(trigger, EveryStep | Speech)
+        check_peers(pattern.peers, end.num_workers)
+        self.scheme, self.rank, self.num_workers = scheme, end.rank, end.num_workers
+        self._optimizer = optimizer
+        select, quantize = scheme.select, scheme.quantize
+        assert not isinstance(select, RandK) and not isinstance(quantize, Grid)
+        halves = pattern.mode == "paired" and select.density == 1
+        per = "half" if halves else getattr(trigger, "per", "model")
+        self._vector = ModelVector(model, per, getattr(select, "dense_below", 0))
+        self._watch = Watch(trigger, self._vector, pattern.seed, end.rank)
+        self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
+        self._remainders = None
+        if isinstance(quantize, Residue):
+            self._remainders = Remainders(self._vector, quantize, pattern.seed, end.rank)
+        letters = self._remainders or Letters(self._vector, cast(Quantizer, quantize), self._unsaid)
+        side = _SIDES[pattern.mode]
+        momentum = Momentum(optimizer) if pattern.momentum == "quasi-global" else None
+        parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid, momentum)
+        self._side: Matched | Free = side(end, parts)
+        self._steps, self._seconds = 0, 0.0
+        self._first_step = 0  # since a state was loaded: what is counted begins there
+        self._closed = False
+
+    def step(self) -> None:
+        """Move by what exchanges have brought and take part in those that are due, waiting as the mode says."""
+        self._check_open()
+        start = time.perf_counter()
+        lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
+        self._side.step(self._steps, lr)
+        self._steps += 1
+        self._seconds += time.perf_counter() - start
+
+    def average_(self) -> None:
+        """Give every worker the mean of the models of all that are alive; a call that all of those make."""
+        mean = self._settled_mean("average")
+        self._vector.write_(mean)
+        self._note_all_said()
+        self._side.settle()  # nobody is told of a model from before
+
+    def _note_all_said(self) -> None:
+        """Take the model as it is for what peers know of it."""
+        self._watch.exchanged(range(len(self._vector.groups)))
+        if self._unsaid is not None:
+            self._unsaid.last.copy_(self._vector.read())
+        if self._remainders is not None:
+            self._remainders.last.copy_(self._vector.read())
+
+    def consensus(self) -> tuple[Tensor, float]:
+        """(the mean of all models as one vector, this one's distance to it over its norm); a call that all make.
+
+        It serves measuring: nothing of it is counted or changes a model, but for what exchanges owe being applied.
+        """
+        mean = self._settled_mean(None)
+        distance = (self._vector.read() - mean).double().norm() / mean.double().norm()
+        return mean, float(distance)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this follower is closed; step and average before close()")
+
+    def _settled_mean(self, kind: str | None) -> Tensor:
+        self._check_open()
+        self._side.settle()
+        return self._side.mean(self._vector.read(), kind)
+
+    def write_(self, values: Tensor) -> None:
+        """Overwrite the model with a vector like that of `consensus`."""
+        self._vector.write_(values)
+
+    def read(self) -> Tensor:
+        """The model as one vector, normalisation buffers included."""
+        return self._vector.read()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The same numbers of all workers that are alive, in rank order; a call that all of those make."""
+        return self._side.gather(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def stats(self) -> FollowerStats:
+        """Bytes out and in, by kind; exchanges; peers lost."""
+        side, traffic = self._side, self._side.traffic
+        num_steps = self._steps - self._first_step
+        dense = ring_bytes(4 * self._vector.num_entries, self.num_workers) * num_steps
+        return FollowerStats(
+            scheme=str(self.scheme),
+            kernels=kernels.backend(self._vector.device),
+            num_workers=self.num_workers,
+            steps=self._steps,
+            first_step=self._first_step,
+            skipped_steps=0,
+            bytes_out=traffic.bytes_out,
+            bytes_in=traffic.bytes_in,
+            dense_bytes_out=dense,
+            by_kind=traffic.copy(),
+            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
+            passes=self._watch.passes / max(1, num_steps),
+            asked=side.asked,
+            answered=side.answered,
+            refused=side.refused,
+            late=side.late,
+            lost=dict(side.lost),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state as plain tensors and numbers, to be saved per rank beside its model and optimizer."""
+        return {
+            "format": _FORMAT,
+            "scheme": str(self.scheme),
+            "step": self._steps,
+            "rank": self.rank,
+            "num_workers": self.num_workers,
+            "groups": [group.num_entries for group in self._vector.groups],
+            "watch": self._watch.state_dict(),
+            "last": None if self._unsaid is None else self._unsaid.last.clone(),
+            "remainders": None if self._remainders is None else self._remainders.state_dict(),
+            "owed": self._side.owed,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from the list of all ranks' states; before any rank steps.
+
+        A rank that had died before they were saved has none in that list: it goes on from its model as it is.
+        """
+        states = [saved] if isinstance(saved, Mapping) else list(saved)
+        if states[0].get("format") != _FORMAT or "watch" not in states[0]:
+            raise StateError("this is no state of a follower of this version; load what Follower.state_dict() gave")
+        mine = [state for state in states if state["rank"] == self.rank]
+        had_died = not mine and not isinstance(saved, Mapping)
+        if not (mine or had_died) or states[0]["num_workers"] != self.num_workers:
+            raise StateError(
+                f"the state is of {states[0]['num_workers']} workers, and this is rank {self.rank} of "
+                f"{self.num_workers}; gossip resumes with the same number of workers"
+            )
+        self._steps = self._first_step = int(states[0]["step"])
+        if had_died:
+            self._note_all_said()
+            return
+        kept = {"last": self._unsaid, "remainders": self._remainders}
+        if any((mine[0][part] is None) != (own is None) for part, own in kept.items()):
+            raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
+        if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
+            raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
+        self._watch.load_state_dict(mine[0]["watch"])
+        if self._unsaid is not None:
+            self._unsaid.last.copy_(mine[0]["last"])
+        if self._remainders is not None:
+            self._remainders.load_state_dict(mine[0]["remainders"])
+        self._side.owe(mine[0]["owed"])
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._closed = True
+        self._side.close()
+
+
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: AnyScheme | str = "gossip",
+    *,
+    group: ProcessGroup | None = None,
+) -> Follower:
+    """Let `model`, which is in no DDP, gossip under `scheme`; a call that all ranks of `group` (or all) make.
+
+    All models begin as rank 0's. What the optimizer keeps stays local; momentum of SGD may heed what peers do.
+    """
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if not isinstance(scheme, Scheme) or not isinstance(scheme.exchange, Gossip):
+        raise SchemeError(f"follow takes a gossip, and {scheme} is none; use laconic.attach, or a scheme like gossip")
+    if hasattr(model, "register_comm_hook"):
+        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+    group = group or world()
+    device = next(model.parameters()).device
+    strangers = ranks_that_differ(group, device, str(scheme))
+    if strangers:
+        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
+    meeting = Group(own_group(group, device), device)
+    _begin_alike_(model, meeting)
+    if scheme.exchange.mode == "matched":
+        return Follower(model, optimizer, scheme, meeting)
+    mailbox = open_mailbox(meeting, scheme.exchange.patience)
+    meeting.close()
+    return Follower(model, optimizer, scheme, mailbox)
+
+
+@torch.no_grad()
+def _begin_alike_(model: nn.Module, meeting: Group) -> None:
+    """Overwrite every parameter and buffer with rank 0's."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        whole = tensor.detach().contiguous()
+        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
+        tensor.copy_(whole)

@@ -1,0 +1,282 @@
+"""Gossip without a barrier: ask a peer, train on, and move when the answer comes; answer whoever asks."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError, PeerError
+from laconic.exchange import neighbours, pick
+from laconic.gossip.grace import Grace
+from laconic.gossip.letter import check_finite, refusal
+from laconic.gossip.parts import Parts
+from laconic.gossip.vector import Topic
+from laconic.layout import add_on_host
+from laconic.transport import Mailbox
+
+_Question = tuple[int, int, list[int]]  # whom, at which turn, of what
+
+
+class Free:
+    """One worker's side: `step` in the training thread, one thread that asks, and the mailbox's.
+
+    The asking thread stays: a new one each time would touch 4,000 new pages to choose among 1.2 M entries, a quarter of
+    the exchange. While a late answer holds it up, another asks in its place.
+
+    Only the training thread writes to the model, between its steps. Exchanges leave what they owe in a vector; what a
+    peer is told of a model that is being stepped may be half old, half new, and the sum over both ends is still
+    unchanged, because both move by what was told.
+    """
+
+    def __init__(self, mailbox: Mailbox, parts: Parts) -> None:
+        self.traffic = mailbox.traffic
+        self.asked = self.answered = self.refused = self.late = 0
+        self.lost: dict[int, str] = {}
+        self._mailbox = mailbox
+        self._parts = parts
+        self._pattern, self._vector, self._letters, self._watch, self._unsaid, _ = parts
+        vector = parts.vector
+        self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
+        self._lock = threading.Lock()
+        self._owed: Tensor | None = None  # what exchanges owe to the model
+        self._owed_room = torch.empty(vector.num_entries, dtype=torch.float32)  # where it lies if it came in parts
+        self._touched: set[int] = set()  # the groups in which they do
+        self._num_sent = 0  # entries that left this worker since the last step
+        self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
+        self._asking: dict[int, tuple[threading.Event, float]] = {}  # peer -> (set when it is over, since when)
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._askers: list[threading.Thread] = []
+        self._suspended: set[int] = set()
+        self._grace = Grace(self._pattern)
+        self._complained_of: set[int] = set()
+        self._due: set[int] = set()  # groups that wait until they may speak
+        self._failed: Exception | None = None  # what no thread but the training one can end a worker with
+        on_cuda = vector.device.type == "cuda"
+        self._stream = torch.cuda.Stream(vector.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._catch_up()
+        self._closed = False
+        atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
+        mailbox.serve(self._serve)
+
+    def step(self, step: int, lr: float) -> None:
+        """Move by what is owed, and talk; raises what went wrong in another thread."""
+        if self._failed is not None:
+            raise self._failed
+        self._grace.trained()
+        self._apply()
+        self._talk(step, lr)
+        self._grace.trains()
+
+    def _talk(self, step: int, lr: float) -> None:
+        """Ask somebody if there is something to say and nobody is being asked."""
+        self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
+        if not self._count_asking() and self._due:
+            peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
+            if peer is not None:
+                groups, self._due = sorted(self._due), set()
+                self._catch_up()
+                self._wait(peer, self._begin(peer, step, groups))
+
+    def _begin(self, peer: int, turn: int, groups: list[int]) -> threading.Event:
+        """Let a thread ask about these groups; the event is set when that is over."""
+        over = threading.Event()
+        with self._lock:
+            self._asking[peer] = (over, time.monotonic())
+            num_asking = len(self._asking)
+        self._questions.put((peer, turn, groups))
+        self._askers = [asker for asker in self._askers if asker.is_alive()]
+        if num_asking > len(self._askers):
+            self._askers.append(threading.Thread(target=self._ask_on, name="laconic-ask", daemon=True))
+            self._askers[-1].start()
+        return over
+
+    def _wait(self, peer: int, *over: threading.Event) -> None:
+        """Wait for a peer while there is time for it, and move by what came of it."""
+        self._grace.wait(peer, over)
+        self._apply()
+
+    def _count_asking(self) -> int:
+        """The answers that are still waited for; one that takes longer than the patience is late, and no longer is."""
+        now = time.monotonic()
+        with self._lock:
+            asking = dict(self._asking)
+        slow = {peer for peer, (_, since) in asking.items() if now - since > self._pattern.patience}
+        self.late += len(slow - self._suspended)
+        self._suspended = slow
+        return len(asking) - len(slow)
+
+    def _ask_on(self) -> None:
+        """One question after the other."""
+        while question := self._questions.get():
+            try:
+                self._ask(*question)
+            except Exception as error:
+                self._failed = error
+
+    def _ask(self, peer: int, turn: int, groups: list[int]) -> None:
+        """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
+        since = time.monotonic()
+        try:
+            with self._lock:
+                topic, values = self._choose(groups)
+                mine = self._letters.ask(topic, values)
+            reply = self._mailbox.ask(peer, turn, mine.message, self._letters.answer_bytes(topic))
+            with self._lock:
+                way = self._letters.settle(topic, mine, reply, peer)
+                self.asked += 1
+                self._owe(topic, values, way)
+                self._grace.exchanged(time.monotonic() - since)
+        except FrameError as error:
+            self._refused(peer, error)
+        except PeerError as error:
+            self._drop(peer, str(error))
+        finally:
+            with self._lock:
+                over, _ = self._asking.pop(peer)
+            over.set()
+
+    def _choose(self, groups: list[int]) -> tuple[Topic, Tensor]:
+        """(what is said: these groups, or the positions of what has changed most; the values there)."""
+        if self._unsaid is None:
+            return groups, check_finite(self._tell(groups))
+        model = self._read(None, self._room)
+        if self._owed is not None:
+            add_on_host(model, self._owed, out=model)
+        return self._unsaid.choose_(check_finite(model))
+
+    def _serve(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        try:
+            return self._answer(peer, turn, message, num_bytes)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
+        try:
+            topic, question = self._letters.open(message, peer)
+        except FrameError as error:
+            self._refused(peer, error)
+            return refusal(num_bytes)
+        with self._lock:
+            values = self._tell(topic)
+            answer, way = self._letters.reply(question, topic, values)
+            if way is not None:
+                self.answered += 1
+                self._owe(topic, values, way)
+        return answer
+
+    def _tell(self, topic: Topic) -> Tensor:
+        """The model with all that is owed."""
+        values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
+        return values if self._owed is None else add_on_host(values, self._vector.cut(self._owed, topic), out=values)
+
+    def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
+        if self._owed is None:
+            self._owed = self._vector.spread(topic, way, out=self._owed_room)
+        else:
+            self._vector.add_into_(self._owed, topic, way)
+        self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
+        self._num_sent += self._vector.count(topic)
+        if self._unsaid is not None and isinstance(topic, Tensor):
+            self._unsaid.exchanged(topic, told + way)
+
+    def _apply(self) -> None:
+        """x += what is owed; in the training thread, between its steps."""
+        with self._lock:
+            if self._owed is not None:
+                groups = sorted(self._touched)
+                self._parts.move_(self._owed, groups)
+                if self._watch.looks:
+                    self._due -= self._touched
+                self._owed, self._touched = None, set()
+                self._catch_up()
+            self._watch.sent(self._num_sent)
+            self._num_sent = 0
+
+    def _catch_up(self) -> None:
+        """What is read next is the model after all that this thread has told the device to do."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
+
+    def _read(self, groups: Sequence[int] | None, out: Tensor | None = None) -> Tensor:
+        """The model as it is; on CUDA by a stream of our own, so that training is not waited for."""
+        if self._stream is None:
+            return self._vector.read(groups, out=out)
+        with torch.cuda.device(self._vector.device), torch.cuda.stream(self._stream):
+            return self._vector.read(groups, out=out)
+
+    def _refused(self, peer: int, error: FrameError) -> None:
+        self.refused += 1
+        if peer not in self._complained_of:
+            self._complained_of.add(peer)
+            _say(self._mailbox.rank, f"exchanges with rank {peer} are left out while {error}")
+
+    def _drop(self, peer: int, why: str) -> None:
+        if self._closed:
+            return
+        self._reachable.discard(peer)
+        self.lost[peer] = why
+        _say(self._mailbox.rank, f"{why}; going on without it")
+
+    def settle(self) -> None:
+        """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
+        for over, _ in list(self._asking.values()):
+            over.wait()
+        there = self._mailbox.meet(torch.tensor([self._mailbox.rank]), torch.cat, None)  # from here on nobody asks
+        for peer in set(range(self._mailbox.num_workers)) - set(there.tolist()) - set(self.lost):
+            self._drop(peer, f"rank {peer} is gone")
+        self._apply()
+
+    def mean(self, mine: Tensor, kind: str | None) -> Tensor:
+        """The mean over all that are alive."""
+        told = self._mailbox.meet(mine.cpu(), _mean, kind)
+        return told.to(mine.device)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Those of all that are alive, in rank order; not counted."""
+        return self._mailbox.meet(mine.cpu(), torch.stack, None).view(-1, mine.numel())
+
+    @property
+    def owed(self) -> Tensor | None:
+        with self._lock:
+            return None if self._owed is None else self._owed.clone()
+
+    def owe(self, owed: Tensor | None) -> None:
+        """Take over what was owed when a state was saved."""
+        with self._lock:
+            self._touched = set() if owed is None else set(range(len(self._vector.groups)))
+            self._owed = None if owed is None else owed.to("cpu", torch.float32, copy=True)
+
+    def close(self) -> None:
+        """Hang up, after what is under way, if it does not take too long."""
+        atexit.unregister(self.close)
+        for _ in self._askers:
+            self._questions.put(None)
+        for asker in self._askers:
+            asker.join(self._pattern.patience)
+        self._closed = True
+        self._mailbox.close()
+        for asker in self._askers:
+            asker.join(self._pattern.patience)
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    """Over those that are finite, if any is: one worker's model that is lost does not take the others with it."""
+    sound = [part for part in parts if bool(part.isfinite().all())] or parts
+    total = torch.zeros_like(parts[0], dtype=torch.float64)
+    for part in sound:
+        total += part
+    return (total / len(sound)).to(parts[0].dtype)
+
+
+def _say(rank: int, message: str) -> None:
+    sys.stderr.write(f"laconic: rank {rank}: {message}\n")  # in one piece: other workers write there too
+    sys.stderr.flush()

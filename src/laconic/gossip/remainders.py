@@ -1,0 +1,143 @@
+"""Letters between models that are nearly alike: of each value only a remainder goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import FrameError
+from laconic.gossip.letter import NO_POSITIONS, NotFiniteError, check_taken
+from laconic.gossip.vector import ModelVector, Topic
+from laconic.kernels.draws import hash_64
+from laconic.layout import add_on_host
+from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
+from laconic.wire import FrameShape, bucket_of
+
+_MARGIN = 1.5  # of what two models may be apart over what they are expected to be
+_CHANGE_WEIGHT = 1.5  # a peer's own change comes on top of this worker's
+_FADE = 0.8  # per exchange, of what was seen before
+_FIRST_SHARE = 1 / 128  # of the largest entry: what is expected before anything was seen
+_FINEST_SHARE = 2.0**-20  # of the largest entry: below that float32 has no finer steps
+
+
+class Remainder(NamedTuple):
+    """A question as it goes out, and what it was made of."""
+
+    message: Tensor
+    values: Tensor
+    told: Told
+
+
+class Remainders:
+    """Writes and reads letters about one group of the model each, and learns how far apart two models are.
+
+    A question tells remainders; its reader answers how far those are from its own values, in steps, and both move by
+    half of that, in opposite directions to the last bit.
+
+    reach: how far a block's entries were from a peer's at most, max(seen, 0.8 * reach), and twice as far as was allowed
+    for where that was not enough. Allowed for is 1.5 * max(reach, 1.5 * |x - last|), in 2^(bits-1) steps, where last is
+    the model after the last exchange (all ours).
+    """
+
+    def __init__(self, vector: ModelVector, residue: Residue, seed: int, rank: int) -> None:
+        self._vector, self._residue = vector, residue
+        self._draw = seed, rank
+        self._num_asked = 0
+        self.last = vector.read()
+        sizes = [group.num_entries for group in vector.groups]
+        self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
+        # A frame asks of its quantizer no more than these have: how long codes are, and their type.
+        self._questions = [FrameShape(n, n, 0, cast(Quantizer, residue)) for n in sizes]
+        self._answers = [FrameShape(n, n, 0, cast(Quantizer, residue.answer)) for n in sizes]
+
+    def ask(self, topic: Topic, values: Tensor) -> Remainder:
+        """A question about a group; its frame names it, where a session's would name a bucket."""
+        (k,) = topic
+        self._num_asked += 1
+        told = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_asked))
+        frame = self._questions[k].write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=k)
+        return Remainder(frame, values, told)
+
+    def _exponents(self, k: int, values: Tensor) -> Tensor:
+        """Those of steps with which a peer's values are expected to be within reach."""
+        change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self._last(k)))
+        reach, change = self.reach[k].numpy(), np.float32(_CHANGE_WEIGHT) * change
+        expected = np.maximum(change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size))
+        steps = np.maximum(np.float32(_MARGIN / self._residue.half_range) * expected, np.float32(_FINEST_SHARE) * size)
+        return exponents_for(torch.from_numpy(steps))
+
+    def question_bytes(self, topic: Topic) -> int:
+        """The length of a question."""
+        return self._questions[topic[0]].num_bytes
+
+    def answer_bytes(self, topic: Topic) -> int:
+        """The length of an answer."""
+        return self._answers[topic[0]].num_bytes
+
+    def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
+        """What a question says; FrameError, which names the peer, if nothing of it may be applied."""
+        k = bucket_of(message)
+        if not 0 <= k < len(self._questions):
+            raise FrameError(f"rank {peer} asked about part {k} of {len(self._questions)}")
+        told = self._residue.read(*_written(self._questions[k], message, k, peer), self._vector.count([k]))
+        if not 0 <= told.offset < 1:
+            raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
+        return [k], told
+
+    def reply(self, question: Told, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
+        (k,) = topic
+        if not kernels.all_finite(values):
+            return self._answers[k].write_overflow(values.device, step=0, bucket=k), None
+        way, compared = self._residue.compare(values, question)
+        self._learn(k, compared.peaks, question.exponents, values, way)
+        return self._answers[k].write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=k), way
+
+    def settle(self, topic: Topic, mine: Remainder, reply: Tensor, peer: int) -> Tensor:
+        """The way to the middle from the values that were told, after an answer; FrameError as above."""
+        (k,) = topic
+        count, exponents, answer = self._vector.count(topic), mine.told.exponents, self._residue.answer
+        compared = answer.read(*_written(self._answers[k], reply, k, peer), count)
+        if compared.offset != mine.told.offset:
+            raise FrameError(f"rank {peer} answered another question")
+        way = answer.way(compared, exponents, count)
+        self._learn(k, compared.peaks, exponents, mine.values, way)
+        return way
+
+    def _last(self, k: int) -> Tensor:
+        return self._vector.cut(self.last, [k])
+
+    def _learn(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
+        away, steps = peaks.numpy().astype(np.float32), steps_of(exponents).numpy()
+        seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
+        self.reach[k] = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach[k].numpy()))
+        add_on_host(values, way, out=self._last(k))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain tensors."""
+        return {"last": self.last.clone(), "reach": [reach.clone() for reach in self.reach], "asked": self._num_asked}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.last.copy_(saved["last"])
+        for reach, kept in zip(self.reach, saved["reach"], strict=True):
+            reach.copy_(kept)
+        self._num_asked = int(saved["asked"])
+
+
+def _offset_of(*numbers: int) -> float:
+    """One of 2^24 offsets in [0, 1), each as likely as the next."""
+    return (hash_64(*numbers) >> 40) / 2.0**24
+
+
+def _written(shape: FrameShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:
+    """(codes, scale) as a peer wrote them of a group."""
+    written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
+    if written is None:
+        raise NotFiniteError
+    return written

@@ -1,7 +1,0 @@
-"""Looking into a training run: which law its gradients follow, and what a threshold estimated from it is worth."""
-
-from laconic.inspect.fit import Fit, fit
-from laconic.inspect.run import Look, inspect
-from laconic.inspect.tail import tail
-
-__all__ = ["Fit", "Look", "fit", "inspect", "tail"]

@@ -1,0 +1,180 @@
+"""laconic bench: single parts, measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from laconic.errors import TaskError
+from laconic.measure.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_wire
+from laconic.measure.cli.job_options import add_job_options, job_of
+from laconic.measure.cli.launching import say
+from laconic.measure.cli.table import table
+from laconic.measure.inspect.unions import as_dicts, unions
+from laconic.measure.records import Recorder
+from laconic.measure.report import write_report
+from laconic.measure.tasks import TASKS
+from laconic.measure.train import Job
+from laconic.select import SCORES
+
+_OF_A_UNION = ("task", "model", "data", "batch", "lr", "momentum", "seed", "labels_per_worker")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic bench`."""
+    parser = commands.add_parser("bench", help="measure single parts")
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+
+    wire = parts.add_parser("wire", help="bits per index against the floor, and throughput of the code")
+    _add_size(wire, 10_000_000)
+    wire.set_defaults(run=run_wire)
+
+    select = parts.add_parser("select", help="selection against torch.topk, sampled selection and a copy")
+    _add_size(select, 25_000_000)
+    select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
+    _add_effort(select)
+    select.set_defaults(run=run_select)
+
+    _add_union(parts)
+
+    each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
+    _add_size(each, 10_000_000)
+    _add_effort(each)
+    each.set_defaults(run=run_kernels)
+
+
+def _add_union(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    union = parts.add_parser("union", help="size of the workers' union and a server's bytes against their number")
+    union.add_argument("--workers", default="2,4,8,16", metavar="M,M", help="how many, virtual (default 2,4,8,16)")
+    union.add_argument("--scores", default=",".join(SCORES), metavar="NAME,NAME", help="default all")
+    union.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    union.add_argument("--steps", type=int, default=12, metavar="N", help="of each run (default 12)")
+    union.add_argument("--out", type=Path, metavar="DIR", help="folder for records and a page of plots, report.html")
+    union.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_job_options(union, without=tuple(f.name for f in fields(Job) if f.name not in _OF_A_UNION))
+    union.set_defaults(run=run_union)
+
+
+def run_union(asked: argparse.Namespace) -> int:
+    """Measure unions."""
+    strange = [score for score in asked.scores.split(",") if score not in SCORES]
+    if strange:
+        raise TaskError(f"--scores has {strange[0]!r}; give some of {', '.join(SCORES)}")
+    try:
+        num_workers = [int(word) for word in asked.workers.split(",")]
+    except ValueError:
+        raise TaskError(f"--workers is {asked.workers!r}; give numbers with commas, as in 2,4,8") from None
+    job = job_of(asked, workers=max(num_workers), steps=asked.steps, out=None, json=False)
+    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": asked.rho}
+    what["batch"] = job.batch or TASKS[job.task].batch
+    with Recorder(asked.out) as records:
+        records.write("unions", **what)
+        found = as_dicts(
+            unions(job, asked.rho, asked.scores.split(","), num_workers, lambda said: say(f"laconic: {said}"))
+        )
+        for one in found:
+            records.write("union", **one)
+    if asked.out is not None:
+        say(f"laconic: wrote {write_report(asked.out)}")
+    if asked.json:
+        print(json.dumps({**what, "unions": found}))
+        return 0
+    head = ("score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in", "loss")
+    rows = [
+        (
+            one["score"], str(one["workers"]), f"{one['union']:.2f}", f"{one['independent']:.2f}",
+            f"{one['server_bytes_out']:,}", f"{one['server_bytes_in']:,}", f"{one['loss']:.3f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    print(table(head, rows))
+    return 0
+
+
+def _add_size(parser: argparse.ArgumentParser, n: int) -> None:
+    parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
+    parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+
+
+def _add_effort(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="in which all take turns (default 5)")
+
+
+def _check(asked: argparse.Namespace) -> None:
+    if asked.n < 1 or asked.n >= 2**31:
+        raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
+    if not 0 < asked.rho <= 1:
+        raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+    if getattr(asked, "rounds", 1) < 1:
+        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    threads = getattr(asked, "threads", None)
+    if threads is not None:
+        if threads < 1:
+            raise TaskError(f"--threads is {threads}; give 1 or more")
+        torch.set_num_threads(threads)
+
+
+def run_wire(asked: argparse.Namespace) -> int:
+    """Measure the index code."""
+    _check(asked)
+    found = bench_wire(asked.n, asked.rho, asked.device)
+    if asked.json:
+        print(json.dumps(asdict(found)))
+    else:
+        over = found.bits_per_index / found.floor_bits - 1 if found.floor_bits else 0.0
+        print(
+            f"{found.codec}, {found.k:,} of {found.n:,}: {found.bits_per_index:.3f} bits an index "
+            f"({100 * over:.1f} % over the floor of {found.floor_bits:.3f}); "
+            f"encode {found.encode_gb_per_s:.2f} GB/s, decode {found.decode_gb_per_s:.2f} GB/s of 4-byte positions; "
+            f"round trip {'exact' if found.exact else 'WRONG'}"
+        )
+    return 0 if found.exact else 1
+
+
+def run_select(asked: argparse.Namespace) -> int:
+    """Measure selection."""
+    _check(asked)
+    dists = list(DISTRIBUTIONS) if asked.dist == "all" else [asked.dist]
+    found = [bench_select(asked.n, asked.rho, dist, asked.device, asked.rounds) for dist in dists]
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        one = found[0]
+        where = f"{one.threads} threads" if asked.device == "cpu" else torch.cuda.get_device_name()
+        print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
+        head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
+        rows = [
+            (
+                one.dist, f"{one.ms['withdraw']:.3f}", f"{one.speedup_topk:.1f}", f"{one.speedup_sampled:.1f}",
+                f"{one.over_copy:.2f}", f"{one.over_floor:.2f}", f"{one.passes:.2f}",
+                "exact" if one.exact else "WRONG",
+            )
+            for one in found
+        ]  # fmt: skip
+        print(table(head, rows))
+    return 0 if all(one.exact for one in found) else 1
+
+
+def run_kernels(asked: argparse.Namespace) -> int:
+    """Measure every kernel."""
+    _check(asked)
+    found = bench_kernels(asked.n, asked.rho, asked.device, asked.rounds)
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        print(f"{asked.n:,} entries, share {asked.rho:g}, {found[0].backend} kernels")
+        rows = [
+            (one.kernel, f"{one.ms:.3f}", f"{one.speedup:.1f}", f"{one.over_copy:.2f}", f"{one.over_floor:.2f}")
+            for one in found
+        ]
+        print(table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows))
+    return 0

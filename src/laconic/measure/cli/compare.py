@@ -1,0 +1,145 @@
+"""laconic compare: the same job under several schemes, a table, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from laconic.errors import TaskError
+from laconic.measure.cli.job_options import add_job_options, job_of
+from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
+from laconic.measure.cli.setting import setting
+from laconic.measure.cli.sweep import sweep, sweep_spec
+from laconic.measure.cli.table import number, table
+from laconic.measure.cli.train import check_before_launch
+from laconic.measure.compare import Comparison, compare, round_of
+from laconic.measure.lab import LabSpec
+from laconic.measure.records import Recorder, to_json
+from laconic.measure.report import write_report
+from laconic.measure.train import Job
+from laconic.recipes import parse
+
+_DEFAULT = ("dense", "bf16", "topk:rho=0.01")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic compare`."""
+    parser = commands.add_parser(
+        "compare",
+        help="train the same job under several schemes and print a table",
+        description="Run the same job, with the same seeds, under each scheme. "
+        "Speed-up is by training time to the target accuracy. With --out, DIR/report.html shows it all.",
+    )
+    parser.add_argument(
+        "--scheme", action="append", metavar="NAME", help=f"a scheme; repeat it (default {', '.join(_DEFAULT)})"
+    )
+    parser.add_argument(
+        "--target", type=float, metavar="X", help="accuracy to time (default: dense's final accuracy less one point)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
+    )
+    parser.add_argument(
+        "--suite", choices=("links",), help="links: step times at 10mbit, 100mbit, 1gbit and none, instead of accuracy"
+    )
+    add_lab_options(parser)
+    add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Train under each scheme in turn, round after round, then print the table."""
+    schemes = [str(parse(text)) for text in asked.scheme or _DEFAULT]
+    if len(set(schemes)) < len(schemes):
+        raise TaskError("a scheme is given twice; give each once")
+    if asked.target is not None and not 0 < asked.target <= 1:
+        raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
+    if asked.rounds < 1:
+        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    job = job_of(asked, scheme=schemes[0], json=False, quiet=True, no_checkpoint=True)
+    spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
+    if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
+        raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
+    check_before_launch(job, num_workers(job, spec))
+    with _folder(job.out) as out:
+        if asked.suite is not None:
+            printed = sweep(job, schemes, out, asked)
+        else:
+            _run_all(job, schemes, asked.rounds, out, spec)
+            bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
+            found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
+            with Recorder(out) as records:
+                what = setting(job, spec, rounds=asked.rounds, steps=found.steps, target=found.target)
+                records.write("comparison", **what)
+                for row in found.rows:
+                    records.write("row", **row.as_dict())
+            printed = to_json(found.as_dict()) if asked.json else _text(found)
+        if job.out is not None:
+            print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
+    print(printed, flush=True)
+    return 0
+
+
+def _run_all(job: Job, schemes: list[str], rounds: int, out: Path, spec: LabSpec | None) -> None:
+    with launcher(spec) as start:
+        for turn in range(1, rounds + 1):
+            for place, scheme in enumerate(schemes, 1):
+                print(
+                    f"laconic: {scheme} ({place} of {len(schemes)}, round {turn} of {rounds})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                start(replace(job, scheme=scheme, out=round_of(out, scheme, turn)))
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """--out, or one that goes when all is said."""
+    if out is not None:
+        yield out
+    else:
+        with tempfile.TemporaryDirectory(prefix="laconic-") as scratch:
+            yield Path(scratch)
+
+
+def _text(found: Comparison) -> str:
+    in_lab = any(row.link_bytes_out is not None for row in found.rows)
+    head = [
+        "scheme",
+        "accuracy",
+        f"s to {100 * found.target:.1f} %",
+        "step ms",
+        "quartiles",
+        "select+encode",
+        "bytes out/step",
+        "in/step",
+    ]
+    head += ["on the link", "link use"] if in_lab else []
+    unions = any(row.union is not None for row in found.rows)
+    served = any(row.server_bytes_out is not None for row in found.rows)
+    head += ["|U|/k"] * unions + ["servers out/step"] * served
+    gossips = any(row.worst_accuracy is not None for row in found.rows)
+    last = ["ratio", "vs dense", "vs bf16", *(["worst replica", "apart"] if gossips else [])]
+    rows = []
+    for row in found.rows:
+        first, third = row.step_ms_quartiles
+        accuracy = f"{100 * row.accuracy:.2f} %" if row.diverged_at is None else f"diverged at step {row.diverged_at}"
+        cells = [row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
+        preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
+        cells += [f"{first:.0f}-{third:.0f}", number(preparing, ".1f", " %")]
+        cells += [f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
+        if in_lab:
+            use = None if row.link_use is None else 100 * row.link_use
+            cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]
+        cells += [number(row.union, ".2f")] * unions + [number(row.server_bytes_out, ",")] * served
+        cells += [number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")]
+        if gossips:
+            worst, apart = row.worst_accuracy, row.consensus_distance
+            cells += [number(worst and 100 * worst, ".2f", " %"), number(apart and 100 * apart, ".2f", " %")]
+        rows.append(cells)
+    return table([*head, *last], rows)

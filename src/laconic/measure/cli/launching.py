@@ -1,0 +1,76 @@
+"""Where a job runs: worker processes on this machine, or one worker on each host of a lab."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from laconic.errors import LabError, LaunchError
+from laconic.measure.cli.lab import add_spec, spec_of
+from laconic.measure.lab import Lab, LabSpec, noted_signals
+from laconic.measure.lab import run as run_in_lab
+from laconic.measure.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic.measure.train.result import Result
+
+Launcher = Callable[[Job], int]  # 0, or DIVERGED
+_AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'
+
+
+def add_lab_options(parser: argparse.ArgumentParser) -> None:
+    """--hosts, --link and --link-of: run in a lab."""
+    add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
+
+
+def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
+    """The lab that was asked for, if any."""
+    if asked.hosts is None:
+        if asked.link or asked.link_of:
+            raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
+        return None
+    if getattr(asked, "in_process", False):
+        raise LabError("--in-process has no hosts; leave --hosts out")
+    if hasattr(asked, "workers"):
+        raise LabError("--hosts puts one worker on each host; leave --workers out")
+    return spec_of(asked)
+
+
+def num_workers(job: Job, spec: LabSpec | None) -> int:
+    """How many workers a job has: one on each host that does not serve, or as many as it says."""
+    if spec is not None and spec.hosts <= job.servers:
+        raise LabError(f"{spec.hosts} hosts are no more than --servers {job.servers}; give --hosts more than that")
+    return spec.hosts - job.servers if spec else job.workers
+
+
+@contextmanager
+def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda result: None) -> Iterator[Launcher]:
+    """A way to run jobs; the lab, if it is one, lives as long as the block.
+
+    `tell` is for results of jobs that run in this process; workers tell their own.
+    """
+    if spec is None:
+        yield lambda job: work_in_process(job, tell, say) if job.in_process else launch(job)
+        return
+    with noted_signals() as signals, Lab.create(spec) as lab:
+        yield lambda job: _launch_on_hosts(lab, job, signals)
+
+
+def say(text: str) -> None:
+    """Talk, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
+    """One rank on each host, servers first; only the worker that leads prints results."""
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(lab.hosts)))}
+    command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
+    code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
+    if signals:
+        raise KeyboardInterrupt
+    if code and code != DIVERGED:
+        raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
+    return code

@@ -1,0 +1,92 @@
+"""laconic train: one task under one scheme."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from laconic.errors import LaconicError, TaskError
+from laconic.measure.cli.job_options import add_job_options, job_of
+from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
+from laconic.measure.records import make_writable, to_json
+from laconic.measure.tasks import TASKS
+from laconic.measure.train import Job, is_worker, work
+from laconic.measure.train.checkpoint import load_checkpoint
+from laconic.measure.train.result import Result, beside_dense
+from laconic.measure.train.resume import check_resume
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic train`."""
+    parser = commands.add_parser(
+        "train",
+        help="train a task under a scheme, on this machine or under torchrun",
+        description="Train a task under a scheme. Starts its own workers; under torchrun it is one of them.",
+    )
+    add_lab_options(parser)
+    add_job_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Start the workers, or be one."""
+    job = job_of(asked)
+    if not is_worker():
+        if job.servers and not job.asks_servers:
+            raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
+        spec = lab_spec(asked)
+        check_before_launch(job, num_workers(job, spec))
+        with launcher(spec, lambda result: _tell(result, job)) as start:
+            return start(job)
+    try:
+        return work(job, lambda result: _tell(result, job))
+    except Exception as error:
+        # One line from each worker that fails; the launcher says which was first.
+        first_line = next(iter(str(error).splitlines()), "")
+        cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {first_line}"
+        print(f"laconic: rank {os.environ['RANK']}: {cause}", file=sys.stderr, flush=True)
+        if os.environ.get("LACONIC_TRACEBACK"):
+            raise
+        return 1
+
+
+def check_before_launch(job: Job, num_workers: int) -> None:
+    """Find what is missing before any worker starts, so that it is said once."""
+    data = TASKS[job.task].load(job.data)
+    if job.out is None:
+        return
+    if job.resume:
+        check_resume(job, job.num_steps(len(data.train_targets), num_workers), *load_checkpoint(job.out, mapped=True))
+    make_writable(job.out)
+
+
+def _tell(result: Result, job: Job) -> None:
+    if not job.quiet:
+        print(to_json(result.as_dict()) if job.json else _text(result), flush=True)
+    if result.diverged_at is not None:
+        print(
+            f"laconic: {result.scheme} diverged: from step {result.diverged_at} on its loss is no number; "
+            "try a smaller --lr or --momentum",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _text(result: Result) -> str:
+    split = ", ".join(f"{name} {ms:.1f}" for name, ms in result.split_ms.items())
+    ratio = f", {beside} than dense fp32" if (beside := beside_dense(result.ratio)) else ""
+    return (
+        f"{result.scheme}: accuracy {100 * result.accuracy:.2f} %, loss {result.loss:.4f} after {result.steps} steps "
+        f"in {result.seconds:.1f} s; {result.step_ms:.1f} ms a step ({split}); "
+        f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}{_served_text(result)}"
+    )
+
+
+def _served_text(result: Result) -> str:
+    """What there is to say of a server."""
+    told = [f"|U|/k {result.union:.2f}"] if result.union is not None else []
+    if result.server_bytes_out is not None:
+        told.append(f"{result.server_bytes_out:,} bytes out of servers")
+    told += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
+    return "".join(f"; {text}" for text in told)

@@ -1,0 +1,170 @@
+"""The same job under several schemes, held side by side; it reads nothing but records."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from laconic.measure import records
+
+_MARGIN = 0.01  # the default target lies one point under the reference's final accuracy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scheme's figures beside the others'; medians over rounds, bytes per worker and step."""
+
+    scheme: str
+    folder: str
+    accuracy: float
+    seconds_to_target: float | None  # training time until an evaluation reached the target; None if a round's did not
+    step_ms: float
+    step_ms_quartiles: tuple[float, float]
+    split_ms: dict[str, float]
+    bytes_out: int
+    bytes_in: int
+    link_bytes_out: int | None  # what the network interface counted for the same steps
+    link_bytes_in: int | None
+    link_use: float | None  # share of the link's rate used while exchanging
+    ratio: float | None
+    worst_accuracy: float | None  # of gossip's replicas; `accuracy` is that of their mean
+    consensus_distance: float | None  # between them, before the last average
+    speedup: float | None  # of time to target, against dense
+    speedup_bf16: float | None
+    diverged_at: int | None  # the step from which on some round's loss was no number
+    union: float | None = None  # |U|/k at a server
+    server_bytes_out: int | None = None  # of dedicated servers, a step: as their interfaces saw it, or as counted
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, and the accuracy they were timed to."""
+
+    target: float
+    steps: int
+    rows: tuple[Row, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"target": self.target, "steps": self.steps, "rows": [row.as_dict() for row in self.rows]}
+
+
+def folder_of(scheme: str) -> str:
+    """The name of a scheme's folder within a comparison's."""
+    return re.sub(r"[^\w.=-]+", "_", scheme)
+
+
+def round_of(out: Path, scheme: str, number: int) -> Path:
+    """Where the records of one run lie."""
+    return out / folder_of(scheme) / f"round-{number}"
+
+
+def compare(
+    out: Path, schemes: Sequence[str], rounds: int, target: float | None = None, link_bits_per_s: int | None = None
+) -> Comparison:
+    """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
+    runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
+    if target is None:
+        sound = {scheme: of for scheme, of in runs.items() if _diverged_at(of) is None} or runs
+        accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in sound.items()}
+        target = accuracies.get("dense", max(accuracies.values())) - _MARGIN
+    times = {scheme: _median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
+    rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
+    steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
+    return Comparison(target, steps, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's records."""
+
+    result: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """The records of one folder."""
+        facts = list(records.read(folder))
+        by_kind = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")}
+        steps = by_kind["step"][records.WARM_UP_STEPS :] or by_kind["step"]
+        return cls(by_kind["result"][-1], steps, by_kind["eval"])
+
+    def seconds_to(self, target: float) -> float | None:
+        """Training time until an evaluation reached the target; the one before any training does not count."""
+        if self.result["diverged_at"] is not None:
+            return None
+        trained = (fact for fact in self.evaluations if fact["step"] > 0)
+        return next((float(fact["seconds"]) for fact in trained if fact["accuracy"] >= target), None)
+
+
+def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_bits_per_s: int | None) -> Row:
+    step_ms = [fact["ms"] for run in runs for fact in run.steps]
+    split = {
+        name: statistics.median(run.result["split_ms"][name] for run in runs) for name in runs[0].result["split_ms"]
+    }
+    first, steps = runs[0].result, runs[0].result["steps"]
+    per_step = {
+        name: round(first[name] / steps) if first[name] is not None else None
+        for name in ("bytes_out", "bytes_in", "link_bytes_out", "link_bytes_in")
+    }
+    served = first.get("server_link_bytes_out") or first.get("server_bytes_out")
+    return Row(
+        scheme=scheme,
+        folder=folder_of(scheme),
+        accuracy=statistics.median(run.result["accuracy"] for run in runs),
+        seconds_to_target=times[scheme],
+        step_ms=statistics.median(step_ms),
+        step_ms_quartiles=quartiles(step_ms),
+        split_ms=split,
+        bytes_out=per_step["bytes_out"] or 0,
+        bytes_in=per_step["bytes_in"] or 0,
+        link_bytes_out=per_step["link_bytes_out"],
+        link_bytes_in=per_step["link_bytes_in"],
+        link_use=_link_use(runs, link_bits_per_s),
+        ratio=first["ratio"],
+        worst_accuracy=_median([run.result.get("worst_accuracy") for run in runs]),
+        consensus_distance=_median([run.result.get("consensus_distance") for run in runs]),
+        speedup=_quotient(times.get("dense"), times[scheme]),
+        speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
+        diverged_at=_diverged_at(runs),
+        union=first.get("union"),
+        server_bytes_out=round(served / steps) if served is not None else None,
+    )
+
+
+def _diverged_at(runs: Sequence[Run]) -> int | None:
+    return min((run.result["diverged_at"] for run in runs if run.result["diverged_at"] is not None), default=None)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def _link_use(runs: Sequence[Run], link_bits_per_s: int | None) -> float | None:
+    if runs[0].result.get("worst_accuracy") is not None:
+        return None  # gossip talks while it trains, so for how long is not known
+    steps = [fact for run in runs for fact in run.steps]
+    sent_bits = 8 * sum(fact.get("link_bytes_out", 0) for fact in steps)
+    exchange_s = sum(fact["exchange_ms"] for fact in steps) / 1e3
+    return sent_bits / exchange_s / link_bits_per_s if sent_bits and exchange_s and link_bits_per_s else None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """The median where all rounds have a value; a target that some round missed is not reached."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if len(found) == len(values) else None
+
+
+def _quotient(reference: float | None, here: float | None) -> float | None:
+    return reference / here if reference is not None and here else None

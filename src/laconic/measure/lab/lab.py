@@ -1,0 +1,152 @@
+"""A lab: hosts as network namespaces, each on a shaped link to one switch."""
+
+from __future__ import annotations
+
+import secrets
+from types import TracebackType
+
+from laconic.errors import LabError
+from laconic.measure.lab import iproute, register
+from laconic.measure.lab.host import INTERFACE, Host
+from laconic.measure.lab.spec import LabSpec, Link
+
+_MASTER_PORT = "29500"  # torchrun's own default; always free on a host that is new
+
+
+class Lab:
+    """Hosts that exist now; leaving the `with` block removes them and every process on them."""
+
+    def __init__(self, entry: register.Entry) -> None:
+        self.id = entry.id
+        self.owner = entry.owner
+        self._entry = entry
+        self._names = register.DIRECTORY / f"{self.id}.hosts"
+        # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
+        # lab's, so that all labs may use the same addresses.
+        self.switch = f"laconic-{self.id}-switch"
+        self.hosts = tuple(self._host(index) for index in range(len(entry.links)))
+
+    @classmethod
+    def create(cls, spec: LabSpec, *, standing: bool = False) -> Lab:
+        """Make the hosts, after removing labs whose process is gone; a standing lab outlives this process."""
+        iproute.require()
+        remove_abandoned()
+        owner = None if standing else register.Process.current()
+        lab = cls(register.Entry(secrets.token_hex(3), tuple(str(link) for link in spec.links), owner))
+        try:
+            lab._make()
+        except BaseException:
+            lab.close()
+            raise
+        return lab
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def is_standing(self) -> bool:
+        return self.owner is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the process that made the lab has ended without removing it."""
+        return self.owner is not None and not self.owner.is_alive
+
+    def host(self, index: int) -> Host:
+        """Host `index`, or an error that says which there are."""
+        if not 0 <= index < len(self.hosts):
+            raise LabError(f"there is no host {index}; the hosts are 0 to {len(self.hosts) - 1}")
+        return self.hosts[index]
+
+    def pids(self) -> list[int]:
+        """The processes on its hosts."""
+        return [pid for host in self.hosts for pid in iproute.pids(host.namespace)]
+
+    def cut(self, index: int) -> None:
+        """Pull the host's cable: its packets are lost both ways until `heal`."""
+        iproute.ip("-n", self.switch, "link", "set", self.host(index).name, "down")
+
+    def heal(self, index: int) -> None:
+        """Put the host's cable back."""
+        iproute.ip("-n", self.switch, "link", "set", self.host(index).name, "up")
+
+    def close(self) -> None:
+        """End all processes on the hosts and remove what `create` made; a second call does nothing."""
+        for host in self.hosts:
+            host.kill()
+        for namespace in (*(host.namespace for host in self.hosts), self.switch):
+            iproute.delete(namespace)
+        self._names.unlink(missing_ok=True)
+        self._entry.remove()
+
+    def _host(self, index: int) -> Host:
+        first, address = "10.77.0.1", f"10.77.0.{index + 1}"
+        variables = {
+            "LACONIC_HOST": str(index),
+            "LACONIC_HOSTS": str(len(self._entry.links)),
+            "MASTER_ADDR": first,
+            "MASTER_PORT": _MASTER_PORT,
+            # torchrun takes the value of an option that is not given from PET_<OPTION>.
+            "PET_NNODES": str(len(self._entry.links)),
+            "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": first,
+            "PET_MASTER_PORT": _MASTER_PORT,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            # NCCL would see one machine in all hosts and pass the links by, through shared memory.
+            "NCCL_HOSTID": f"laconic-{self.id}-{index}",
+        }
+        link = Link.parse(self._entry.links[index])
+        return Host(index, f"laconic-{self.id}-{index}", address, link, self.switch, self._names, variables)
+
+    def _make(self) -> None:
+        self._entry.write()
+        # TCPStore looks its peers up by the IPv6 form of their address.
+        names = [f"{form}{host.address} {host.name}" for host in self.hosts for form in ("", "::ffff:")]
+        self._names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""]))
+        for namespace in (self.switch, *(host.namespace for host in self.hosts)):
+            iproute.ip("netns", "add", namespace)
+        iproute.ip_batch(
+            self.switch,
+            ["link add bridge type bridge mcast_snooping 0", *_switch_on("bridge")],
+        )
+        for host in self.hosts:
+            self._plug_in(host)
+
+    def _plug_in(self, host: Host) -> None:
+        iproute.ip_batch(
+            self.switch,
+            [
+                f"link add {host.name} type veth peer name {INTERFACE} netns {host.namespace}",
+                f"link set {host.name} master bridge",
+                *_switch_on(host.name),
+            ],
+        )
+        iproute.ip_batch(
+            host.namespace,
+            ["link set lo up", f"address add {host.address}/24 dev {INTERFACE}", *_switch_on(INTERFACE)],
+        )
+        # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
+        iproute.tc_batch(host.namespace, [f"qdisc add dev {INTERFACE} root {host.link.queue}"])
+        iproute.tc_batch(self.switch, [f"qdisc add dev {host.name} root {host.link.queue}"])
+
+
+def _switch_on(device: str) -> list[str]:
+    """No IPv6 address, and so none of its neighbour talk: an idle link counts 0 bytes."""
+    return [f"link set {device} addrgenmode none", f"link set {device} up"]
+
+
+def labs() -> list[Lab]:
+    """Every lab on this machine, abandoned ones too."""
+    iproute.require()
+    return [Lab(entry) for entry in register.entries()]
+
+
+def remove_abandoned() -> list[str]:
+    """Remove the labs whose process has ended (kill -9), and nothing else; their ids."""
+    gone = [lab for lab in labs() if lab.is_abandoned]
+    for lab in gone:
+        lab.close()
+    return [lab.id for lab in gone]

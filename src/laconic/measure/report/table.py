@@ -1,0 +1,105 @@
+"""The table: one row per scheme, the best of each column marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from laconic.measure.report.facts import Facts, Row
+from laconic.measure.report.markup import brief_percent, number, percent, quartiles, scroll_box, text
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column; neighbours of one group share a head."""
+
+    group: str
+    head: str
+    value: Callable[[Row], float | None]
+    form: Callable[[float | None], str]
+    best: Callable[[list[float]], float] | None = None
+    below: Callable[[Row], str] | None = None  # a second, smaller line
+    is_lab: bool = False  # means nothing outside a lab
+
+
+def _columns(target: float | None) -> list[_Column]:
+    def whole(value: float | None) -> str:
+        return number(value, ",.0f")
+
+    def tenth(value: float | None) -> str:
+        return number(value, ",.1f")
+
+    def times(value: float | None) -> str:
+        return number(value, ".2f", "x")
+
+    to_target = "s to target" if target is None else f"s to {brief_percent(target)}"
+    return [
+        _Column("", "accuracy", lambda row: row.accuracy, percent, max),
+        _Column("", to_target, lambda row: row.seconds_to_target, tenth, min),
+        _Column("", "step ms", lambda row: row.step_ms, tenth, min, lambda row: quartiles(row.step_ms_quartiles)),
+        _Column("bytes out per step", "counted", lambda row: row.bytes_out, whole, min),
+        _Column("bytes out per step", "interface", lambda row: row.link_bytes_out, whole, min, _more_out, True),
+        _Column("bytes in per step", "counted", lambda row: row.bytes_in, whole, min),
+        _Column("bytes in per step", "interface", lambda row: row.link_bytes_in, whole, min, _more_in, True),
+        _Column("", "ratio", lambda row: row.ratio, lambda value: number(value, ",.1f", "x"), max),
+        _Column("speed-up vs", "dense", lambda row: row.speedup, times, max),
+        _Column("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),
+        _Column("", "link use", lambda row: row.link_use, percent, None, None, True),
+    ]
+
+
+def _more_out(row: Row) -> str:
+    return _more(row.link_bytes_out, row.bytes_out)
+
+
+def _more_in(row: Row) -> str:
+    return _more(row.link_bytes_in, row.bytes_in)
+
+
+def _more(seen: float | None, counted: float) -> str:
+    """What the interface saw beyond what was counted."""
+    return number(100 * (seen / counted - 1) if seen is not None and counted else None, "+.1f", " %")
+
+
+def table(facts: Facts) -> str:
+    """Every scheme's figures side by side."""
+    columns = [c for c in _columns(facts.setting.target) if facts.setting.hosts is not None or not c.is_lab]
+    lines = []
+    best = [_best(column, facts.rows) for column in columns]
+    for row in facts.rows:
+        cells = "".join(_cell(column, row, mark) for column, mark in zip(columns, best, strict=True))
+        diverged = "" if row.diverged_at is None else f"<small>diverged at step {text(row.diverged_at)}</small>"
+        lines.append(f'<tr><th scope="row">{text(row.scheme)}{diverged}</th>{cells}</tr>')
+    return scroll_box("Every scheme", f"<table>{_head(columns)}<tbody>\n" + "\n".join(lines) + "\n</tbody></table>")
+
+
+def _best(column: _Column, rows: Sequence[Row]) -> float | None:
+    """The best value; what sends nothing is a bound, not a contestant, and what diverged is neither."""
+    values = [value for row in rows if _competes(row) and (value := column.value(row)) is not None]
+    return column.best(values) if column.best and len(set(values)) > 1 else None
+
+
+def _competes(row: Row) -> bool:
+    return row.bytes_out > 0 and row.diverged_at is None
+
+
+def _cell(column: _Column, row: Row, best: float | None) -> str:
+    value = column.value(row)
+    shown = text(column.form(value))
+    if value is not None and value == best and _competes(row):
+        shown = f"<strong>{shown}</strong>"
+    below = f"<small>{text(column.below(row))}</small>" if column.below and value is not None else ""
+    return f"<td>{shown}{below}</td>"
+
+
+def _head(columns: Sequence[_Column]) -> str:
+    upper, lower = ['<th scope="col" rowspan="2">scheme</th>'], []
+    for group, members in groupby(columns, lambda column: column.group):
+        heads = [text(column.head) for column in members]
+        if group:
+            upper.append(f'<th scope="colgroup" colspan="{len(heads)}">{text(group)}</th>')
+            lower += [f'<th scope="col">{head}</th>' for head in heads]
+        else:
+            upper += [f'<th scope="col" rowspan="2">{head}</th>' for head in heads]
+    return f"<thead><tr>{''.join(upper)}</tr><tr>{''.join(lower)}</tr></thead>"

@@ -1,0 +1,121 @@
+"""One worker's part in a job, whatever carries its gradients: model, optimizer, and the examples of each step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from laconic.errors import TaskError
+from laconic.exchange import Server
+from laconic.measure.tasks import TASKS, Data
+from laconic.measure.tasks.task import shard
+from laconic.measure.train.job import Job
+from laconic.memory import MomentumResidual
+from laconic.recipes import parse
+from laconic.scheme import Scheme
+from laconic.torch_hook import TorchHook
+
+_WEIGHT_DECAY = 1e-4
+_WARM_UP_SHARE = 0.05
+_EVAL_BATCH = 100
+_VOTE_LR = 1e-3  # of sparse-sign's authors
+_CPU = torch.device("cpu")
+
+
+class Course:
+    """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
+
+    def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
+        self._job, self.data, self._rank = job, data, rank
+        self._task = TASKS[job.task]
+        self.batch = job.batch or self._task.batch
+        momentum = self._task.momentum if job.momentum is None else job.momentum
+        self._lr, self._momentum = _carried(parse(job.scheme), job.lr, self._task.lr, momentum)
+        self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
+        if self.batch > len(self._mine):
+            raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
+        self.num_steps = job.num_steps(len(data.train_targets), num_workers)
+        self._shuffled = (-1, self._mine)  # the number of a walk over them, and their order in it
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The task's model, drawn from torch's own generator."""
+        model = self._task.model(self._job.model, self.data).to(device)
+        # Channels last makes the convolutions here two to three times faster on a CPU.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Plain SGD over the model's parameters; `set_rate_` before each step gives it the step's rate."""
+        return torch.optim.SGD(model.parameters(), lr=self._lr, momentum=self._momentum, weight_decay=_WEIGHT_DECAY)
+
+    def set_rate_(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give the optimizer the learning rate of a step."""
+        for group in optimizer.param_groups:
+            group["lr"] = self._lr * _schedule(step, self.num_steps)
+
+    def examples(self, step: int, device: torch.device = _CPU) -> tuple[Tensor, Tensor]:
+        """This worker's inputs and targets at a step: a walk over its share, shuffled anew each time round.
+
+        Inputs go to the device as they are stored, and are prepared there: for 32 images a CPU takes a millisecond.
+        """
+        batches_per_round = max(1, len(self._mine) // self.batch)
+        turn, place = divmod(step, batches_per_round)
+        if self._shuffled[0] != turn:
+            shuffle = _generator(self._job.seed, self._rank, turn)
+            self._shuffled = turn, self._mine[torch.randperm(len(self._mine), generator=shuffle)]
+        chosen = self._shuffled[1][place * self.batch :][: self.batch]
+        inputs = self.data.prepare(self.data.train_inputs.index_select(0, chosen).to(device))
+        if self.data.augment is not None:
+            inputs = self.data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
+        return inputs, self.data.train_targets.index_select(0, chosen).to(device)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, over the places of a sequence too."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def score(model: nn.Module, data: Data, device: torch.device, place: int = 0, num_places: int = 1) -> list[float]:
+    """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    model.eval()
+    for start in range(place * _EVAL_BATCH, len(data.test_targets), num_places * _EVAL_BATCH):
+        part = slice(start, start + _EVAL_BATCH)
+        targets = data.test_targets[part].to(device)
+        logits = model(data.prepare(data.test_inputs[part].to(device)))
+        right = (logits.argmax(-1) == targets).sum()
+        sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
+    model.train()
+    return sums.tolist()
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """A generator of its own for each tuple of numbers."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Linear warm-up over the first twentieth, then a cosine down to zero."""
+    warm_up = max(1, round(_WARM_UP_SHARE * num_steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
+
+
+def _carried(scheme: Scheme | TorchHook, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
+    """(lr, momentum) of the optimizer.
+
+    Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in
+    every entry: it takes no momentum, and then SGD's weight decay is decoupled, w -= lr*(vote + decay*w).
+    """
+    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server) and scheme.exchange.votes:
+        return asked_lr or _VOTE_LR, 0.0
+    lr = asked_lr or lr
+    if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
+        return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
+    return lr, momentum

@@ -1,0 +1,132 @@
+"""What is asked of a training run; each field is an option of the command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import TaskError
+from laconic.exchange import Gossip, Server, Silent
+from laconic.measure.tasks import TASKS
+from laconic.recipes import parse
+from laconic.scheme import Scheme
+from laconic.server.serve import TIMEOUT_S
+
+DEFAULT_STEPS = 300
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run."""
+
+    task: str = _option("fashion-mnist", f"what to train: {', '.join(TASKS)}")
+    model: str | None = _option(None, "one of the task's models (cifar10: resnet20, resnet8)")
+    data: Path | None = _option(None, "folder or file of the data; fashion-mnist has a slice built in")
+    scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`")
+    workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
+    servers: int = _option(0, "more processes, or hosts of --hosts, that hold no data and answer for a server scheme")
+    server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
+    steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
+    epochs: float | None = _option(None, "passes over the data, instead of --steps")
+    batch: int | None = _option(None, "examples per worker and step")
+    lr: float | None = _option(None, "peak learning rate; it warms up, then falls as a cosine")
+    momentum: float | None = _option(None, "the optimizer's; a scheme that carries momentum takes its place")
+    seed: int = _option(0, "seed of weights, data order and everything drawn")
+    labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
+    flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
+    in_process: bool = _option(False, "virtual workers in this process, to study many; times are of all together")
+    eval_every: int = _option(25, "steps between evaluations; their time is not counted")
+    backend: str = _option("gloo", "gloo or nccl")
+    device: str = _option("cpu", "cpu or cuda")
+    out: Path | None = _option(None, "folder for records and checkpoints")
+    no_checkpoint: bool = _option(False, "write records alone to --out")
+    resume: bool = _option(False, "continue from the checkpoint in --out")
+    tensorboard: bool = _option(False, "also write TensorBoard events to --out")
+    quiet: bool = _option(False, "print no result on stdout")
+    json: bool = _option(False, "print the result as one JSON object, as the last line on stdout")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
+        for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every", "server_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
+        self._check_workers()
+        if not 0 <= self.seed < 2**63:
+            raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
+        if self.task not in TASKS:
+            raise TaskError(f"no task is called {self.task!r}; give one of {', '.join(TASKS)}")
+        if self.model is not None and self.model not in TASKS[self.task].models:
+            raise TaskError(f"task {self.task} has no model {self.model!r}; give {', '.join(TASKS[self.task].models)}")
+        if self.steps is not None and self.epochs is not None:
+            raise TaskError("--steps and --epochs say the same thing twice; give one")
+        if self.backend not in ("gloo", "nccl"):
+            raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
+        if self.device not in ("cpu", "cuda"):
+            raise TaskError(f"--device is {self.device!r}; give cpu or cuda")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise TaskError("--backend nccl needs --device cuda")
+        if self.out is None and (self.resume or self.tensorboard):
+            raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def _check_workers(self) -> None:
+        if self.servers < 0:
+            raise TaskError(f"--servers is {self.servers}; give 0 or more")
+        if not 0 <= self.flipped <= self.workers:
+            raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
+        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers or self.tensorboard):
+            raise TaskError(
+                "--in-process runs on the CPU from its first step, with no more --servers than --workers and without "
+                "--tensorboard"
+            )
+        if self.in_process and (self.is_gossip or isinstance(getattr(parse(self.scheme), "exchange", None), Silent)):
+            raise TaskError(
+                f"{self.scheme} trains a model on each worker; leave --in-process out, or give another scheme"
+            )
+
+    @cached_property  # launchers ask many times a second, and reading a scheme takes a millisecond
+    def asks_servers(self) -> bool:
+        """Whether the servers of this job have something to do."""
+        scheme = parse(self.scheme)
+        return self.servers > 0 and isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
+
+    @cached_property
+    def is_gossip(self) -> bool:
+        """Whether each worker trains a model of its own."""
+        scheme = parse(self.scheme)
+        return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
+
+    def num_steps(self, num_examples: int, num_workers: int) -> int:
+        """The steps to train in all."""
+        if self.epochs is None:
+            return self.steps or DEFAULT_STEPS
+        batch = self.batch or TASKS[self.task].batch
+        return max(1, round(self.epochs * num_examples / (batch * num_workers)))
+
+    def facts(self) -> dict[str, Any]:
+        """The job as plain values, for the records."""
+        return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that make this job again."""
+        words = []
+        for option in fields(self):
+            value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
+            if value is True:
+                words.append(name)
+            elif value is not None and value is not False:
+                words += [name, str(value)]
+        return words
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,85 @@
+"""Talk on stderr: a bar on a terminal, plain lines elsewhere, TensorBoard on request."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from laconic.errors import TaskError
+from laconic.measure.train.job import Job
+from laconic.measure.train.result import beside_dense
+from laconic.measure.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Progress:
+    """Shows a run as it goes; `shown` is for rank 0."""
+
+    def __init__(self, job: Job, trainer: Trainer, *, shown: bool) -> None:
+        self._job, self._trainer, self._shown = job, trainer, shown
+        self._bar = _bar() if shown else None
+        self._line = self._bar.add_task(job.scheme, total=trainer.num_steps, fact="") if self._bar else None
+        self._events = _events(job) if shown and job.tensorboard else None
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        if self._events:
+            self._events.close()
+
+    def step(self, fact: dict[str, Any]) -> None:
+        if self._bar and self._line is not None:
+            self._bar.update(self._line, completed=fact["step"], fact=self._text(fact))
+        if self._events:
+            for name in ("loss", "ms", "bytes_out"):
+                self._events.add_scalar(f"train/{name}", fact[name], fact["step"])
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        if self._events:
+            for name in ("accuracy", "loss"):
+                self._events.add_scalar(f"test/{name}", fact[name], fact["step"])
+        if self._shown and not self._bar:
+            last = f", {self._text(self._trainer.facts[-1])}" if self._trainer.facts else ""
+            print(
+                f"{self._job.scheme}: step {fact['step']}/{self._trainer.num_steps}, "
+                f"accuracy {100 * fact['accuracy']:.2f} %{last}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _text(self, fact: dict[str, Any]) -> str:
+        beside = beside_dense(self._trainer.session.stats().ratio)
+        said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
+        return f"loss {fact['loss']:.3f}, {fact['ms']:.0f} ms, {said}"
+
+
+def _bar() -> Bar | None:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[fact]}"))
+    return Bar(*columns, console=Console(stderr=True))
+
+
+def _events(job: Job) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise TaskError("--tensorboard needs the tensorboard package; pip install 'laconic[tensorboard]'") from None
+    return SummaryWriter(str(job.out))

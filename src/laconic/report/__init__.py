@@ -1,5 +1,0 @@
-"""What was measured as one self-contained page: no script, nothing fetched, the same bytes for the same records."""
-
-from laconic.report.page import write_report
-
-__all__ = ["write_report"]

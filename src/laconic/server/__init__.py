@@ -1,0 +1,18 @@
+"""Who answers: the owners of shares, and ranks that hold no data and serve."""
+
+from laconic.server.client import ServerClient
+from laconic.server.listener import Listener
+from laconic.server.owner import Owner
+from laconic.server.serve import TIMEOUT_S, ServerStats, greeting, meet, serve, served_scheme
+
+__all__ = [
+    "TIMEOUT_S",
+    "Listener",
+    "Owner",
+    "ServerClient",
+    "ServerStats",
+    "greeting",
+    "meet",
+    "serve",
+    "served_scheme",
+]

@@ -1,0 +1,120 @@
+"""A vote: the sign of the sum of the workers' signs, or of their signs weighted by how often each was right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.kernels.reference.nonzero import nonzero
+from laconic.wire import Contents
+
+_DECAY = 0.99  # of a record at each step: a hundred steps back counts a third
+_PRIOR = 100.0  # votes on either side that a record begins with, so that it is slow to judge
+_MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a handful
+
+
+class Vote:
+    """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
+
+    A worker agrees where its sign is that of the others' plain sum, its own left out: who votes alone is not right for
+    that. Records fade, and a worker that is wrong more often than right counts the other way round. (Judged by the
+    weighted sum, records bear out a world in which right and wrong have changed places: training then diverges and
+    stays there.) One or two workers have no majority to tell who is wrong, and count the same.
+    """
+
+    def __init__(self, *, weighted: bool) -> None:
+        self.weighted = weighted
+        self.records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
+        self._step = -1  # for which they have faded
+
+    def weight(self, rank: int) -> float:
+        """What the sign of a worker counts."""
+        if rank not in self.records:
+            return 1.0
+        agreed, differed = (count + _PRIOR for count in self.records[rank])
+        odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
+        return float(odds.clamp(-_MOST_LOG_ODDS, _MOST_LOG_ODDS))
+
+    def vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
+        if not self.weighted and fixed.numel() == scratch.numel() > 0:
+            return _count([contents.values for contents in heard.values()])
+        signs = {rank: contents.values.sign() for rank, contents in heard.items()}
+        weighted = self.weighted and len(heard) > 2
+        weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
+        _add_up_(scratch, heard, signs, weights, fixed)
+        if weighted:
+            self._fade(step)
+            self._judge(heard, signs, torch.zeros_like(scratch), fixed)
+        at = nonzero(scratch != 0)
+        votes = scratch[at].sign()
+        scratch[at] = 0
+        return at.to(torch.int32), votes
+
+    def _fade(self, step: int) -> None:
+        """Let the past count less, once a step however many buckets are voted on."""
+        if step != self._step:
+            self._step = step
+            self.records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self.records.items()}
+
+    def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
+        """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
+        _add_up_(total, heard, signs, dict.fromkeys(heard, 1.0), fixed)
+        for rank, contents in heard.items():
+            at = torch.cat([fixed, contents.positions.to(torch.int64)])
+            others = (total[at] - signs[rank]).sign()
+            agreed, differed = self.records.get(rank, (0.0, 0.0))
+            right, wrong = int((others == signs[rank]).sum()), int((others == -signs[rank]).sum())
+            self.records[rank] = agreed + right, differed + wrong
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {str(rank): list(record) for rank, record in self.records.items()}
+
+    def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
+        self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
+
+
+def take_sides(values: Tensor, num_fixed: int, step: int) -> Tensor:
+    """`values`, the first of which are no longer zero.
+
+    A sign has one bit, so a zero would always vote for plus. It takes sides in turn instead, by entry and step and on
+    all workers alike: what none of them has an opinion of moves to and fro, and nobody seems to contradict the others.
+    """
+    if not num_fixed:
+        return values
+    decided = values[:num_fixed] + _in_turn(num_fixed + 1, values.device)[step % 2 :][:num_fixed]
+    return decided if num_fixed == values.numel() else torch.cat([decided, values[num_fixed:]])
+
+
+@lru_cache
+def _in_turn(count: int, device: torch.device) -> Tensor:
+    """What decides a zero and nothing else: the smallest normal float32, plus and minus."""
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.tensor([tiny, -tiny], device=device).repeat(-(-count // 2))
+
+
+def _add_up_(
+    total: Tensor,
+    heard: Mapping[int, Contents],
+    signs: Mapping[int, Tensor],
+    weights: Mapping[int, float],
+    fixed: Tensor,
+) -> None:
+    """total += the sum over workers of w*sign."""
+    for rank, sign in signs.items():
+        total[fixed] += weights[rank] * sign[: fixed.numel()]
+    sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
+    kernels.add_at_(total, [contents.positions for contents in heard.values()], sparse)
+
+
+def _count(everyone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(places, signs) of the majorities where all speak of every entry: counted in bits, 32 entries at a time."""
+    negative, tie = kernels.vote([kernels.pack_signs(values) for values in everyone])
+    n = everyone[0].numel()
+    votes, decided = kernels.unpack_signs(negative, n, 1.0), kernels.unpack_bits(~tie)
+    places = decided[: torch.searchsorted(decided, n)]  # the last word may go on behind the last entry
+    return places, votes if places.numel() == n else votes[places]

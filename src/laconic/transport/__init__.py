@@ -1,0 +1,39 @@
+"""Everything that talks: collectives, framed TCP, virtual workers; what is said is counted here."""
+
+from torch.distributed import ProcessGroup
+
+from laconic.transport.agreement import agree, agreement_bytes
+from laconic.transport.collectives import Group, backend_for, own_group, ranks_that_differ, world
+from laconic.transport.counted_group import CountedGroup
+from laconic.transport.local_mailbox import LocalMailbox, local_mailboxes
+from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
+from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
+from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
+from laconic.transport.transport import Answer, Transport
+from laconic.transport.virtual import InProcess, in_process
+
+__all__ = [
+    "BESIDE",
+    "QUESTION_HEAD_BYTES",
+    "Answer",
+    "Count",
+    "CountedGroup",
+    "Group",
+    "InProcess",
+    "LocalMailbox",
+    "Mailbox",
+    "ProcessGroup",
+    "TcpMailbox",
+    "Traffic",
+    "Transport",
+    "agree",
+    "agreement_bytes",
+    "backend_for",
+    "in_process",
+    "local_mailboxes",
+    "open_mailbox",
+    "own_group",
+    "ranks_that_differ",
+    "ring_bytes",
+    "world",
+]

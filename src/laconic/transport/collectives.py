@@ -1,0 +1,192 @@
+"""Workers are processes: a torch.distributed process group of the session's own."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.errors import SchemeError
+from laconic.layout import Layout
+from laconic.transport.push_pull import Rounds, TwoHops
+from laconic.transport.traffic import Traffic
+from laconic.transport.transport import Answer
+
+
+class Group:
+    """One process's end of a network.
+
+    Over Gloo frames are written on the host, and other CUDA tensors staged through pinned memory there; over NCCL
+    nothing leaves the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = group.rank()
+        self.num_workers = self.num_shares = group.size()
+        self.owned_share: int | None = self.rank
+        self.traffic = Traffic()
+        over_gloo = backend_for(group, device) == "gloo"
+        wire = torch.device("cpu") if over_gloo else device
+        self.wire: torch.device | None = wire
+        self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to push_pull
+        self._group = group
+        self._pinned: dict[str, Tensor] = {}
+        _held.add(self)
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
+        if not self._stages(tensor):
+            dist.all_reduce(tensor, group=self._group)
+            return
+        host = self._host("all-reduce", tensor.numel(), tensor.dtype)
+        host.copy_(tensor)  # waits for the session's stream
+        dist.all_reduce(host, group=self._group)
+        tensor.copy_(host)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
+        shape = (self.num_workers, frame.numel())
+        if not self._stages(frame):
+            gathered = frame.new_empty(shape)
+            dist.all_gather(list(gathered), frame, group=self._group)
+            return gathered
+        mine = self._host("mine", frame.numel(), frame.dtype)
+        mine.copy_(frame)
+        everyone = self._host("everyone", self.num_workers * frame.numel(), frame.dtype).view(shape)
+        dist.all_gather(list(everyone), mine, group=self._group)
+        return everyone.to(frame.device)
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
+        if not self._stages(rows):
+            heard = torch.empty_like(rows)
+            dist.all_to_all_single(heard, rows, group=self._group)
+            return heard
+        mine = self._host("mine", rows.numel(), rows.dtype).view(rows.shape)
+        mine.copy_(rows)
+        others = self._host("everyone", rows.numel(), rows.dtype).view(rows.shape)
+        dist.all_to_all_single(others, mine, group=self._group)
+        return others.to(rows.device)
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self.wire)
+        dist.broadcast(length, group=self._group, group_src=speaker)
+        said = torch.empty(int(length), dtype=torch.uint8, device=self.wire)
+        if frame is not None and speaks:
+            said.copy_(frame)
+        if said.numel():
+            dist.broadcast(said, group=self._group, group_src=speaker)
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        return said
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        pass  # the workers know
+
+    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
+        assert answer is not None
+        return self._way.push_pull(parts, answer, longest)
+
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        if peer == self.rank:
+            return frame
+        self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
+        mine = frame
+        if self._stages(frame):
+            mine = self._host("mine", frame.numel(), frame.dtype)
+            mine.copy_(frame)
+        theirs = mine.new_empty(num_back)
+        ops = [
+            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
+            for move, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        return theirs.to(frame.device)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with rank 0's; not counted, since it comes before any step."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def close(self) -> None:
+        """Give the group back: its threads and sockets."""
+        # A group of some ranks is named after them, and a later one would meet the old one's keys in the store.
+        if hasattr(self, "_group") and spans_world(self._group):
+            with suppress(ValueError):  # destroy_process_group() without arguments took it along
+                dist.destroy_process_group(self._group)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold the group no longer; with whoever holds it last, its threads end."""
+        vars(self).pop("_group", None)
+        vars(self).pop("_way", None)
+
+    def _stages(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self.wire == torch.device("cpu")
+
+    def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+        """A pinned host buffer for one role, grown when it is too small."""
+        num_bytes = count * dtype.itemsize
+        held = self._pinned.get(role)
+        if held is None or held.numel() < num_bytes:
+            held = self._pinned[role] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return held[:num_bytes].view(dtype)
+
+
+_held: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """End the threads of sessions' groups: one that frees a tensor while the interpreter is torn down aborts it.
+
+    Registered before any session, it comes after those that end sessions' own threads, which may be talking.
+    """
+    for group in list(_held):
+        group.let_go()
+
+
+def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new group like another: its ranks, backend and timeout; a call that all of those ranks make."""
+    options = getattr(like._get_backend(device), "options", None)
+    group = dist.new_group(
+        ranks=dist.get_process_group_ranks(like),
+        timeout=getattr(options, "_timeout", None),  # the user's, not the backend's default of 30 minutes
+        backend=backend_for(like, device),
+        use_local_synchronization=not spans_world(like),  # only the group's own ranks make this call
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    if not dist.is_initialized():
+        raise SchemeError("there is no process group yet; call torch.distributed.init_process_group() first")
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    return dist.group.WORLD
+
+
+def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
+    """The ranks that made this call with another text; a call that all ranks of the group make."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
+    everyone = Group(group, device).all_gather(digest, "agreement")
+    return [rank for rank, other in enumerate(everyone) if not torch.equal(other, digest)]
+
+
+def spans_world(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks are in it."""
+    return dist.is_initialized() and group.size() == dist.get_world_size()
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves this device in a group: "gloo", "nccl"."""
+    served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return served.get(device.type, dist.get_backend(group))

@@ -1,0 +1,154 @@
+"""Where each worker owns a share: parts go to their owners and answers to all, of lengths that only senders know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.errors import FrameError, PeerError
+from laconic.transport.traffic import Traffic
+from laconic.transport.transport import Answer
+
+_UP, _DOWN = 1, 2  # tags of parts and answers
+_LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
+_LAST_WORDS_S = 5.0
+_GAVE_UP = -1  # in place of a length: nothing follows, and no other message
+
+
+class _Expected(NamedTuple):
+    """A message on its way, and the room it will lie in."""
+
+    work: dist.Work
+    room: Tensor
+
+    def read(self, sender: int) -> Tensor:
+        """Wait for it; an error names the sender if it gave up, or if the length cannot be."""
+        self.work.wait()
+        length, most = int(self.room[:_LENGTH_BYTES].view(torch.int64)), self.room.numel() - _LENGTH_BYTES
+        if length == _GAVE_UP:
+            raise PeerError(f"rank {sender} gave up this step, and so does this one; see what it says")
+        if not 0 <= length <= most:
+            raise FrameError(f"a message from rank {sender} says it has {length} bytes of {most}; nothing is applied")
+        return self.room[_LENGTH_BYTES:][:length]
+
+
+class TwoHops:
+    """Over Gloo: a message begins with its length, and is received into room for the longest.
+
+    Gloo takes a message that is shorter than the room, and ends the process over a longer one, so senders look before.
+    All receives are posted before the first part leaves: a sender that had to ask for one would wait behind what fills
+    the link. The worker behind sends here first, and is read first. Rooms are kept, and pages that no message reaches
+    are never touched. A worker that fails says so to all who wait for it, who would not notice otherwise.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
+        self._group, self._wire, self._traffic = group, wire, traffic
+        self._rank, self._num_workers = group.rank(), group.size()
+        self._rooms: dict[tuple[int, int], Tensor] = {}  # by tag and sender
+        self._owed: list[tuple[int, int]] = []  # tag and peer of the messages that are still to leave
+        self._works: list[dist.Work] = []  # of the last consultation: Gloo drops what nobody holds
+
+    def push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        self._works = []
+        self._owed = [(tag, peer) for tag in (_UP, _DOWN) for peer in range(self._num_workers) if peer != self._rank]
+        try:
+            return self._push_pull(parts, answer, longest)
+        except Exception:
+            self._give_up()
+            raise
+
+    def _push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        me, ahead = self._rank, [(self._rank + hop) % self._num_workers for hop in range(1, self._num_workers)]
+        coming = {peer: self._expect(peer, _UP, longest[me]) for peer in reversed(ahead)}
+        answers = {peer: self._expect(peer, _DOWN, longest[peer]) for peer in reversed(ahead)}
+        sent = [self._send(_message(parts[peer], longest[peer]), peer, _UP) for peer in ahead]
+        heard = [0] * self._num_workers
+
+        def arriving() -> Iterator[tuple[int, Tensor]]:
+            yield me, parts[me]
+            for peer, expected in coming.items():
+                part = expected.read(peer)
+                heard[peer] = part.numel()
+                yield peer, part
+
+        own = answer(arriving())
+        message = _message(own, longest[me])
+        sent += [self._send(message, peer, _DOWN) for peer in ahead]
+        told = {me: own} | {peer: expected.read(peer) for peer, expected in answers.items()}
+        for work in sent:
+            work.wait()
+        in_order = [told[rank] for rank in range(self._num_workers)]
+        up, down = [part.numel() for part in parts], [one.numel() for one in in_order]
+        self._traffic.count_push_pull(me, up, heard, down)
+        return in_order
+
+    def _give_up(self) -> None:
+        """Tell all who wait for this worker that nothing will come, and see that they hear it: the process may end."""
+        last_words = []
+        for tag, peer in list(self._owed):
+            with suppress(RuntimeError):  # it may be the one that is gone
+                last_words.append(self._send(torch.tensor([_GAVE_UP]).view(torch.uint8), peer, tag))
+        until = time.monotonic() + _LAST_WORDS_S
+        for work in last_words:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))  # 0 would be for ever
+
+    def _expect(self, sender: int, tag: int, longest: int) -> _Expected:
+        num_bytes = _LENGTH_BYTES + longest
+        kept = self._rooms.get((tag, sender))
+        if kept is None or kept.numel() < num_bytes:
+            kept = self._rooms[tag, sender] = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire)
+        room = kept[:num_bytes]
+        work = dist.irecv(room, group=self._group, group_src=sender, tag=tag)
+        assert work is not None
+        self._works.append(work)
+        return _Expected(work, room)
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.isend(message, group=self._group, group_dst=peer, tag=tag)
+        assert work is not None
+        self._owed.remove((tag, peer))
+        self._works.append(work)
+        return work
+
+
+class Rounds:
+    """Over NCCL, which receives a message into room of its own length: four collectives, of which two tell lengths."""
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
+        self._group, self._wire, self._traffic = group, wire, traffic
+
+    def push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+        sent = [part.numel() for part in parts]
+        heard = self._lengths(sent)
+        own = answer(enumerate(self._swap(torch.cat(list(parts)), sent, heard)))
+        repeated = [own.numel()] * len(parts)
+        lengths = self._lengths(repeated)
+        self._traffic.count_push_pull(self._group.rank(), sent, heard, lengths)
+        return self._swap(own.repeat(len(parts)), repeated, lengths)
+
+    def _lengths(self, mine: Sequence[int]) -> list[int]:
+        """What each worker will send here, told in one hop; mine[r] goes to worker r."""
+        heard = torch.empty(len(mine), dtype=torch.int64, device=self._wire)
+        dist.all_to_all_single(heard, torch.tensor(mine, device=self._wire), group=self._group)
+        return heard.tolist()
+
+    def _swap(self, outgoing: Tensor, sent: Sequence[int], heard: Sequence[int]) -> list[Tensor]:
+        """sent[r] bytes go to worker r and heard[r] come from it."""
+        incoming = torch.empty(sum(heard), dtype=torch.uint8, device=self._wire)
+        dist.all_to_all_single(incoming, outgoing, list(heard), list(sent), group=self._group)
+        # A message may begin anywhere, its words may not.
+        return [part.clone() for part in torch.split(incoming, list(heard))]
+
+
+def _message(frame: Tensor, longest: int) -> Tensor:
+    """What is sent of a frame: its length before it."""
+    assert frame.numel() <= longest, "its receiver has no room for it"
+    return torch.cat([torch.tensor([frame.numel()], device=frame.device).view(torch.uint8), frame])

@@ -1,0 +1,133 @@
+"""M virtual workers in one process, each in a thread of its own: for tests, teaching and large M."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from laconic.layout import Layout
+from laconic.transport.traffic import Traffic
+from laconic.transport.transport import Answer
+
+T = TypeVar("T")
+
+
+class _Table:
+    """Where virtual workers meet: each lays down a tensor, all read, all leave."""
+
+    def __init__(self, num_workers: int, num_servers: int) -> None:
+        self.served = num_servers > 0
+        self.parts: list[Sequence[Tensor]] = [()] * num_workers
+        self.answers: list[Tensor] = [torch.empty(0)] * (num_servers or num_workers)
+        self.laid: list[Tensor | None] = [None] * num_workers
+        self.barrier = threading.Barrier(num_workers)
+
+
+class InProcess:
+    """One virtual worker's end; counts what the same call over a ring of processes would move."""
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        self.rank = rank
+        self.num_workers = len(table.laid)
+        self.num_shares = len(table.answers)
+        self.owned_share = rank if rank < self.num_shares else None
+        self.wire: torch.device | None = None
+        self.traffic = Traffic()
+        self._table = table
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
+        laid = self._lay_down(tensor)
+        total = laid[0].clone()
+        for other in laid[1:]:  # in rank order, so every worker gets the same bits
+            total += other
+        self._table.barrier.wait()  # nobody overwrites what another still reads
+        tensor.copy_(total)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
+        gathered = torch.stack(self._lay_down(frame))
+        self._table.barrier.wait()
+        return gathered
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
+        mine = torch.stack([laid[self.rank] for laid in self._lay_down(rows)])
+        self._table.barrier.wait()
+        return mine
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        speaks = self.rank == speaker
+        if speaks:
+            self._table.laid[speaker] = torch.empty(0, dtype=torch.uint8) if frame is None else frame
+        self._table.barrier.wait()
+        said = self._table.laid[speaker]
+        assert said is not None
+        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
+        self._table.barrier.wait()
+        return said.clone()
+
+    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
+        pass  # the workers know
+
+    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
+        self._table.parts[self.rank] = parts
+        self._table.barrier.wait()
+        heard = [each[self.owned_share] for each in self._table.parts] if self.owned_share is not None else []
+        if self.owned_share is not None:
+            assert answer is not None
+            self._table.answers[self.owned_share] = answer(enumerate(heard))
+        self._table.barrier.wait()
+        answers, sent = list(self._table.answers), [part.numel() for part in parts]
+        lengths = [each.numel() for each in answers]
+        assert all(max(lengths_of) <= most for *lengths_of, most in zip(sent, lengths, longest, strict=True))
+        if self._table.served:
+            self.traffic.count("up", sum(sent), sum(sent), 0)
+            self.traffic.count("down", 0, 0, sum(lengths))
+        else:
+            self.traffic.count_push_pull(self.rank, sent, [part.numel() for part in heard], lengths)
+        self._table.barrier.wait()
+        return answers
+
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        """Unlike over processes, a call that all workers make at once, those without a peer with themselves."""
+        if peer != self.rank:
+            self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
+        theirs = self._lay_down(frame)[peer].clone()
+        assert theirs.numel() == num_back, "over a network this would hang"
+        self._table.barrier.wait()
+        return theirs
+
+    def _lay_down(self, tensor: Tensor) -> list[Tensor]:
+        self._table.laid[self.rank] = tensor
+        self._table.barrier.wait()
+        return [laid for laid in self._table.laid if laid is not None]
+
+
+def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
+    """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all.
+
+    With `num_servers` the first workers lend their threads to as many dedicated servers, whose talk is not counted as
+    theirs; without, each worker owns a share.
+    """
+    table = _Table(num_workers, num_servers)
+
+    def run(rank: int) -> T:
+        try:
+            return work(InProcess(rank, table))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        futures = [pool.submit(run, rank) for rank in range(num_workers)]
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    for error in failures:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error  # the cause, not what it did to the others
+    return [future.result() for future in futures]
