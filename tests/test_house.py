@@ -15,7 +15,7 @@ import laconic
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
     ("errors",),
-    ("layout", "text", "torch_hook"),
+    ("layout", "text"),
     ("kernels",),
     ("select", "quantize", "memory", "wire", "transport", "trigger"),
     ("exchange",),

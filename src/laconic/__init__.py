@@ -19,10 +19,9 @@ from laconic.errors import (
 )
 from laconic.gossip import Follower, FollowerStats, follow
 from laconic.recipes import parse
-from laconic.scheme import Scheme
+from laconic.scheme import Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Session, Stats
-from laconic.torch_hook import TorchHook
 
 __version__ = "0.1.0"
 

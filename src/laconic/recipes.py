@@ -15,10 +15,9 @@ from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Nothing, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, build, compose, part
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
-from laconic.torch_hook import TorchHook
 from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}

@@ -18,11 +18,10 @@ from laconic.errors import SchemeError, StateError
 from laconic.exchange import Gossip, Silent
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
+from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
-from laconic.torch_hook import TorchHook
 from laconic.transport import Group, own_group, ranks_that_differ
 
 

@@ -16,8 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import SchemeError, StateError
+from laconic.scheme import TorchHook
 from laconic.session import PHASES, Stats
-from laconic.torch_hook import TorchHook
 from laconic.transport import CountedGroup, backend_for, ring_bytes
 
 

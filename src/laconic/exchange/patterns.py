@@ -20,6 +20,8 @@ class Pattern:
     """One way for all workers to hear of each other."""
 
     adds_in_flight: ClassVar[bool] = False  # the network sums, so all workers must send the same positions
+    has_owners: ClassVar[bool] = False  # each entry has one, who answers for it, and may be a server
+    talks: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Server(Pattern):
     (`laconic.serve`); a scheme is the same either way. An answer takes the smallest form: sparse, bitmap or dense.
     """
 
+    has_owners: ClassVar[bool] = True
+
     combine: str = "mean"  # or "majority": the sign of the sum of signs; or "weighted": by each worker's record
     down_rho: float = 0.0  # the largest share of entries an answer holds, the rest waiting with its owner; 0: no limit
 
@@ -72,6 +76,8 @@ class Server(Pattern):
 @dataclass(frozen=True, kw_only=True)
 class Silent(Pattern):
     """Nothing is sent and every worker keeps its own gradient: the upper bound on speed, not a way to train."""
+
+    talks: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

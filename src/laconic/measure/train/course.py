@@ -16,8 +16,7 @@ from laconic.measure.tasks.task import shard
 from laconic.measure.train.job import Job
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
-from laconic.scheme import Scheme
-from laconic.torch_hook import TorchHook
+from laconic.scheme import Scheme, TorchHook
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05

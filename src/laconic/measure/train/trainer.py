@@ -25,10 +25,9 @@ from laconic.measure.train.interface import interface_bytes
 from laconic.measure.train.job import Job
 from laconic.measure.train.resume import check_resume, remark, settings
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
+from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.session import Session, Stats
-from laconic.torch_hook import TorchHook
 
 _ONE_BUCKET_MB = 4096
 

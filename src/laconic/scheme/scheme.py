@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
 
 from laconic.errors import SchemeError
-from laconic.exchange import PATTERNS, AllGather, AllReduce, Gossip, Pattern, Server, Shares, Silent
+from laconic.exchange import AllGather, AllReduce, Gossip, Pattern, Server, Shares, Silent
 from laconic.layout import Layout, halves_of
-from laconic.memory import MEMORIES, Memory, Nothing, Residual
+from laconic.memory import Memory, Nothing, Residual
 from laconic.quantize import (
-    GRIDS,
-    QUANTIZERS,
-    RESIDUES,
     Carrier,
     Exact,
     Grid,
@@ -27,21 +23,12 @@ from laconic.quantize import (
     Trits,
     carrier_for,
 )
-from laconic.select import SELECTORS, Everything, Overlap, RandK, Selector
-from laconic.text import parse_call, parse_pairs, write_call, write_pairs
-from laconic.torch_hook import TorchHook
+from laconic.scheme.parts import COMPOSED, PARTS, write_part
+from laconic.select import Everything, Overlap, RandK, Selector
+from laconic.text import write_pairs
 from laconic.transport import QUESTION_HEAD_BYTES, agreement_bytes, ring_bytes
-from laconic.trigger import TRIGGERS, EveryStep, Period, Ramp, Speech, TargetRate, Trigger
+from laconic.trigger import EveryStep, Period, Ramp, Speech, TargetRate, Trigger
 from laconic.wire import FrameShape
-
-PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "select": SELECTORS,
-    "quantize": {**QUANTIZERS, **GRIDS, **RESIDUES},
-    "memory": MEMORIES,
-    "exchange": PATTERNS,
-    "trigger": TRIGGERS,
-}
-COMPOSED = "scheme"  # the name under which a composition without a recipe is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +45,8 @@ class Scheme:
     trigger: Trigger = EveryStep()
     # Set by a recipe; not an argument, so that dataclasses.replace() cannot carry it to another composition.
     label: str = field(default="", init=False, compare=False, repr=False)
+
+    of_what: ClassVar[str] = "gradients"
 
     def __post_init__(self) -> None:
         shared = isinstance(self.select, RandK)
@@ -102,6 +91,16 @@ class Scheme:
             raise SchemeError("a dense step and a vote are not of one size; use EveryStep() or Ramp()")
         if server.down_rho and not self.memory.refunds:
             raise SchemeError("Server.down_rho makes owners keep things, so must the workers; use memory=Residual()")
+
+    @property
+    def talks(self) -> bool:
+        """Whether anything is sent at all."""
+        return self.exchange.talks
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether entries have owners who answer for them, and who may be servers."""
+        return self.exchange.has_owners
 
     @property
     def holds(self) -> bool:
@@ -254,35 +253,6 @@ class Scheme:
             )
 
 
-AnyScheme = Scheme | TorchHook
-
-
 def _ties(num_voters: int) -> float:
     """The share of entries on which M random signs have no majority."""
     return 0.0 if num_voters % 2 else math.comb(num_voters, num_voters // 2) / 2.0**num_voters
-
-
-def part(question: str, text: str) -> Any:
-    """The answer that a text like `bf16` or `topk(rho=0.01)` names."""
-    name, arguments = parse_call(text)
-    answers = PARTS[question]
-    if name not in answers:
-        raise SchemeError(f"{question}={name} is unknown; write one of {', '.join(answers)}")
-    return build(answers[name], arguments, f"{question}={name}")
-
-
-def write_part(question: str, answer: Any) -> str:
-    """The text that `part` reads back."""
-    names = {made: name for name, made in PARTS[question].items()}
-    given = {f.name: getattr(answer, f.name) for f in fields(answer) if getattr(answer, f.name) != f.default}
-    return write_call(names.get(type(answer), type(answer).__name__), given)
-
-
-def compose(**answers: str) -> Scheme:
-    """A scheme from the texts of its answers; those left out are the defaults of Scheme."""
-    return Scheme(**{question: part(question, text) for question, text in answers.items()})
-
-
-def build(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> Any:
-    """Call `make` with keyword arguments given as texts, converted by their annotations."""
-    return make(**parse_pairs(make, arguments, where))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from laconic.errors import SchemeError
 
@@ -17,6 +18,10 @@ class TorchHook:
     rank: int = 1  # PowerSGD's
     start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
     label: str = field(default="", init=False, compare=False, repr=False)
+
+    of_what: ClassVar[str] = "gradients"
+    talks: ClassVar[bool] = True
+    has_owners: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.hook not in TORCH_HOOKS:

@@ -1,0 +1,45 @@
+"""Every answer to every question by the name that a text gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from laconic.errors import SchemeError
+from laconic.exchange import PATTERNS
+from laconic.memory import MEMORIES
+from laconic.quantize import GRIDS, QUANTIZERS, RESIDUES
+from laconic.select import SELECTORS
+from laconic.text import parse_call, parse_pairs, write_call
+from laconic.trigger import TRIGGERS
+
+PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "select": SELECTORS,
+    "quantize": {**QUANTIZERS, **GRIDS, **RESIDUES},
+    "memory": MEMORIES,
+    "exchange": PATTERNS,
+    "trigger": TRIGGERS,
+}
+COMPOSED = "scheme"  # the name under which a composition without a recipe is written
+
+
+def part(question: str, text: str) -> Any:
+    """The answer that a text like `bf16` or `topk(rho=0.01)` names."""
+    name, arguments = parse_call(text)
+    answers = PARTS[question]
+    if name not in answers:
+        raise SchemeError(f"{question}={name} is unknown; write one of {', '.join(answers)}")
+    return build(answers[name], arguments, f"{question}={name}")
+
+
+def write_part(question: str, answer: Any) -> str:
+    """The text that `part` reads back."""
+    names = {made: name for name, made in PARTS[question].items()}
+    given = {f.name: getattr(answer, f.name) for f in fields(answer) if getattr(answer, f.name) != f.default}
+    return write_call(names.get(type(answer), type(answer).__name__), given)
+
+
+def build(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> Any:
+    """Call `make` with keyword arguments given as texts, converted by their annotations."""
+    return make(**parse_pairs(make, arguments, where))
