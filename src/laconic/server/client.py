@@ -30,9 +30,10 @@ from laconic.transport.connection import (
     send,
     to_bytes,
     tuned,
+    with_layout,
 )
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Answer
+from laconic.transport.transport import Push
 
 _PATIENCE = 2  # timeouts that a worker waits for an answer: the server itself waits one for a worker that is silent
 
@@ -61,20 +62,19 @@ class ServerClient:
             send(connection, Message(HELLO, payload=(token + greeting).encode(), place=rank))
             self._connections.append(connection)
 
-    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
-        if self._told.get(bucket) != layout:
-            self._told[bucket] = layout
-            text = json.dumps([[span.name, span.num_entries] for span in layout.spans]).encode()
-            self._ask(Message(LAYOUT, step, bucket), [text] * self.num_shares, "layout")
-
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         said = b"" if frame is None or self.rank != speaker else to_bytes(frame)
         replies = self._ask(Message(ECHO), [said] + [b""] * (self.num_shares - 1), "broadcast")
         return from_bytes(replies[0].payload)
 
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
-        step, bucket = parts[0][20:28].view(torch.int32).tolist()  # as its header says
-        replies = self._ask(Message(PARTS, step, bucket), [to_bytes(part) for part in parts], "")
+    def push_pull(self, push: Push) -> list[Tensor]:
+        parts = [to_bytes(part) for part in push.parts]
+        kind = PARTS
+        if self._told.get(push.bucket) != push.layout:
+            self._told[push.bucket] = push.layout
+            kind = LAYOUT
+            parts = [with_layout(push.layout, part) for part in parts]
+        replies = self._ask(Message(kind, push.step, push.bucket), parts, "")
         return [from_bytes(reply.payload) for reply in replies]
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -97,20 +97,11 @@ class ServerClient:
         replies = self._ask(Message(how), [name + to_bytes(chunk) for chunk in chunks], kind)
         return [(from_bytes(reply.payload, flat.dtype), reply.living) for reply in replies]
 
-    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
-        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
-
-    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
-        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
-
-    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
-        raise NotImplementedError("dedicated servers take exchange=Server() alone; attach() sees to it")
-
-    def server_states(self) -> list[bytes]:
+    def owner_states(self) -> list[bytes]:
         """What each server keeps, for a checkpoint: told to the first of the living, empty for the others."""
         return [bytes(reply.payload) for reply in self._ask(Message(STATE), [b""] * self.num_shares, "state")]
 
-    def load_server_states(self, states: Sequence[bytes]) -> None:
+    def load_owner_states(self, states: Sequence[bytes]) -> None:
         """Give each server back what it kept; all workers make this call, and the first of them says it."""
         said = states if self.place == 0 and states else [b""] * self.num_shares
         self._ask(Message(LOAD), said, "state")

@@ -31,6 +31,7 @@ from laconic.transport.connection import (
     Message,
     from_bytes,
     to_bytes,
+    without_layout,
 )
 from laconic.wire import Contents
 
@@ -133,10 +134,7 @@ class _Clerk:
         return about.kind != CLOSE
 
     def _reply(self, about: Message, heard: Mapping[int, Message]) -> bytes | dict[int, bytes]:
-        if about.kind == LAYOUT:
-            spans = json.loads(bytes(about.payload))
-            self._layouts[about.bucket] = Layout.of([name for name, _ in spans], [size for _, size in spans])
-        elif about.kind == PARTS:
+        if about.kind in (LAYOUT, PARTS):
             self._steps = max(self._steps, about.step + 1)
             return self._answer(about, heard)
         elif about.kind in (SUM, TOTAL):
@@ -157,10 +155,14 @@ class _Clerk:
 
     def _arrived(self, rank: int, message: Message) -> None:
         """Read a part while those of others are still on their way."""
-        if message.kind == PARTS and message.bucket in self._layouts:
-            layout, about = self._layouts[message.bucket], {"step": message.step, "bucket": message.bucket}
+        if message.kind in (LAYOUT, PARTS):
+            part = message.payload
+            if message.kind == LAYOUT:
+                self._layouts[message.bucket], part = without_layout(part)
+            layout = self._layouts[message.bucket]
+            about = {"step": message.step, "bucket": message.bucket}
             try:
-                self._read[rank] = self._owner.read(from_bytes(message.payload), layout, **about, peer=rank)
+                self._read[rank] = self._owner.read(from_bytes(part), layout, **about, peer=rank)
             except FrameError as error:
                 self._desk.fail(error)
 

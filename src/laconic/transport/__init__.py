@@ -9,13 +9,14 @@ from laconic.transport.local_mailbox import LocalMailbox, local_mailboxes
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
-from laconic.transport.transport import Answer, Transport
+from laconic.transport.transport import Answer, Collectives, Push, Transport
 from laconic.transport.virtual import InProcess, in_process
 
 __all__ = [
     "BESIDE",
     "QUESTION_HEAD_BYTES",
     "Answer",
+    "Collectives",
     "Count",
     "CountedGroup",
     "Group",
@@ -23,6 +24,7 @@ __all__ = [
     "LocalMailbox",
     "Mailbox",
     "ProcessGroup",
+    "Push",
     "TcpMailbox",
     "Traffic",
     "Transport",

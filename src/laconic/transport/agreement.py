@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laconic.transport.transport import Transport
+from laconic.transport.transport import Collectives
 
 # What a worker may send to tell all others at once: one hop instead of the 2*(M-1) of a ring. At 1 ms one way among 4
 # workers over Gloo that is 5.5 ms instead of 26.6 for the 2,344 norms of a small net; beyond, bytes count for more.
 _DIRECT_BYTES = 49_152
 
 
-def agree(transport: Transport, mine: Tensor, combine: Callable[[Tensor], Tensor], kind: str) -> Tensor:
+def agree(transport: Collectives, mine: Tensor, combine: Callable[[Tensor], Tensor], kind: str) -> Tensor:
     """combine(everyone's vectors as (M, n)), the same on every worker; it must act entry by entry.
 
     A longer vector is combined in shares, one by each worker, who sends it to all: the bytes of a ring.
@@ -41,6 +41,6 @@ def _share(count: int, num_workers: int) -> int:
     return -(-count // num_workers)
 
 
-def _all_to_all(transport: Transport, rows: Tensor, kind: str) -> Tensor:
+def _all_to_all(transport: Collectives, rows: Tensor, kind: str) -> Tensor:
     """As bytes: not every backend knows every type."""
     return transport.all_to_all(rows.view(torch.uint8), kind).view(rows.dtype)

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.layout import Layout
 from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Answer
+from laconic.transport.transport import Push
 
 
 class Group:
@@ -28,7 +27,7 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
-        self.num_workers = self.num_shares = group.size()
+        self.num_workers = self.num_living = self.num_shares = group.size()
         self.owned_share: int | None = self.rank
         self.traffic = Traffic()
         over_gloo = backend_for(group, device) == "gloo"
@@ -86,12 +85,14 @@ class Group:
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
         return said
 
-    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
-        pass  # the workers know
+    def push_pull(self, push: Push) -> list[Tensor]:
+        return self._way.push_pull(push)
 
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
-        assert answer is not None
-        return self._way.push_pull(parts, answer, longest)
+    def owner_states(self) -> list[bytes]:
+        return []
+
+    def load_owner_states(self, states: Sequence[bytes]) -> None:
+        pass
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         if peer == self.rank:

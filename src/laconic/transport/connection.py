@@ -6,6 +6,7 @@ dedicated server is to outlive a worker.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
+from laconic.layout import Layout
 
 HELLO, LAYOUT, PARTS, SUM, TOTAL, STATE, LOAD, STATS, CLOSE, ERROR, ECHO = range(11)
 KINDS = ("hello", "layout", "parts", "sum", "total", "state", "load", "stats", "close", "error", "echo")
 
 _HEAD = struct.Struct("<4sBxHHxxiqq")  # magic, kind, living, place, bucket, step, length
 HEAD_BYTES = _HEAD.size
+_LENGTH = struct.Struct("<q")
 _MAGIC = b"LACS"
 _SIOCGIFADDR = 0x8915
 WHICH_WAY = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"  # a cure
@@ -127,6 +130,20 @@ def _own_address() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def with_layout(layout: Layout, part: bytes) -> bytes:
+    """A bucket's first part, behind the layout that it and later ones are of."""
+    text = json.dumps([[span.name, span.num_entries] for span in layout.spans]).encode()
+    return _LENGTH.pack(len(text)) + text + part
+
+
+def without_layout(payload: bytes | bytearray) -> tuple[Layout, bytes | bytearray]:
+    """The inverse."""
+    (length,) = _LENGTH.unpack(payload[: _LENGTH.size])
+    text = payload[_LENGTH.size :][:length]
+    spans = json.loads(bytes(text))
+    return Layout.of([name for name, _ in spans], [size for _, size in spans]), payload[_LENGTH.size + length :]
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.errors import FrameError, PeerError
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Answer
+from laconic.transport.transport import Push
 
 _UP, _DOWN = 1, 2  # tags of parts and answers
 _LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
@@ -55,17 +55,21 @@ class TwoHops:
         self._owed: list[tuple[int, int]] = []  # tag and peer of the messages that are still to leave
         self._works: list[dist.Work] = []  # of the last consultation: Gloo drops what nobody holds
 
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
+    def push_pull(self, push: Push) -> list[Tensor]:
         self._works = []
         self._owed = [(tag, peer) for tag in (_UP, _DOWN) for peer in range(self._num_workers) if peer != self._rank]
         try:
-            return self._push_pull(parts, answer, longest)
+            return self._push_pull(push)
         except Exception:
             self._give_up()
             raise
 
-    def _push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
-        me, ahead = self._rank, [(self._rank + hop) % self._num_workers for hop in range(1, self._num_workers)]
+    def _push_pull(self, push: Push) -> list[Tensor]:
+        assert push.answer is not None
+        me = self._rank
+        parts = push.parts
+        longest = push.longest
+        ahead = [(me + hop) % self._num_workers for hop in range(1, self._num_workers)]
         coming = {peer: self._expect(peer, _UP, longest[me]) for peer in reversed(ahead)}
         answers = {peer: self._expect(peer, _DOWN, longest[peer]) for peer in reversed(ahead)}
         sent = [self._send(_message(parts[peer], longest[peer]), peer, _UP) for peer in ahead]
@@ -78,15 +82,15 @@ class TwoHops:
                 heard[peer] = part.numel()
                 yield peer, part
 
-        own = answer(arriving())
+        own = push.answer(arriving())
         message = _message(own, longest[me])
         sent += [self._send(message, peer, _DOWN) for peer in ahead]
         told = {me: own} | {peer: expected.read(peer) for peer, expected in answers.items()}
         for work in sent:
             work.wait()
         in_order = [told[rank] for rank in range(self._num_workers)]
-        up, down = [part.numel() for part in parts], [one.numel() for one in in_order]
-        self._traffic.count_push_pull(me, up, heard, down)
+        sent_bytes = [part.numel() for part in parts]
+        self._traffic.count_push_pull(me, sent_bytes, heard, [one.numel() for one in in_order])
         return in_order
 
     def _give_up(self) -> None:
@@ -125,14 +129,15 @@ class Rounds:
     def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
         self._group, self._wire, self._traffic = group, wire, traffic
 
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer, longest: Sequence[int]) -> list[Tensor]:
-        sent = [part.numel() for part in parts]
+    def push_pull(self, push: Push) -> list[Tensor]:
+        assert push.answer is not None
+        sent = [part.numel() for part in push.parts]
         heard = self._lengths(sent)
-        own = answer(enumerate(self._swap(torch.cat(list(parts)), sent, heard)))
-        repeated = [own.numel()] * len(parts)
+        own = push.answer(enumerate(self._swap(torch.cat(list(push.parts)), sent, heard)))
+        repeated = [own.numel()] * len(sent)
         lengths = self._lengths(repeated)
         self._traffic.count_push_pull(self._group.rank(), sent, heard, lengths)
-        return self._swap(own.repeat(len(parts)), repeated, lengths)
+        return self._swap(own.repeat(len(sent)), repeated, lengths)
 
     def _lengths(self, mine: Sequence[int]) -> list[int]:
         """What each worker will send here, told in one hop; mine[r] goes to worker r."""

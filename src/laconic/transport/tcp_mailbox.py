@@ -25,7 +25,7 @@ from laconic.errors import LaunchError, PeerError
 from laconic.transport.connection import WHICH_WAY, fill_, open_door, tuned
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Answer, Combine
 from laconic.transport.traffic import Count, Traffic
-from laconic.transport.transport import Transport
+from laconic.transport.transport import Collectives
 
 _HEAD = struct.Struct("<4sIqqq")  # magic, what for, turn or meeting, the bytes that follow, and those of the answer
 assert _HEAD.size == QUESTION_HEAD_BYTES
@@ -188,7 +188,7 @@ class TcpMailbox:
                 self.traffic.count(kind, bytes_out, bytes_out, bytes_in)
 
 
-def open_mailbox(transport: Transport, patience_s: float) -> TcpMailbox:
+def open_mailbox(transport: Collectives, patience_s: float) -> TcpMailbox:
     """A mailbox among the workers of a transport; a call that all of them make."""
     rank, token = transport.rank, secrets.token_hex(16)
     with open_door(transport.num_workers) as door:
@@ -210,7 +210,7 @@ def open_mailbox(transport: Transport, patience_s: float) -> TcpMailbox:
     return TcpMailbox(rank, to, of, patience_s)
 
 
-def _all_cards(transport: Transport, mine: list[str | int]) -> list[list[Any]]:
+def _all_cards(transport: Collectives, mine: list[str | int]) -> list[list[Any]]:
     """Where each worker is, and the token that shows that one was told."""
     card = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_CARD_BYTES)), dtype=torch.uint8)
     everyone = transport.all_gather(card.to(transport.wire or "cpu"), "addresses").cpu()

@@ -1,8 +1,9 @@
-"""What carries the bytes: processes over torch.distributed, or virtual workers in one process."""
+"""What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +13,18 @@ from laconic.layout import Layout
 from laconic.transport.traffic import Traffic
 
 Answer = Callable[[Iterable[tuple[int, Tensor]]], Tensor]  # an owner's, to (rank, part) of each worker as they arrive
+
+
+@dataclass(frozen=True)
+class Push:
+    """One bucket's parts on their way to the owners of its entries."""
+
+    layout: Layout
+    step: int
+    bucket: int
+    parts: Sequence[Tensor]  # part p (bytes, uint8) goes to owner p
+    answer: Answer | None  # this worker's own, for the share it owns; None where it owns none
+    longest: Sequence[int]  # no part for owner p, nor what it answers, has more bytes than longest[p]
 
 
 class Transport(Protocol):
@@ -24,27 +37,40 @@ class Transport(Protocol):
     wire: torch.device | None  # where frames are written and read; None: where the gradients are
     traffic: Traffic
 
+    @property
+    def num_living(self) -> int:
+        """The workers that are still there; all of them where none can be lost."""
+
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         """Replace `tensor` by the sum over all workers, bit-equal on each."""
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        """What one worker says to all, of any length: its `frame`, None on the others; empty where it is gone."""
+
+    def push_pull(self, push: Push) -> list[Tensor]:
+        """Every owner's answer to the parts it heard, the same on all workers.
+
+        Answers may lie in buffers that the next call overwrites.
+        """
+
+    def owner_states(self) -> list[bytes]:
+        """What owners that are no workers keep, for a checkpoint, told to one of the workers; [] where workers own."""
+
+    def load_owner_states(self, states: Sequence[bytes]) -> None:
+        """Give owners that are no workers back what they kept; nothing where workers own."""
+
+    def close(self) -> None:
+        """Say no more."""
+
+
+class Collectives(Transport, Protocol):
+    """A transport on which workers also hear each other, without anyone between them."""
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
-
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
-        """What one worker says to all, of any length: its `frame`, None on the others; empty where it is gone."""
-
-    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
-        """Tell owners that are no workers which bucket comes next."""
-
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
-        """Part p (bytes) goes to owner p; returns every owner's answer to what it heard, the same on all workers.
-
-        `answer` is this worker's own, for the share it owns. No part for owner p, nor what it answers, has more than
-        longest[p] bytes. Answers may lie in buffers that the next call overwrites.
-        """
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         """Give `frame` to `peer`, who makes the same call, and get its frame of so many elements; either may be empty.

@@ -10,9 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from laconic.layout import Layout
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Answer
+from laconic.transport.transport import Push
 
 T = TypeVar("T")
 
@@ -34,6 +33,7 @@ class InProcess:
     def __init__(self, rank: int, table: _Table) -> None:
         self.rank = rank
         self.num_workers = len(table.laid)
+        self.num_living = self.num_workers
         self.num_shares = len(table.answers)
         self.owned_share = rank if rank < self.num_shares else None
         self.wire: torch.device | None = None
@@ -72,20 +72,18 @@ class InProcess:
         self._table.barrier.wait()
         return said.clone()
 
-    def announce(self, layout: Layout, *, step: int, bucket: int) -> None:
-        pass  # the workers know
-
-    def push_pull(self, parts: Sequence[Tensor], answer: Answer | None, longest: Sequence[int]) -> list[Tensor]:
-        self._table.parts[self.rank] = parts
+    def push_pull(self, push: Push) -> list[Tensor]:
+        self._table.parts[self.rank] = push.parts
         self._table.barrier.wait()
         heard = [each[self.owned_share] for each in self._table.parts] if self.owned_share is not None else []
         if self.owned_share is not None:
-            assert answer is not None
-            self._table.answers[self.owned_share] = answer(enumerate(heard))
+            assert push.answer is not None
+            self._table.answers[self.owned_share] = push.answer(enumerate(heard))
         self._table.barrier.wait()
-        answers, sent = list(self._table.answers), [part.numel() for part in parts]
+        answers = list(self._table.answers)
+        sent = [part.numel() for part in push.parts]
         lengths = [each.numel() for each in answers]
-        assert all(max(lengths_of) <= most for *lengths_of, most in zip(sent, lengths, longest, strict=True))
+        assert all(max(up, down) <= most for up, down, most in zip(sent, lengths, push.longest, strict=True))
         if self._table.served:
             self.traffic.count("up", sum(sent), sum(sent), 0)
             self.traffic.count("down", 0, 0, sum(lengths))
@@ -102,6 +100,15 @@ class InProcess:
         assert theirs.numel() == num_back, "over a network this would hang"
         self._table.barrier.wait()
         return theirs
+
+    def owner_states(self) -> list[bytes]:
+        return []
+
+    def load_owner_states(self, states: Sequence[bytes]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _lay_down(self, tensor: Tensor) -> list[Tensor]:
         self._table.laid[self.rank] = tensor
