@@ -64,8 +64,7 @@ _SCALE = 1024.0
 
 def trajectory(text: str, course: str = "plain") -> dict[str, Any]:
     """What the steps of M virtual workers come to: a digest, or a sample of values where the order of a sum shows."""
-    scheme = parse(text)
-    work = _gossip if not isinstance(scheme, Scheme) or "gossip" in text else _exchange
+    work = _gossip if parse(text).of_what == "models" else _exchange
     with _reference_kernels(), one_core():
         everyone = in_process(M, lambda transport: work(text, transport, course))
     tensors = [tensor for tensors, _ in everyone for tensor in tensors]
@@ -82,7 +81,7 @@ def trajectory(text: str, course: str = "plain") -> dict[str, Any]:
 
 def courses_of(text: str) -> tuple[str, ...]:
     """A model that gossips has no gradient to overflow."""
-    return tuple(STEPS) if not text.startswith("gossip") else ("plain",)
+    return tuple(STEPS) if parse(text).of_what == "gradients" else ("plain",)
 
 
 def gradient(rank: int, step: int, scale: float = 1.0) -> dict[str, Tensor]:

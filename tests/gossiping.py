@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic import Follower, Scheme, parse
+from laconic import Follower, GossipScheme, parse
 from laconic.transport import InProcess, LocalMailbox, in_process, local_mailboxes
 from virtual import one_core
 
@@ -36,7 +36,11 @@ class Learner:
     """A model that follows, on data of its own."""
 
     def __init__(
-        self, scheme: str, rank: int, follow: Callable[[nn.Module, torch.optim.Optimizer, Scheme], Follower], lr: float
+        self,
+        scheme: str,
+        rank: int,
+        follow: Callable[[nn.Module, torch.optim.Optimizer, GossipScheme], Follower],
+        lr: float,
     ) -> None:
         with _drawing, torch.random.fork_rng(devices=[]):  # one generator for all threads
             torch.manual_seed(3)
@@ -44,7 +48,7 @@ class Learner:
         self.rank = rank
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.5)
         made = parse(scheme)
-        assert isinstance(made, Scheme)
+        assert isinstance(made, GossipScheme)
         self.follower = follow(self.model, self.optimizer, made)
 
     def drift(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from laconic import Scheme, TorchHook, parse
-from laconic.exchange import Gossip
 from laconic.quantize import Grid
 
 # One text for each recipe, at settings that a model of a few thousand entries can show.
@@ -83,11 +82,7 @@ def own_schemes() -> list[Scheme]:
 
 def gossip_texts() -> list[str]:
     """Every scheme of the table that exchanges models."""
-    return [text for text in (*RECIPE_TEXTS.values(), *GOSSIP_TEXTS) if gossips(parse(text))]
-
-
-def gossips(scheme: object) -> bool:
-    return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
+    return [text for text in (*RECIPE_TEXTS.values(), *GOSSIP_TEXTS) if parse(text).of_what == "models"]
 
 
 def talking_schemes() -> list[Scheme]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, free, learner_at, matched
-from laconic import Follower, Scheme, SchemeError, StateError, attach, follow, layout, parse
+from laconic import Follower, GossipScheme, Scheme, SchemeError, StateError, attach, follow, layout, parse
 from laconic.errors import FrameError
-from laconic.exchange import Gossip, check_peers, matching, neighbours, pick
+from laconic.exchange import AllReduce, Gossip, check_peers, matching, neighbours, pick
 from laconic.exchange.peers import GRAPHS
 from laconic.gossip.free import Free
 from laconic.gossip.grace import Grace
@@ -287,10 +287,11 @@ def test_halves_may_end_amid_a_tensor_however_it_lies(halved: None) -> None:
 
 def _unsaid(text: str, model: nn.Module) -> tuple[ModelVector, Unsaid, Letters]:
     scheme = parse(text)
-    assert isinstance(scheme, Scheme) and isinstance(scheme.select, TopK)
+    assert isinstance(scheme, GossipScheme) and isinstance(scheme.select, TopK)
+    assert not isinstance(scheme.quantize, Residue)
     vector = ModelVector(model, "model", scheme.select.dense_below)
     unsaid = Unsaid(scheme.select, vector, 4)
-    return vector, unsaid, Letters(vector, scheme.frame_answers[1], unsaid)
+    return vector, unsaid, Letters(vector, scheme.quantize, unsaid)
 
 
 def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
@@ -394,7 +395,7 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
 def test_letters_of_remainders_are_as_long_as_foretold(worth_halving: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
-    assert isinstance(scheme, Scheme) and isinstance(scheme.quantize, Residue)
+    assert isinstance(scheme, GossipScheme) and isinstance(scheme.quantize, Residue)
     letters = Remainders(vector, scheme.quantize, 0, 0)
     parts = [[k] for k in range(len(vector.groups))]
     exchange = sum(QUESTION_HEAD_BYTES + letters.question_bytes(k) + letters.answer_bytes(k) for k in parts)
@@ -758,7 +759,9 @@ def test_wrong_compositions_name_their_cure() -> None:
     for text, cure in {
         "scheme:exchange=gossip,trigger=warm-up(steps=3)": "TargetRate",
         "scheme:trigger=period(steps=3)": "EveryStep",
-        "scheme:exchange=gossip,select=topk(rho=0.1)": "use Residual",
+        "scheme:exchange=gossip,select=topk(rho=0.1),memory=none": "use Residual",
+        "scheme:exchange=gossip,select=randk(rho=0.1)": r"use AllReduce\(\)",
+        "scheme:exchange=gossip,select=overlap(rho=0.1)": r"use Server\(\)",
         "scheme:exchange=gossip,memory=residual": "use Nothing",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
         "gossip:trigger=target-rate(rate=0.1)": "per='model'",
@@ -776,3 +779,22 @@ def test_wrong_compositions_name_their_cure() -> None:
     }.items():
         with pytest.raises(SchemeError, match=cure):
             parse(text)
+
+
+def test_models_have_a_scheme_of_their_own_kind() -> None:
+    with pytest.raises(SchemeError, match=r"use GossipScheme\(\.\.\.\), or laconic.parse\('gossip'\)"):
+        Scheme(exchange=Gossip())
+    with pytest.raises(SchemeError, match=r"AllReduce is for gradients, and gossip sends models; use Gossip\(\)"):
+        GossipScheme(exchange=AllReduce())  # type: ignore[arg-type]
+    scheme = parse("scheme:exchange=gossip(seed=3),select=topk(rho=0.1)")
+    assert scheme == GossipScheme(select=TopK(rho=0.1), exchange=Gossip(seed=3))
+    assert str(scheme) == "scheme:select=topk(rho=0.1),quantize=none,exchange=gossip(seed=3),trigger=every-step"
+
+
+def test_texts_that_name_a_memory_go_on_parsing() -> None:
+    """Versions before had to say what is kept, though the other answers decide it."""
+    for text, memory in {
+        "scheme:exchange=gossip": "none",
+        "scheme:exchange=gossip,select=topk(rho=0.1)": "residual",
+    }.items():
+        assert parse(f"{text},memory={memory}") == parse(text)

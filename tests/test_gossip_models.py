@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, free, learner_at
-from laconic import Follower, Scheme, StateError, parse
+from laconic import Follower, GossipScheme, StateError, parse
 from laconic.gossip.vector import ModelVector
 from laconic.transport import InProcess, in_process, local_mailboxes, open_mailbox
 
@@ -37,7 +37,7 @@ def test_masks_unsaved_buffers_and_empty_tensors_do_not_travel(per: str) -> None
 @pytest.mark.parametrize("text", ["gossip", "gossip-every", "gossip:quantize=bf16,rate=0.12"])
 def test_models_with_odd_tensors_meet(text: str) -> None:
     scheme = parse(text)
-    assert isinstance(scheme, Scheme)
+    assert isinstance(scheme, GossipScheme)
     boxes, models = local_mailboxes(1), [Odd()]
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
     follower = Follower(models[0], optimizer, scheme, boxes[0])
@@ -75,7 +75,7 @@ def test_norms_of_features_of_unlike_scale_answer_numbers() -> None:
     lowest = []
 
     def start(box_number: int) -> Learner:
-        def follow(model: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme) -> Follower:
+        def follow(model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme) -> Follower:
             scaled = Scaled(model)
             optimizer.add_param_group({"params": list(scaled.norm.parameters())})
             models[box_number] = scaled

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from gossiping import Learner, learner_at, matched
 from laconic.errors import SchemeError
-from laconic.exchange import Gossip
 from laconic.gossip.momentum import Momentum
 from laconic.recipes import parse
-from laconic.scheme import Scheme
+from laconic.scheme import GossipScheme
 from laconic.transport import local_mailboxes
 
 
@@ -106,7 +105,7 @@ def test_momentum_heeds_where_remainders_are_told_unless_local_is_asked_for() ->
         "scheme:exchange=gossip(momentum=quasi-global)": "quasi-global",
     }.items():
         scheme = parse(text)
-        assert isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
+        assert isinstance(scheme, GossipScheme)
         assert scheme.exchange.momentum == kind, text
     with pytest.raises(SchemeError, match=r"give one of local, quasi-global"):
         parse("gossip:momentum=none")

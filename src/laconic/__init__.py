@@ -19,7 +19,7 @@ from laconic.errors import (
 )
 from laconic.gossip import Follower, FollowerStats, follow
 from laconic.recipes import parse
-from laconic.scheme import Scheme, TorchHook
+from laconic.scheme import GossipScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Session, Stats
 
@@ -30,6 +30,7 @@ __all__ = [
     "Follower",
     "FollowerStats",
     "FrameError",
+    "GossipScheme",
     "KernelError",
     "LabError",
     "LaconicError",

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
-from laconic.memory import Accumulated, MomentumResidual, Nothing, Residual
+from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook, build, compose, part
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, Scheme, TorchHook, build, compose, part
 from laconic.select import Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
 from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
@@ -240,26 +240,25 @@ def gossip(
     mode: str = "",
     momentum: str = "",
     seed: int = 0,
-) -> Scheme:
+) -> GossipScheme:
     """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
     quantize = quantize or ("residue" if rho == 1 else "bf16")
     remainders = quantize.startswith("residue")
     mode = mode or ("paired" if remainders and not trigger else "free")
-    letters, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
+    messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
     by_clock = rate > 0 and (remainders or 0 < rho < 1 or mode == "paired")
-    turns = Period(steps=max(letters * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
+    turns = Period(steps=max(messages * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
     momentum = momentum or ("quasi-global" if remainders else "local")
-    return Scheme(
+    return GossipScheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=part("quantize", quantize),
-        memory=Residual() if rho != 1 else Nothing(),
         exchange=Gossip(peers=peers, mode=mode, momentum=momentum, seed=seed),
         trigger=part("trigger", trigger) if trigger else turns,
     )
 
 
 @recipe
-def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> Scheme:
+def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> GossipScheme:
     """Gossip at every step, waiting for the answer: the published baseline of `gossip`."""
     return gossip(trigger="every-step", quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
@@ -267,7 +266,7 @@ def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = 
 @recipe
 def gossip_period(
     *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
-) -> Scheme:
+) -> GossipScheme:
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
     when = f"period(steps={steps})"
     return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)

@@ -22,6 +22,7 @@ class Pattern:
     adds_in_flight: ClassVar[bool] = False  # the network sums, so all workers must send the same positions
     has_owners: ClassVar[bool] = False  # each entry has one, who answers for it, and may be a server
     talks: ClassVar[bool] = True
+    of_what: ClassVar[str] = "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,8 @@ class Gossip(Pattern):
     for that too; `wait` asks and waits for the answer; `matched` is deterministic: all workers meet at each step, and
     pairs drawn from (seed, step) exchange where one of the two wants to.
     """
+
+    of_what: ClassVar[str] = "models"
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laconic import kernels
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Gossip, check_peers
+from laconic.exchange import check_peers
 from laconic.gossip.free import Free
 from laconic.gossip.letter import Letters
 from laconic.gossip.matched import Matched
@@ -23,10 +23,9 @@ from laconic.gossip.stats import FollowerStats
 from laconic.gossip.unsaid import Unsaid
 from laconic.gossip.vector import ModelVector
 from laconic.gossip.watch import Watch
-from laconic.quantize import Grid, Quantizer, Residue
+from laconic.quantize import Quantizer, Residue
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
-from laconic.select import RandK
+from laconic.scheme import AnyScheme, GossipScheme
 from laconic.session import PHASES
 from laconic.transport import (
     Group,
@@ -39,7 +38,6 @@ from laconic.transport import (
     ring_bytes,
     world,
 )
-from laconic.trigger import EveryStep, Speech
 
 _FORMAT = 4
 _SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
@@ -52,15 +50,13 @@ class Follower:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme, end: Transport | Mailbox
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Transport | Mailbox
     ) -> None:
         pattern, trigger = scheme.exchange, scheme.trigger
-        assert isinstance(pattern, Gossip) and isinstance(trigger, EveryStep | Speech)
         check_peers(pattern.peers, end.num_workers)
         self.scheme, self.rank, self.num_workers = scheme, end.rank, end.num_workers
         self._optimizer = optimizer
         select, quantize = scheme.select, scheme.quantize
-        assert not isinstance(select, RandK) and not isinstance(quantize, Grid)
         halves = pattern.mode == "paired" and select.density == 1
         per = "half" if halves else getattr(trigger, "per", "model")
         self._vector = ModelVector(model, per, getattr(select, "dense_below", 0))
@@ -222,7 +218,7 @@ def follow(
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)
-    if not isinstance(scheme, Scheme) or not isinstance(scheme.exchange, Gossip):
+    if not isinstance(scheme, GossipScheme):
         raise SchemeError(f"follow takes a gossip, and {scheme} is none; use laconic.attach, or a scheme like gossip")
     if hasattr(model, "register_comm_hook"):
         raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")

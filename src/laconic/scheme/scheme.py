@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from laconic.errors import SchemeError
-from laconic.exchange import AllGather, AllReduce, Gossip, Pattern, Server, Shares, Silent
-from laconic.layout import Layout, halves_of
-from laconic.memory import Memory, Nothing, Residual
+from laconic.exchange import AllGather, AllReduce, Pattern, Server, Shares, Silent
+from laconic.layout import Layout
+from laconic.memory import Memory, Nothing
 from laconic.quantize import (
     Carrier,
     Exact,
@@ -26,8 +26,8 @@ from laconic.quantize import (
 from laconic.scheme.parts import COMPOSED, PARTS, write_part
 from laconic.select import Everything, Overlap, RandK, Selector
 from laconic.text import write_pairs
-from laconic.transport import QUESTION_HEAD_BYTES, agreement_bytes, ring_bytes
-from laconic.trigger import EveryStep, Period, Ramp, Speech, TargetRate, Trigger
+from laconic.transport import agreement_bytes, ring_bytes
+from laconic.trigger import EveryStep, Ramp, Speech, Trigger
 from laconic.wire import FrameShape
 
 
@@ -39,7 +39,7 @@ class Scheme:
     """
 
     select: Selector | RandK = Everything()
-    quantize: Quantizer | Grid | Residue = Exact()
+    quantize: Quantizer | Grid = Exact()
     memory: Memory = Nothing()
     exchange: Pattern = AllReduce()
     trigger: Trigger = EveryStep()
@@ -49,6 +49,7 @@ class Scheme:
     of_what: ClassVar[str] = "gradients"
 
     def __post_init__(self) -> None:
+        self._check_of_gradients()
         shared = isinstance(self.select, RandK)
         if self.exchange.adds_in_flight and self.select.density < 1 and not shared:
             raise SchemeError(
@@ -76,11 +77,19 @@ class Scheme:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if isinstance(self.exchange, Server):
             self._check_server(self.exchange)
-        self._check_gossip()
         if isinstance(self.quantize, Grid):
             self._check_grid(self.quantize)
         elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
+
+    def _check_of_gradients(self) -> None:
+        if self.exchange.of_what != self.of_what:
+            raise SchemeError("Gossip exchanges models; use GossipScheme(...), or laconic.parse('gossip')")
+        if isinstance(self.trigger, Speech):
+            name = type(self.trigger).__name__
+            raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
+        if isinstance(self.quantize, Residue):
+            raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
 
     def _check_server(self, server: Server) -> None:
         if server.votes and not isinstance(self.quantize, Sign):
@@ -110,35 +119,6 @@ class Scheme:
             return False
         return server.down_rho > 0 or not isinstance(self.quantize, Exact)
 
-    def _check_gossip(self) -> None:
-        gossips, name = isinstance(self.exchange, Gossip), type(self.trigger).__name__
-        if gossips and not isinstance(self.trigger, EveryStep | Speech):
-            raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
-        if not gossips and isinstance(self.trigger, Speech):
-            raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
-        tells_remainders = isinstance(self.quantize, Residue)
-        if tells_remainders and not gossips:
-            raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
-        if not gossips:
-            return
-        if isinstance(self.quantize, Grid | InFrames):
-            raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
-        paired = cast(Gossip, self.exchange).mode == "paired"
-        if paired and not isinstance(self.trigger, EveryStep | Period):
-            raise SchemeError(f"pairs meet by the clock, and {name} is none; use Period(), or Gossip(mode='free')")
-        if not paired and isinstance(self.trigger, Period) and self.trigger.steps < 1:
-            raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
-        chooses = self.select.density < 1
-        if chooses and tells_remainders:
-            raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
-        if type(self.memory) is not (Residual if chooses else Nothing):
-            raise SchemeError(
-                "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
-                f"nothing; use {'Residual()' if chooses else 'Nothing()'}"
-            )
-        if (chooses or tells_remainders) and getattr(self.trigger, "per", "model") != "model":
-            raise SchemeError(f"what is said is of the whole model, so it speaks as one; use {name}(per='model')")
-
     def _check_grid(self, grid: Grid) -> None:
         name = type(grid).__name__
         if not self.exchange.adds_in_flight:
@@ -156,8 +136,6 @@ class Scheme:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
         if isinstance(self.exchange, Silent):
             return 0
-        if isinstance(self.exchange, Gossip):
-            return round(self._letter_bytes_out(layout, num_workers))
         if self.exchange.adds_in_flight:
             return self._bytes_added(layout, num_workers)
         if isinstance(self.exchange, Server):
@@ -193,27 +171,6 @@ class Scheme:
             down += min(form.num_bytes for form in forms)
         return up, down
 
-    def _letter_bytes_out(self, layout: Layout, num_workers: int) -> float:
-        """What a gossip's letters come to per step, asked and answering; NaN where change decides when."""
-        plan = self.select.plan(layout, self.select.density_among(num_workers))
-        asked = cast(Quantizer, self.quantize)
-        told = cast(Quantizer, self.quantize.answer if isinstance(self.quantize, Residue) else asked)
-        count = plan.num_fixed + plan.k
-        turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
-        assert isinstance(self.exchange, Gossip)
-        mode = self.exchange.mode
-        paired = 1 - num_workers % 2 / num_workers  # the share of workers that have a partner at a turn
-        letters = turns * paired if mode in ("matched", "paired") else 2 * turns
-        if isinstance(self.trigger, TargetRate):
-            letters = self.trigger.rate * plan.num_entries / count
-        parts = [(plan.num_entries, plan.k, plan.num_fixed)]
-        if mode == "paired" and self.select.density == 1:  # each of the two asks about one half
-            parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
-        head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
-        questions = sum(head + FrameShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)
-        answers = sum(FrameShape(fixed + k, fixed + k, 0, told).num_bytes for _, k, fixed in parts)
-        return letters * (questions + answers) / 2
-
     def _bytes_added(self, layout: Layout, num_workers: int) -> int:
         """What an all-reduce sends, with what the workers agree on before; two stages move as much as a ring."""
         plan = self.select.plan(layout, self.select.density_among(num_workers))
@@ -236,7 +193,7 @@ class Scheme:
     @property
     def frame_answers(self) -> tuple[Selector, Quantizer]:
         """What is sent and how it is written, where every worker sends a frame of its own."""
-        assert not isinstance(self.select, RandK) and not isinstance(self.quantize, Grid | Residue)
+        assert not isinstance(self.select, RandK) and not isinstance(self.quantize, Grid)
         return self.select, self.quantize
 
     def warn_if_dense_is_smaller(self, layout: Layout, num_workers: int) -> None:

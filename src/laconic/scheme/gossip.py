@@ -1,0 +1,102 @@
+"""The frozen scheme of models that gossip: four answers, since what a worker keeps is its own model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, cast
+
+from laconic.errors import SchemeError
+from laconic.exchange import Gossip
+from laconic.layout import Layout, halves_of
+from laconic.memory import Memory, Nothing, Residual
+from laconic.quantize import Exact, Grid, InFrames, Quantizer, Residue
+from laconic.scheme.parts import COMPOSED, write_part
+from laconic.select import Everything, Overlap, RandK, Selector
+from laconic.text import write_pairs
+from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
+from laconic.trigger import EveryStep, Period, Speech, TargetRate
+from laconic.wire import FrameShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipScheme:
+    """What is sent of a model, how it is written, to whom it goes, and when.
+
+    str() gives a text that `laconic.parse` reads back: the recipe's own form, or all four answers.
+    """
+
+    select: Selector = Everything()
+    quantize: Quantizer | Residue = Exact()
+    exchange: Gossip = Gossip()
+    trigger: EveryStep | Speech = EveryStep()
+    # Set by a recipe; not an argument, so that dataclasses.replace() cannot carry it to another composition.
+    label: str = field(default="", init=False, compare=False, repr=False)
+
+    of_what: ClassVar[str] = "models"
+    talks: ClassVar[bool] = True
+    has_owners: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        name = type(self.trigger).__name__
+        if not isinstance(self.exchange, Gossip):
+            raise SchemeError(f"{type(self.exchange).__name__} is for gradients, and gossip sends models; use Gossip()")
+        if isinstance(self.select, RandK):
+            raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
+        if isinstance(self.select, Overlap):
+            raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
+        if not isinstance(self.trigger, EveryStep | Speech):
+            raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
+        if isinstance(self.quantize, Grid | InFrames):
+            raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
+        paired = self.exchange.mode == "paired"
+        if paired and not isinstance(self.trigger, EveryStep | Period):
+            raise SchemeError(f"pairs meet by the clock, and {name} is none; use Period(), or Gossip(mode='free')")
+        if not paired and isinstance(self.trigger, Period) and self.trigger.steps < 1:
+            raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
+        tells_remainders = isinstance(self.quantize, Residue)
+        if self.chooses and tells_remainders:
+            raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
+        if (self.chooses or tells_remainders) and getattr(self.trigger, "per", "model") != "model":
+            raise SchemeError(f"what is said is of the whole model, so it speaks as one; use {name}(per='model')")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether only some entries go at a time."""
+        return self.select.density < 1
+
+    def check_memory(self, memory: Memory) -> None:
+        """SchemeError unless this is the memory that a text of an older version had to name."""
+        if type(memory) is not (Residual if self.chooses else Nothing):
+            raise SchemeError(
+                "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
+                f"nothing; use {'Residual()' if self.chooses else 'Nothing()'}, or leave memory out"
+            )
+
+    def __str__(self) -> str:
+        questions = [answer.name for answer in fields(self) if answer.init]
+        return self.label or f"{COMPOSED}:" + write_pairs({q: write_part(q, getattr(self, q)) for q in questions})
+
+    def bytes_out(self, layout: Layout, num_workers: int) -> int:
+        """What leaves one worker for a model of this layout per step, asked and answering; not known under Change."""
+        plan = self.select.plan(layout, self.select.density_among(num_workers))
+        asked = cast(Quantizer, self.quantize)
+        told = cast(Quantizer, self.quantize.answer if isinstance(self.quantize, Residue) else asked)
+        count = plan.num_fixed + plan.k
+        turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
+        mode = self.exchange.mode
+        paired = 1 - num_workers % 2 / num_workers  # the share of workers that have a partner at a turn
+        messages = turns * paired if mode in ("matched", "paired") else 2 * turns
+        if isinstance(self.trigger, TargetRate):
+            messages = self.trigger.rate * plan.num_entries / count
+        parts = [(plan.num_entries, plan.k, plan.num_fixed)]
+        if mode == "paired" and not self.chooses:  # each of the two asks about one half
+            parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
+        head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
+        questions = sum(head + FrameShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)
+        answers = sum(FrameShape(fixed + k, fixed + k, 0, told).num_bytes for _, k, fixed in parts)
+        return round(messages * (questions + answers) / 2)
+
+    def bits_per_entry(self, layout: Layout, num_workers: int) -> float:
+        """Bits that each entry of such a model would take in an all-reduce for as many bytes."""
+        return 32 * self.bytes_out(layout, num_workers) / ring_bytes(4 * layout.num_entries, num_workers)
