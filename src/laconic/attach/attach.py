@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic import kernels
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Gossip, Silent
+from laconic.exchange import Silent
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
@@ -81,17 +81,17 @@ def attach(
     return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
 
 
-def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> AnyScheme:
+def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | TorchHook:
     """The scheme, if it is one and `ddp` can take it."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
+    if isinstance(scheme, GossipScheme):
+        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
     if not isinstance(scheme, Scheme | TorchHook):
         raise SchemeError(
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
             "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
         )
-    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip):
-        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError, TaskError
-from laconic.exchange import Gossip
 from laconic.layout import Bucket, Layout
 from laconic.measure.inspect.fit import Fit, fit
 from laconic.measure.inspect.tail import tail
@@ -101,10 +100,10 @@ def _checked(job: Job, rho: float) -> Scheme:
     if not 0 < rho <= 1:
         raise TaskError(f"--rho is {rho}; give a share in (0, 1]")
     scheme = parse(job.scheme)
+    if scheme.of_what == "models":
+        raise SchemeError(f"{scheme} exchanges models, and inspect looks at gradients; use topk:rho={rho}")
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} keeps its state inside PyTorch, where inspect cannot look; use topk:rho={rho}")
-    if isinstance(scheme.exchange, Gossip):
-        raise SchemeError(f"{scheme} exchanges models, and inspect looks at gradients; use topk:rho={rho}")
     return scheme
 
 

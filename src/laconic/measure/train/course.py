@@ -16,7 +16,7 @@ from laconic.measure.tasks.task import shard
 from laconic.measure.train.job import Job
 from laconic.memory import MomentumResidual
 from laconic.recipes import parse
-from laconic.scheme import Scheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme
 
 _WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
@@ -106,7 +106,7 @@ def _schedule(step: int, num_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
-def _carried(scheme: Scheme | TorchHook, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
+def _carried(scheme: AnyScheme, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
     """(lr, momentum) of the optimizer.
 
     Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in

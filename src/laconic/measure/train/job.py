@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.exchange import Gossip, Server, Silent
+from laconic.exchange import Server, Silent
 from laconic.measure.tasks import TASKS
 from laconic.recipes import parse
 from laconic.scheme import Scheme
@@ -102,8 +102,7 @@ class Job:
     @cached_property
     def is_gossip(self) -> bool:
         """Whether each worker trains a model of its own."""
-        scheme = parse(self.scheme)
-        return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
+        return parse(self.scheme).of_what == "models"
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.exchange import Gossip
 from laconic.measure.tasks import TASKS
 from laconic.measure.train.job import Job
 from laconic.recipes import parse
@@ -64,6 +63,6 @@ def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:
     """The kinds of tensors a session keeps; PyTorch's own hooks go on under the very same scheme only."""
-    if not isinstance(scheme, Scheme):
-        return (str(scheme),)
-    return ("a model of each worker's own",) if isinstance(scheme.exchange, Gossip) else scheme.memory.kinds
+    if scheme.of_what == "models":
+        return ("a model of each worker's own",)
+    return scheme.memory.kinds if isinstance(scheme, Scheme) else (str(scheme),)
