@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from inputs import SIZES, vectors
 from laconic import KernelError, kernels
-from laconic.kernels import cpu, reference
+from laconic.kernels import reference
 from laconic.kernels.cpu import bits, library, residues, rounding, selection, signs, sums
 from laconic.kernels.draws import key_of
+from laconic.kernels.registry import DEFINITIONS, kernels_in
 from laconic.select import SEARCHES
 
+cpu = kernels.module("cpu")
 needs_native = pytest.mark.skipif(not library.levels(), reason=library.HOW_TO_GET_THEM)
 
 
@@ -434,8 +437,37 @@ def test_kernels_built_from_other_sources_are_refused(monkeypatch: pytest.Monkey
         library.load.__wrapped__(library.levels()[0])
 
 
-def test_every_backend_has_every_kernel_and_no_other() -> None:
-    assert set(cpu.__all__) == set(reference.__all__) <= set(kernels.__all__)
-    gpu = ast.parse((Path(kernels.__file__).parent / "gpu/__init__.py").read_text())  # triton may not be installed
-    exported = next(ast.literal_eval(node.value) for node in gpu.body if isinstance(node, ast.Assign))
-    assert exported == reference.__all__
+def _functions(backend: str) -> dict[str, list[str]]:
+    """Names of the parameters of every function of a backend's files; read, not run, as triton may not be installed."""
+    files = (Path(kernels.__file__).parent / backend).glob("*.py")
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)] for node in nodes}
+
+
+def _taken_from_reference(backend: str) -> dict[str, str]:
+    """What a backend says it has no code of its own for, and why."""
+    init = ast.parse((Path(kernels.__file__).parent / backend / "__init__.py").read_text())
+    return next((ast.literal_eval(node.value) for node in init.body if isinstance(node, ast.Assign)), {})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_backend_has_every_kernel_under_its_own_signature_or_says_why_not(backend: str) -> None:
+    own = _functions(backend)
+    taken = _taken_from_reference(backend)
+    for name, definition in DEFINITIONS.items():
+        assert (name in own) != (name in taken), name
+        assert name in taken or own[name] == list(inspect.signature(definition).parameters), name
+    assert taken.keys() <= DEFINITIONS.keys() and all(taken.values())
+
+
+def test_kernels_are_declared_once_and_a_backend_without_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(getattr(reference, name) is definition for name, definition in DEFINITIONS.items())
+    assert all(getattr(kernels, name).__wrapped__ is definition for name, definition in DEFINITIONS.items())
+
+    def halve_(x: Tensor) -> None:
+        x *= 0.5
+
+    monkeypatch.setitem(DEFINITIONS, "halve_", halve_)
+    with pytest.raises(KernelError, match="has no halve_; write it there"):
+        kernels_in(cpu.__name__)
+    assert kernels_in(cpu.__name__, ["halve_"])["halve_"] is halve_

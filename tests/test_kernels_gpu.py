@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from inputs import SIZES, vectors
-from laconic import KernelError
+from laconic import KernelError, kernels
 from laconic.kernels import reference
 from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
 
@@ -31,9 +31,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from laconic.kernels import gpu  # noqa: E402
 from laconic.kernels.gpu import grid, withdraw, withdraw_adding, withdraw_candidates, withdraw_fallback  # noqa: E402
 
+gpu = kernels.module("gpu")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ON_CUDA = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter, or needs CUDA itself")
 LENGTHS = (1, 5000) if INTERPRETED else (*SIZES, 4096, 4097)

@@ -5,62 +5,28 @@ and both give the reference's results, bit for bit. LACONIC_KERNELS names the ba
 used or is an error. Where none is named, a tensor's device decides, and `backend` says what came of it.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401, F403 - a kernel is declared where it is defined, and nowhere again
+
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
 from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
+from laconic.kernels.registry import DEFINITIONS, K
 from laconic.kernels.search import CALLS, PASSES, new_search
 
-__all__ = [
-    "BACKENDS",
-    "CALLS",
-    "PASSES",
-    "add_at_",
-    "all_finite",
-    "average_words",
-    "backend",
-    "check_sum",
-    "compact",
-    "compare_residues",
-    "count_at_least",
-    "decode_differences",
-    "decode_elias_fano",
-    "decode_rice",
-    "encode_elias_fano",
-    "encode_residues",
-    "encode_rice",
-    "largest_changes",
-    "largest_magnitudes",
-    "mean_magnitude",
-    "missing",
-    "module",
-    "native_on_host",
-    "new_search",
-    "pack_lanes",
-    "pack_signs",
-    "quantize_pack",
-    "reference",
-    "set_bits",
-    "unpack_bits",
-    "unpack_lanes",
-    "unpack_scale",
-    "unpack_signs",
-    "vote",
-    "withdraw_",
-]
+if TYPE_CHECKING:  # the signatures; what runs is chosen at the end of this file
+    from laconic.kernels.reference import *
 
 BACKENDS = ("reference", "cpu", "gpu")
 _HOW_TO_GET = {"cpu": HOW_TO_GET_THEM, "gpu": "triton is not installed; pip install triton"}
-
-K = TypeVar("K", bound=Callable[..., Any])
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -120,29 +86,4 @@ def _dispatched(definition: K) -> K:
     return call  # type: ignore[return-value]
 
 
-add_at_ = _dispatched(reference.add_at_)
-all_finite = _dispatched(reference.all_finite)
-average_words = _dispatched(reference.average_words)
-check_sum = _dispatched(reference.check_sum)
-compact = _dispatched(reference.compact)
-compare_residues = _dispatched(reference.compare_residues)
-count_at_least = _dispatched(reference.count_at_least)
-decode_differences = _dispatched(reference.decode_differences)
-decode_elias_fano = _dispatched(reference.decode_elias_fano)
-decode_rice = _dispatched(reference.decode_rice)
-encode_elias_fano = _dispatched(reference.encode_elias_fano)
-encode_residues = _dispatched(reference.encode_residues)
-encode_rice = _dispatched(reference.encode_rice)
-largest_changes = _dispatched(reference.largest_changes)
-largest_magnitudes = _dispatched(reference.largest_magnitudes)
-mean_magnitude = _dispatched(reference.mean_magnitude)
-pack_lanes = _dispatched(reference.pack_lanes)
-pack_signs = _dispatched(reference.pack_signs)
-quantize_pack = _dispatched(reference.quantize_pack)
-set_bits = _dispatched(reference.set_bits)
-unpack_bits = _dispatched(reference.unpack_bits)
-unpack_lanes = _dispatched(reference.unpack_lanes)
-unpack_scale = _dispatched(reference.unpack_scale)
-unpack_signs = _dispatched(reference.unpack_signs)
-vote = _dispatched(reference.vote)
-withdraw_ = _dispatched(reference.withdraw_)
+globals().update({name: _dispatched(definition) for name, definition in DEFINITIONS.items()})

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.registry import kernel
 
 _WORD_BITS = 32
 _WORD_MASK = (1 << _WORD_BITS) - 1
 
 
+@kernel
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:
     """A bit vector as words, with a one at each of the int32 `positions`, in any order and however often given."""
     positions = positions.unique()  # type: ignore[no-untyped-call]
@@ -20,6 +22,7 @@ def set_bits(positions: Tensor, num_bits: int) -> Tensor:
     return _to_int32(words)
 
 
+@kernel
 def unpack_bits(words: Tensor) -> Tensor:
     """Positions of the ones, ascending, int32."""
     hit = nonzero(words)  # most words of a sparse bitmap are empty
@@ -28,6 +31,7 @@ def unpack_bits(words: Tensor) -> Tensor:
     return ((hit[ones >> 5] << 5) + (ones & 31)).to(torch.int32)
 
 
+@kernel
 def pack_lanes(values: Tensor, width: int) -> Tensor:
     """Non-negative int32 `values`, each under 2^width and 1 <= width <= 31, end to end."""
     count = values.numel()
@@ -39,6 +43,7 @@ def pack_lanes(values: Tensor, width: int) -> Tensor:
     return _to_int32(words[:-1])
 
 
+@kernel
 def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
     """The inverse of pack_lanes."""
     wide = torch.cat([words.to(torch.int64) & _WORD_MASK, words.new_zeros(1, dtype=torch.int64)])
@@ -48,6 +53,7 @@ def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
     return ((pair >> (start & 31)) & ((1 << width) - 1)).to(torch.int32)
 
 
+@kernel
 def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tensor:
     """Low `width` bits of each ascending int32 position as lanes, then ones at (position >> width) + i."""
     order = torch.arange(positions.numel(), device=positions.device, dtype=torch.int32)
@@ -57,6 +63,7 @@ def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tens
     return torch.cat([pack_lanes(positions & ((1 << width) - 1), width), high])
 
 
+@kernel
 def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
     """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n."""
     num_low_words = words_of(k * width)
@@ -70,6 +77,7 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
     return positions.to(torch.int32) if rising else positions[:0].to(torch.int32)
 
 
+@kernel
 def check_sum(words: Tensor) -> Tensor:
     """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.rounding import largest_magnitudes
+from laconic.kernels.registry import kernel
 
 RESIDUE_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes
@@ -13,11 +14,13 @@ _LIMIT = float(0x2AAAAA80)  # a quotient beyond is cut off, to no power of two, 
 _WEIGHT = 2_654_435_767  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
 
 
+@kernel
 def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """(the largest |x - last|, the largest |x|) of each block of 256 finite entries."""
     return largest_magnitudes(x - last, RESIDUE_BLOCK), largest_magnitudes(x, RESIDUE_BLOCK)
 
 
+@kernel
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
     """(codes, sums) of finite float32 entries: q mod 2^bits, where q = floor(x/step + offset), and weighted sums of q.
 
@@ -28,6 +31,7 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
     return _pack((q & ((1 << bits) - 1)).view(-1)[: x.numel()], bits), _sums(q)
 
 
+@kernel
 def compare_residues(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,6 +57,7 @@ def compare_residues(
     return moves.view(-1)[: x.numel()].clone(), differences, torch.where(alike, peaks, -1).to(torch.int8)
 
 
+@kernel
 def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int) -> Tensor:
     """-d*step/2 for n differences d of so many bits: the opposite, bit for bit, of what their writer moved by."""
     half = 1 << (bits - 1)

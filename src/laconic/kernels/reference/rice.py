@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.bits import pack_lanes, set_bits, unpack_bits, unpack_lanes, words_of
+from laconic.kernels.registry import kernel
 
 _BLOCK = 64  # gaps that share a width
 _WIDTH_BITS = 5
 
 
+@kernel
 def encode_rice(positions: Tensor) -> Tensor:
     """int32 words for strictly ascending int32 positions, of which there is at least one.
 
@@ -30,6 +32,7 @@ def encode_rice(positions: Tensor) -> Tensor:
     return torch.cat([*words, set_bits(ends, int(ends[-1]) + 1)])
 
 
+@kernel
 def decode_rice(words: Tensor, n: int, k: int) -> Tensor:
     """The positions again, int32; none if `words` are no code of k positions under n, k being one or more."""
     num_blocks = -(-k // _BLOCK)

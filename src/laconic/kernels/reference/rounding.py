@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.draws import Key
+from laconic.kernels.registry import kernel
 
 _INFINITY_BITS = 0x7F800000
 _DRAW_BITS = 24  # what a float32 in [0, 1) holds exactly
@@ -33,6 +34,7 @@ def draw_bits(count: int, key: Key, device: torch.device) -> Tensor:
     return (x >> 8) & 0xFFFFFF
 
 
+@kernel
 def largest_magnitudes(x: Tensor, group: int) -> Tensor:
     """max |x| of each group of a float32 vector, as float32; a NaN counts as Inf, so that MAX carries it anywhere."""
     bits = (x.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY_BITS)
@@ -43,6 +45,7 @@ def largest_magnitudes(x: Tensor, group: int) -> Tensor:
     return torch.cat(maxima).view(torch.float32) if maxima else x.new_zeros(0)
 
 
+@kernel
 def quantize_pack(
     x: Tensor, inverse: Tensor, group: int, levels: int, lane_bits: int, num_words: int, dtype: torch.dtype, key: Key
 ) -> Tensor:
@@ -58,11 +61,13 @@ def quantize_pack(
     return _pack(rounded.copysign_(x).to(torch.int64), lane_bits, num_words, dtype)
 
 
+@kernel
 def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group: int) -> Tensor:
     """float32(code) * step[its group] for the `count` codes in `words`, as float32."""
     return _unpack(words, lane_bits)[:count].to(torch.float32).mul_(_per_entry(step, group, count))
 
 
+@kernel
 def average_words(words: Tensor, lane_bits: int, key: Key) -> Tensor:
     """The mean of M rows of packed codes, rounded without bias to whole codes and packed the same way.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.registry import kernel
 from laconic.kernels.search import note_
 
 _SAMPLE_ENTRIES = 16_384
@@ -17,6 +18,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
+@kernel
 def all_finite(x: Tensor) -> bool:
     """Whether `x` holds neither Inf nor NaN. The largest |x| tells; a sum could overflow and accuse finite data."""
     if x.numel() == 0:
@@ -25,18 +27,21 @@ def all_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+@kernel
 def mean_magnitude(x: Tensor) -> Tensor:
     """The mean of |x|, a 0-d float64; a float32 sum over 25 M entries would be off by 5 %."""
     sums = [chunk.abs().to(torch.float64).sum() for chunk in torch.split(x, _CHUNK)]
     return torch.stack(sums).sum() / x.numel()
 
 
+@kernel
 def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
     """How many |x| reach each of the float32 `thresholds`, int64."""
     bits, least = magnitude_bits(x), magnitude_bits(thresholds)
     return torch.stack([(bits >= one).sum() for one in least])
 
 
+@kernel
 def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Ascending int32 positions and values of the |x| that reach `threshold`."""
     least = magnitude_bits(torch.tensor(threshold, dtype=torch.float32, device=x.device))
@@ -44,6 +49,7 @@ def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return positions.to(torch.int32), x[positions]
 
 
+@kernel
 def withdraw_(
     balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 
 from laconic.kernels.reference.bits import pack_lanes, unpack_lanes
+from laconic.kernels.registry import kernel
 
 
+@kernel
 def pack_signs(x: Tensor) -> Tensor:
     """The sign bits of float32 `x`, as int32 words; zero is positive unless it is -0."""
     return pack_lanes((x.view(torch.int32) < 0).to(torch.int32), 1)
 
 
+@kernel
 def unpack_signs(words: Tensor, n: int, scale: float) -> Tensor:
     """n float32 entries +scale or -scale, by their bits."""
     positive = torch.tensor(scale, dtype=torch.float32, device=words.device)
     return torch.where(unpack_lanes(words, n, 1) == 1, -positive, positive)
 
 
+@kernel
 def vote(ballots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(negative, tie), words: ones where more than half of the voters' packed signs are ones, and where half are."""
     num_bits = 32 * ballots[0].numel()

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from laconic.kernels.registry import kernel
 
+
+@kernel
 def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """total[positions[f]] += values[f] for each frame f in turn, so that everyone who adds them gets the same bits.
 
