@@ -14,6 +14,7 @@ from laconic import Scheme, SchemeError, Session, kernels, parse
 from laconic.kernels.draws import Key, key_of
 from laconic.kernels.reference.rounding import draw_bits
 from laconic.layout import Layout
+from laconic.paths import bits_per_entry
 from laconic.quantize import GRIDS, Carrier, Grid, MaxNorm, carrier_for, largest_levels, round_up
 from laconic.select import RandK
 from laconic.transport import InProcess, agree, agreement_bytes, in_process, ring_bytes
@@ -257,7 +258,7 @@ def test_bits_per_entry_among_four(text: str, bits: float) -> None:
         return session.stats().bytes_out * 8 / ring_bytes(100_000, 4)
 
     assert max(run(scheme, 4, work)) <= bits
-    assert max(run(scheme, 4, work)) == pytest.approx(scheme.bits_per_entry(layout[0], 4))
+    assert max(run(scheme, 4, work)) == pytest.approx(bits_per_entry(scheme, layout[0], 4))
 
 
 def test_kept_rounding_does_not_grow() -> None:

@@ -21,13 +21,15 @@ FLOORS = (
     ("exchange",),
     ("scheme",),
     ("recipes",),
-    ("session", "server"),
+    ("server",),
+    ("paths",),
+    ("session",),
     ("attach", "gossip"),
     ("measure",),
     ("inspect",),
 )
-# Side by side on one floor: a frame holds quantized values; sessions own shares, and who owns one keeps accounts.
-NEIGHBOURS = {("wire", "quantize"), ("session", "server"), ("server", "session")}
+# Side by side on one floor: a frame holds quantized values.
+NEIGHBOURS = {("wire", "quantize")}
 FENCES = {
     "torch.distributed": {"transport", "attach", "server", "measure"},
     "triton": {"kernels"},

@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic import GossipScheme, Scheme, SchemeError, Session, TorchHook, parse, recipes
 from laconic.exchange import AllReduce, Server
 from laconic.layout import Layout
+from laconic.paths import bytes_out
 from laconic.quantize import FP16
 from laconic.scheme import PARTS, write_part
 from laconic.transport import InProcess, in_process
@@ -83,7 +84,7 @@ def test_nothing_is_lost(scheme: Scheme, num_workers: int) -> None:
 @pytest.mark.parametrize("scheme", [s for s in conserving_schemes() if "velocity" in s.memory.kinds], ids=str)
 def test_momentum_deposits_its_velocity(scheme: Scheme) -> None:
     """Per worker and step: sent + balance = balance before + velocity after the deposit."""
-    momentum: float = scheme.memory.momentum  # type: ignore[attr-defined]
+    momentum: float = scheme.memory.momentum
 
     def work(session: Session, rank: int) -> None:
         for step in range(5):
@@ -151,7 +152,7 @@ def test_bytes_are_those_foretold(scheme: Scheme) -> None:
         after = session.stats()
         return after.bytes_out - before.bytes_out, after.bytes_in - before.bytes_in
 
-    foretold = sum(scheme.bytes_out(layout, M) for layout in LAYOUTS)
+    foretold = sum(bytes_out(scheme, layout, M) for layout in LAYOUTS)
     sent = run(scheme, M, work)
     if isinstance(scheme.exchange, Server):
         # Parts and unions have lengths of their own, at most those of independent choices: here the workers have some

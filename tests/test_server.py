@@ -27,13 +27,16 @@ from laconic.layout import Bucket, Layout
 from laconic.measure.records import RECORDS, read
 from laconic.measure.train import Job, verdict, work_in_process
 from laconic.measure.train.result import Result
+from laconic.memory import Ledger
+from laconic.paths import PhaseClock, path_for
+from laconic.paths.push_pull import PushPull
 from laconic.quantize import Sign, Trits
 from laconic.recipes import RECIPES
 from laconic.scheme import part
 from laconic.server.client import ServerClient
 from laconic.server.owner import Owner
 from laconic.server.serve import greeting, meet
-from laconic.transport import Count, Group, InProcess, in_process, own_group, push_pull, world
+from laconic.transport import Count, Group, InProcess, in_process, own_group, push_pull, silent_end, world
 from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.wire import FrameShape, longest_frame
 from virtual import LAYOUTS, gradients, one_step
@@ -104,7 +107,7 @@ def test_answers_take_the_smallest_form(rho: float) -> None:
     given = [torch.randn(n, generator=draw) for _ in range(3)]
     flat, num_bytes = _answer(f"topk:rho={rho},quantize=none,exchange=server", given, layout)
     size = int((flat != 0).sum())
-    quantize = made("topk:quantize=none").frame_answers[1]
+    quantize = made("topk:quantize=none").frame_code
     assert (
         0.8 < num_bytes / min(FrameShape(n, size, 0, quantize).num_bytes, FrameShape(n, n, 0, quantize).num_bytes) <= 1
     )
@@ -145,7 +148,7 @@ def test_a_zero_votes_for_neither_side(text: str, num_workers: int) -> None:
 
 
 def test_a_record_fades_once_a_step_however_many_buckets_there_are() -> None:
-    def records(sizes: list[int]) -> dict[int, tuple[float, float]]:
+    def records(sizes: list[int]) -> dict[str, list[float]]:
         owner = Owner(made("sign:vote=weighted"), 0, 1)
         layouts = [Layout.of([str(i)], [size]) for i, size in enumerate(sizes)]
         for step in range(3):
@@ -156,7 +159,8 @@ def test_a_record_fades_once_a_step_however_many_buckets_there_are() -> None:
                     torch.empty(0, dtype=torch.int32), codes, scale, step=step, bucket=bucket
                 )
                 owner.answer(((rank, frame) for rank in range(3)), layout, step=step, bucket=bucket)
-        return owner.ballot.records
+        kept: dict[str, list[float]] = owner.state_dict()["records"]
+        return kept
 
     assert records([64]) == records([16, 16, 32]) != {}
 
@@ -332,10 +336,16 @@ def test_overlap_cuts_at_three_times_rho_unless_told_otherwise() -> None:
         RECIPES["overlap"](down_rho=None) == made("overlap") and made("overlap:quantize=none,down_rho=0").holds is False
     )
     layout = Layout.of(["w"], [100_000])
-    most = made("overlap").server_bytes(layout, 256, 1)[1]
-    assert (
-        most == made("overlap").server_bytes(layout, 8, 1)[1] < made("overlap:down_rho=0").server_bytes(layout, 8, 1)[1]
-    )
+    most = _bytes_down("overlap", layout, 256)
+    assert most == _bytes_down("overlap", layout, 8) < _bytes_down("overlap:down_rho=0", layout, 8)
+
+
+def _bytes_down(text: str, layout: Layout, num_workers: int) -> int:
+    """What one server answers, foretold."""
+    scheme = made(text)
+    path = path_for(scheme, silent_end(num_workers, num_servers=1), PhaseClock(), Ledger(scheme.memory))
+    assert isinstance(path, PushPull)
+    return path.up_and_down(layout)[1]
 
 
 def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
@@ -453,7 +463,7 @@ def _steps_served(texts: list[str], steps: int) -> list[list[dict[str, Tensor]]]
             continue
         session = _as_worker(text)
         outs.append([one_step(session, gradients(dist.get_rank() - 1, step)) for step in range(steps)])
-        session.transport.close()  # type: ignore[attr-defined]
+        session.transport.close()
     return outs
 
 
@@ -492,8 +502,8 @@ def _until_one_dies(text: str) -> Any:
                 session, {name: torch.full_like(g, float(dist.get_rank())) for name, g in gradients(0, step).items()}
             )
         )
-    living = session.transport.num_living  # type: ignore[attr-defined]
-    session.transport.close()  # type: ignore[attr-defined]
+    living = session.transport.num_living
+    session.transport.close()
     return [float(out["f"][0]) for out in sums], living
 
 
@@ -559,7 +569,7 @@ def test_a_frame_of_the_wrong_step_names_the_worker_and_a_dead_server_is_one_lin
 def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
     layout = LAYOUTS[0]
     owner = Owner(made("topk:rho=0.05,quantize=none,exchange=server"), 0, 1)
-    shape = FrameShape(layout.num_entries, 0, 10, made("topk:quantize=none").frame_answers[1])
+    shape = FrameShape(layout.num_entries, 0, 10, made("topk:quantize=none").frame_code)
     frame = shape.write(torch.empty(0, dtype=torch.int32), torch.ones(10), torch.ones(()), step=0, bucket=0)
     for spoilt in (frame[:-4], torch.cat([frame[:50], frame[50:51] ^ 1, frame[51:]]), frame[:20]):
         with pytest.raises(FrameError, match="rank 5"):

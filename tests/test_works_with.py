@@ -208,7 +208,7 @@ def _on_host(text: str, on_host: bool) -> dict[str, Any]:
     """Train, save, go on from there with a fresh module; as a small model on a GPU does, or not."""
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["laconic.attach.attach"], "belongs_on_host", lambda *_: on_host)
+        patch.setattr(sys.modules["laconic.attach.ddp"], "belongs_on_host", lambda *_: on_host)
         first, again = start(text, TwoWay()), start(text, TwoWay())
     assert first.session is not None and again.session is not None
     for number in range(3):
@@ -217,7 +217,7 @@ def _on_host(text: str, on_host: bool) -> dict[str, Any]:
     again.session.load_state_dict(first.session.state_dict())
     for number in range(3, 6):
         again.step(number)
-    rooms = again.session.background._rooms  # type: ignore[attr-defined]
+    rooms = again.session._background._rooms  # type: ignore[attr-defined]
     return {"trained": flat_parameters(again.ddp), "bytes": again.session.stats().bytes_out, "copied": bool(rooms)}
 
 

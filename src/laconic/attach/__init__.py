@@ -1,5 +1,5 @@
 """The one line a training script adds."""
 
-from laconic.attach.attach import Attached, attach
+from laconic.attach.ddp import Attached, attach
 
 __all__ = ["Attached", "attach"]

@@ -16,20 +16,23 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import SchemeError, StateError
+from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import PHASES, Stats
+from laconic.session import Stats
 from laconic.transport import CountedGroup, backend_for, ring_bytes
 
 
 class TorchHookSession:
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
+    error: BaseException | None = None  # what goes wrong there is raised in the backward pass
+
     def __init__(self, ddp: DistributedDataParallel, scheme: TorchHook, group: ProcessGroup) -> None:
         self.scheme = scheme
         self._group = CountedGroup(group)
         self._num_entries = 0
         self._steps = 0
-        self._watch = _Watch()
+        self._clock = _BusyClock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         ddp.register_comm_hook(self, _hook)
 
@@ -49,15 +52,16 @@ class TorchHookSession:
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         self._num_entries += bucket.buffer().numel()
         self._steps += bucket.is_last()
-        self._watch.begin()
+        self._clock.begin()
         if self._power is not None:
             result = powerSGD_hook.powerSGD_hook(self._power, bucket)
         else:
             result = default_hooks.fp16_compress_hook(self._group, bucket)
-        return result.then(self._watch.end)
+        return result.then(self._clock.end)
 
-    def stats(self) -> Stats:
-        traffic, num_workers = self._group.traffic, self._group.size()
+    def stats(self, *, ages: bool = False) -> Stats:
+        traffic = self._group.traffic
+        num_workers = self._group.size()
         return Stats(
             scheme=str(self.scheme),
             kernels="torch",
@@ -68,7 +72,7 @@ class TorchHookSession:
             bytes_in=traffic.bytes_in,
             dense_bytes_out=ring_bytes(4 * self._num_entries, num_workers),
             by_kind=traffic.copy(),
-            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._watch.seconds},
+            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._clock.seconds},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +104,8 @@ class TorchHookSession:
         if saved.get("scheme") != str(self.scheme):
             raise StateError(f"the state was saved under {saved.get('scheme')}; resume under that scheme")
         if self._power is not None:
-            power, rng = self._power, saved["rng"]
+            power = self._power
+            rng = saved["rng"]
             power.iter = saved["iter"]
             power.error_dict = _copied(saved["error"])
             power.p_memory_dict = _copied(saved["p"])
@@ -119,7 +124,7 @@ def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return {index: tensor.detach().clone() for index, tensor in tensors.items()}
 
 
-class _Watch:
+class _BusyClock:
     """Seconds during which at least one bucket was under way."""
 
     def __init__(self) -> None:

@@ -22,6 +22,12 @@ class Pattern:
     adds_in_flight: ClassVar[bool] = False  # the network sums, so all workers must send the same positions
     has_owners: ClassVar[bool] = False  # each entry has one, who answers for it, and may be a server
     talks: ClassVar[bool] = True
+
+    @property
+    def votes(self) -> bool:
+        """Whether answers are signs."""
+        return False
+
     of_what: ClassVar[str] = "gradients"
 
 
@@ -70,7 +76,6 @@ class Server(Pattern):
 
     @property
     def votes(self) -> bool:
-        """Whether answers are signs."""
         return self.combine != "mean"
 
 

@@ -49,6 +49,8 @@ class Follower:
     `end` is this worker's end of the network: a Transport where the pattern's mode is `matched`, otherwise a Mailbox.
     """
 
+    error: BaseException | None = None  # what goes wrong in another thread is raised by the next step
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Transport | Mailbox
     ) -> None:
@@ -128,7 +130,7 @@ class Follower:
         """The same numbers of all workers that are alive, in rank order; a call that all of those make."""
         return self._side.gather(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def stats(self) -> FollowerStats:
+    def stats(self, *, ages: bool = False) -> FollowerStats:
         """Bytes out and in, by kind; exchanges; peers lost."""
         side, traffic = self._side, self._side.traffic
         num_steps = self._steps - self._first_step

@@ -11,7 +11,7 @@ from laconic.exchange import asks_of, matching
 from laconic.gossip.letter import refusal
 from laconic.gossip.parts import Parts
 from laconic.gossip.vector import Topic
-from laconic.transport import Transport
+from laconic.transport import Collectives
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -19,7 +19,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class Matched:
     """One worker's side; every worker calls each method at the same time."""
 
-    def __init__(self, transport: Transport, parts: Parts) -> None:
+    def __init__(self, transport: Collectives, parts: Parts) -> None:
         self.transport = transport
         self.traffic = transport.traffic
         self.asked = self.answered = self.refused = self.late = 0

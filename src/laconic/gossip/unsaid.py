@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.gossip.vector import ModelVector
-from laconic.select import Selector
+from laconic.select import Chooser
 
 
 class Unsaid:
@@ -17,7 +17,7 @@ class Unsaid:
     Small parameters and normalisation buffers go whole. `last` is this worker's own: a peer need not know it.
     """
 
-    def __init__(self, select: Selector, vector: ModelVector, num_workers: int) -> None:
+    def __init__(self, select: Chooser, vector: ModelVector, num_workers: int) -> None:
         self._select, self._vector = select, vector
         self._plan = select.plan(vector.chosen_layout, select.density_among(num_workers))
         self._searches = [kernels.new_search(w.stop - w.start, w.k, torch.device("cpu")) for w in self._plan.windows]

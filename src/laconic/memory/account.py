@@ -51,5 +51,9 @@ class Memory(Protocol):
     refunds: ClassVar[bool]  # whether what rounding loses is deposited again
     kinds: ClassVar[tuple[str, ...]]  # the tensors kept per parameter, by the name they have in a checkpoint
 
+    @property
+    def momentum(self) -> float:
+        """What it carries of an optimizer's momentum; 0: none."""
+
     def open(self, kept: list[Tensor]) -> Account:
         """An account over the kept tensors of one bucket (one per kind), which it mutates."""

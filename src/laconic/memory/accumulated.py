@@ -20,6 +20,7 @@ class Accumulated:
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
+    momentum: ClassVar[float] = 0.0
     refunds: ClassVar[bool] = False
 
     weight: float = 1.0  # of what has been kept; less than 1 forgets

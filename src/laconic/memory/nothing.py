@@ -17,6 +17,7 @@ class Nothing:
     """No error feedback."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
+    momentum: ClassVar[float] = 0.0
     refunds: ClassVar[bool] = False
 
     def open(self, kept: list[Tensor]) -> Account:

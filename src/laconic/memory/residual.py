@@ -17,6 +17,7 @@ class Residual:
     """r += g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014)."""
 
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
+    momentum: ClassVar[float] = 0.0
     refunds: ClassVar[bool] = True
 
     def open(self, kept: list[Tensor]) -> Account:

@@ -6,7 +6,7 @@ from laconic.quantize.grid import CODE_BITS, Grid, Steps, levels_of, round_up
 from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
-from laconic.quantize.quantizer import InFrames, Quantizer
+from laconic.quantize.quantizer import FloatCode, Quantizer
 from laconic.quantize.residue import Difference, Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.quantize.signs import Marks, Sign, Trits
 
@@ -24,8 +24,8 @@ __all__ = [
     "Carrier",
     "Difference",
     "Exact",
+    "FloatCode",
     "Grid",
-    "InFrames",
     "Levels",
     "Marks",
     "MaxNorm",

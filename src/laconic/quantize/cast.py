@@ -21,6 +21,7 @@ class Exact:
 
     code_id: ClassVar[int] = 0
     code_dtype: ClassVar[torch.dtype] = torch.float32
+    adds: ClassVar[bool] = True
 
     def num_bytes(self, count: int) -> int:
         return 4 * count
@@ -41,6 +42,7 @@ class BF16:
 
     code_id: ClassVar[int] = 1
     code_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    adds: ClassVar[bool] = True
 
     def num_bytes(self, count: int) -> int:
         return 2 * count
@@ -64,6 +66,7 @@ class FP16:
 
     code_id: ClassVar[int] = 2
     code_dtype: ClassVar[torch.dtype] = torch.float16
+    adds: ClassVar[bool] = True
 
     def num_bytes(self, count: int) -> int:
         return 2 * count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class Grid:
     n is the largest |g| on any worker, in a bucket or a block of it, rounded up to a bf16. Rounding is unbiased, drawn
     from (seed, rank, step, bucket, position), so the step in a checkpoint is all the state there is.
     """
+
+    adds: ClassVar[bool] = True
 
     levels: int  # s: codes lie in [-s, s]
     block: int = 0  # entries that share a norm, of 16 bits; 0: the whole bucket

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.quantize.quantizer import InFrames
 
 _SMALLEST_STEP = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
-class Levels(InFrames):
+class Levels:
     """The nearest of n/s * {-s, ..., s}, n being the largest |v| of the frame and s = 2^(bits-1) - 1.
 
     The grid of maxnorm (Vineeth S, arXiv 2109.12497) where frames are read, not added up in flight: every frame brings
@@ -25,6 +24,7 @@ class Levels(InFrames):
 
     code_id: ClassVar[int] = 6
     code_dtype: ClassVar[torch.dtype] = torch.int32
+    adds: ClassVar[bool] = False
 
     bits: int = 4  # of a code, its sign included
 

@@ -57,6 +57,7 @@ class Residue:
 
     code_id: ClassVar[int] = 7
     code_dtype: ClassVar[torch.dtype] = torch.uint8
+    adds: ClassVar[bool] = False
 
     bits: int = 4
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.quantize.quantizer import InFrames
 
 _TRITS_PER_BYTE = 5  # 3^5 = 243
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign(InFrames):
+class Sign:
     """sign(v) in one bit, with mean|v| of the frame as the size of all of them (Seide et al., Interspeech 2014).
 
     A server that takes a vote looks at the bits alone (Bernstein et al., ICML 2018). A zero is written as positive.
@@ -24,6 +23,7 @@ class Sign(InFrames):
 
     code_id: ClassVar[int] = 3
     code_dtype: ClassVar[torch.dtype] = torch.int32
+    adds: ClassVar[bool] = False
 
     def num_bytes(self, count: int) -> int:
         return 4 * -(-count // 32)
@@ -38,11 +38,12 @@ class Sign(InFrames):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks(InFrames):
+class Marks:
     """No value at all: a frame that says only where."""
 
     code_id: ClassVar[int] = 5
     code_dtype: ClassVar[torch.dtype] = torch.uint8
+    adds: ClassVar[bool] = False
 
     def num_bytes(self, count: int) -> int:
         return 0
@@ -60,11 +61,12 @@ def _mean_size(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trits(InFrames):
+class Trits:
     """Votes -1, 0 and 1 in base 3, five to a byte: 1.6 bits each; less than a map once six in ten are not zero."""
 
     code_id: ClassVar[int] = 4
     code_dtype: ClassVar[torch.dtype] = torch.uint8
+    adds: ClassVar[bool] = False
 
     def num_bytes(self, count: int) -> int:
         return -(-count // _TRITS_PER_BYTE)

@@ -10,9 +10,9 @@ from laconic.errors import SchemeError
 from laconic.exchange import Gossip
 from laconic.layout import Layout, halves_of
 from laconic.memory import Memory, Nothing, Residual
-from laconic.quantize import Exact, Grid, InFrames, Quantizer, Residue
+from laconic.quantize import Exact, FloatCode, Quantizer, Residue
 from laconic.scheme.parts import COMPOSED, write_part
-from laconic.select import Everything, Overlap, RandK, Selector
+from laconic.select import Chooser, Everything, Overlap, RandK
 from laconic.text import write_pairs
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, Period, Speech, TargetRate
@@ -26,7 +26,7 @@ class GossipScheme:
     str() gives a text that `laconic.parse` reads back: the recipe's own form, or all four answers.
     """
 
-    select: Selector = Everything()
+    select: Chooser = Everything()
     quantize: Quantizer | Residue = Exact()
     exchange: Gossip = Gossip()
     trigger: EveryStep | Speech = EveryStep()
@@ -47,7 +47,7 @@ class GossipScheme:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if not isinstance(self.trigger, EveryStep | Speech):
             raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
-        if isinstance(self.quantize, Grid | InFrames):
+        if not isinstance(self.quantize, FloatCode | Residue):
             raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
         paired = self.exchange.mode == "paired"
         if paired and not isinstance(self.trigger, EveryStep | Period):

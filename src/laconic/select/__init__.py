@@ -2,13 +2,13 @@
 
 from laconic.select.everything import Everything
 from laconic.select.overlap import Overlap
-from laconic.select.plan import Plan, Selector, Window
+from laconic.select.plan import Chooser, Plan, Selector, SharedSelector, Window
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES
 from laconic.select.searches import SEARCHES
 from laconic.select.topk import TopK
 
-SELECTORS: dict[str, type[Selector] | type[RandK]] = {
+SELECTORS: dict[str, type[Selector]] = {
     "everything": Everything,
     "topk": TopK,
     "overlap": Overlap,
@@ -19,11 +19,13 @@ __all__ = [
     "SCORES",
     "SEARCHES",
     "SELECTORS",
+    "Chooser",
     "Everything",
     "Overlap",
     "Plan",
     "RandK",
     "Selector",
+    "SharedSelector",
     "TopK",
     "Window",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,15 +17,24 @@ from laconic.select.plan import Plan
 class Everything:
     """Every entry, every time."""
 
+    is_shared: ClassVar[bool] = True
+
     @property
     def density(self) -> float:
         return 1.0
+
+    @property
+    def per_parameter(self) -> bool:
+        return False
 
     def density_among(self, num_workers: int) -> float:
         return self.density
 
     def plan(self, layout: Layout, density: float) -> Plan:
         return Plan(layout.num_entries, fixed=layout.spans, windows=())
+
+    def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
+        return torch.empty(0, dtype=torch.int64, device=device)
 
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]

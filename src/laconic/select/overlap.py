@@ -65,7 +65,7 @@ def _rounds(select: Overlap, layout: Layout, density: float, bucket: int) -> tup
     Parameters that are chosen by themselves also take turns by themselves, whichever bucket they are in.
     """
     turn = RandK(rho=density * select.explore, mode="cycle", dense_below=select.dense_below)
-    if select.per != "parameter":
+    if not select.per_parameter:
         return ((turn, turn.plan(layout, turn.rho), bucket, 0),)
     alone = [(span, Layout.of([span.name], [span.num_entries])) for span in layout.spans if span.num_entries]
     return tuple((turn, turn.plan(of, turn.rho), crc32(span.name.encode()), span.start) for span, of in alone)

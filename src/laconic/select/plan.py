@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from laconic.layout import Layout, Span
@@ -41,15 +42,34 @@ class Plan:
 class Selector(Protocol):
     """The frozen answer to *what is sent*."""
 
+    is_shared: ClassVar[bool]  # whether all workers send the same positions, so that a network can add what lies there
+
     @property
     def density(self) -> float:
         """The share of entries it aims to send, in (0, 1]."""
+
+    @property
+    def per_parameter(self) -> bool:
+        """Whether each parameter is chosen from by itself, so that buckets do not matter."""
 
     def density_among(self, num_workers: int) -> float:
         """That share among M workers."""
 
     def plan(self, layout: Layout, density: float) -> Plan:
         """What to take from a bucket of this layout when `density` of its entries may go."""
+
+
+@runtime_checkable
+class SharedSelector(Selector, Protocol):
+    """One whose choice follows from the step alone."""
+
+    def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
+        """The plan.k positions of a step that are not fixed, int64, ascending."""
+
+
+@runtime_checkable
+class Chooser(Selector, Protocol):
+    """One that looks at the entries, so that every worker has a choice of its own."""
 
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]

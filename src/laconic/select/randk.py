@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ class RandK:
     entry goes once, or twice where N/k is no whole number. Either costs k operations and walks memory in order.
     """
 
+    is_shared: ClassVar[bool] = True
+
     rho: float  # share of entries sent; smaller sends less
     mode: str = "independent"
     dense_below: int = 1000  # parameters with fewer entries go whole: they are few and matter much
@@ -46,6 +49,10 @@ class RandK:
     def density(self) -> float:
         return self.rho
 
+    @property
+    def per_parameter(self) -> bool:
+        return False
+
     def density_among(self, num_workers: int) -> float:
         return self.density
 
@@ -56,7 +63,6 @@ class RandK:
         return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
 
     def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
-        """The plan.k positions of this step, int64, ascending."""
         num_large = plan.num_entries - plan.num_fixed
         if num_large == 0:
             return torch.empty(0, dtype=torch.int64, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class TopK:
     does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
     but for the order of ties; see select/searches.py.
     """
+
+    is_shared: ClassVar[bool] = False
 
     rho: float = 0.0  # share of entries sent; smaller sends less
     cover: float = 0.0  # c, instead of rho: k = c*N/M, so that each entry is sent by c workers on average
@@ -48,13 +51,17 @@ class TopK:
     def density(self) -> float:
         return self.rho or min(1.0, self.cover / 2)  # of two workers, the fewest there can be
 
+    @property
+    def per_parameter(self) -> bool:
+        return self.per == "parameter"
+
     def density_among(self, num_workers: int) -> float:
         return self.rho or min(1.0, self.cover / num_workers)
 
     def plan(self, layout: Layout, density: float) -> Plan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         large = [span for span in layout.spans if span.num_entries >= self.dense_below and span.num_entries > 0]
-        if self.per == "parameter":
+        if self.per_parameter:
             windows = [Window(span.start, span.stop, _share(span.num_entries, density)) for span in large]
         else:
             num_large = sum(span.num_entries for span in large)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.exchange import Server, Shares
+from laconic.exchange import Shares
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger, Residual
+from laconic.memory.undo import SetAside, Undo
 from laconic.quantize import Sign, Trits
 from laconic.scheme import Scheme
 from laconic.server.vote import Vote
-from laconic.session.summing import set_aside
 from laconic.wire import Contents, FrameShape
 
 
@@ -34,17 +34,21 @@ class Owner:
     def __init__(
         self, scheme: Scheme, share: int, num_shares: int, *, undoes: bool = False, holds_idle: bool = False
     ) -> None:
-        assert isinstance(scheme.exchange, Server)
-        self._scheme, self._server, self._quantize = scheme, scheme.exchange, scheme.frame_answers[1]
-        self._share, self._num_shares = share, num_shares
+        self._scheme = scheme
+        self._server = scheme.server
+        self._quantize = scheme.frame_code
+        self._share = share
+        self._num_shares = num_shares
         self._held = Ledger(Residual())
         self._own: dict[Layout, Layout] = {}
         self._fixed: dict[Layout, Tensor] = {}
         self._searches: dict[tuple[Layout, int], Tensor] = {}  # by share and where a window begins
-        self.ballot = Vote(weighted=scheme.exchange.combine == "weighted")
-        self._undoes, self._holds_idle = undoes, holds_idle
-        self._undo: list[tuple[Tensor, Tensor]] = []
-        self._step, self._overflowed = -1, False
+        self._vote = Vote(weighted=scheme.server.combine == "weighted")
+        self._undoes = undoes
+        self._holds_idle = holds_idle
+        self._undo = Undo()
+        self._step = -1
+        self._overflowed = False  # in some bucket of this step
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +57,8 @@ class Owner:
 
     def read(self, frame: Tensor, layout: Layout, *, step: int, bucket: int, peer: int) -> Contents:
         """What one worker says of this share; FrameError names it if its frame is not as it should be."""
-        own, num_fixed = self._own_layout(layout), self._fixed_places(layout, frame.device).numel()
+        own = self._own_layout(layout)
+        num_fixed = self._fixed_places(layout, frame.device).numel()
         shape = FrameShape.of(frame, own.num_entries, [self._quantize], peer=peer)
         contents = shape.read(frame, step=step, bucket=bucket, peer=peer)
         if not contents.overflow and shape.num_fixed != num_fixed:
@@ -75,11 +80,11 @@ class Owner:
         self._remember(held, step)
         if any(contents.overflow for contents in heard.values()):
             self._overflowed = True
-            self._restore()
+            self._undo.restore_()
             shape = FrameShape(own.num_entries, 0, 0, self._quantize)
             return shape.write_overflow(device, step=step, bucket=bucket)
         if self._server.votes:
-            shape, places, values = self._vote(heard, held, fixed, step)
+            shape, places, values = self._majority(heard, held, fixed, step)
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         codes, scale = shape.quantize.encode(values)
@@ -89,7 +94,7 @@ class Owner:
             held.index_add_(0, fixed[: shape.num_fixed], whole)
             kernels.add_at_(held, [places], [chosen])
         if self._overflowed and self._undoes:
-            self._restore()  # workers undo this bucket too, at the end of the step
+            self._undo.restore_()  # workers undo this bucket too, at the end of the step
         return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)
 
     def _mean(
@@ -108,8 +113,9 @@ class Owner:
             whole.nan_to_num_(nan=0.0)
             held.index_copy_(0, places.to(torch.int64), values.nan_to_num_(nan=0.0))
         if self._server.down_rho and places.numel():
-            with set_aside(self._idle(held, own, places)):
-                places, values = self._largest(held, own, places)
+            idle = SetAside(self._idle(held, own, places))
+            places, values = self._largest(held, own, places)
+            idle.put_back_()
         else:
             held.index_fill_(0, places.to(torch.int64), 0)
         mean = torch.cat([whole, values]).div_(len(heard))
@@ -127,10 +133,11 @@ class Owner:
         No more than were heard of: where those fit, the rest of the room would go to what answers have rounded away.
         Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
-        by_parameter = getattr(self._scheme.select, "per", "") == "parameter"
+        by_parameter = self._scheme.select.per_parameter
         windows = [(span.start, span.stop) for span in own.spans] if by_parameter else [(0, own.num_entries)]
         num_heard = _counts_within(windows, heard) if by_parameter else [heard.numel()]
-        places, values = [heard[:0]], [held[:0]]
+        places = [heard[:0]]
+        values = [held[:0]]
         for (start, stop), most in zip(windows, num_heard, strict=True):
             room = min(most, max(1, round(self._server.down_rho * (stop - start))))
             if not room:
@@ -150,12 +157,12 @@ class Owner:
         counts = _counts_within([(span.start, span.stop) for span in own.spans], heard)
         return [held[span.start : span.stop] for span, count in zip(own.spans, counts, strict=True) if not count]
 
-    def _vote(
+    def _majority(
         self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
     ) -> tuple[FrameShape, Tensor, Tensor]:
         """The entries on which there is a majority, and its signs; as trits where that is smaller."""
         n = scratch.numel()
-        places, votes = self.ballot.vote(heard, scratch, fixed, step)
+        places, votes = self._vote.take(heard, scratch, fixed, step)
         shape = FrameShape(n, places.numel(), 0, Sign())
         trits = FrameShape(n, n, 0, Trits())
         if shape.num_bytes <= trits.num_bytes:
@@ -180,23 +187,21 @@ class Owner:
 
     def _remember(self, held: Tensor, step: int) -> None:
         if step != self._step:
-            self._step, self._overflowed, self._undo = step, False, []
+            self._step = step
+            self._overflowed = False
+            self._undo.forget()
         if self._undoes and self._scheme.holds:
-            self._undo.append((held, held.clone()))
-
-    def _restore(self) -> None:
-        for held, before in self._undo:
-            held.copy_(before)
+            self._undo.remember([held])
 
     def state_dict(self) -> dict[str, Any]:
         """What is held, this share's piece of each parameter, and the voters' records; empty where there is neither."""
         held = self._held.state_dict()["residual"] if self._scheme.holds else {}
-        return {"num_shares": self._num_shares, "held": held, "records": self.ballot.state_dict()}
+        return {"num_shares": self._num_shares, "held": held, "records": self._vote.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._held.load_state_dict({"residual": dict(saved["held"])})
-        self.ballot.load_state_dict(saved["records"])
+        self._vote.load_state_dict(saved["records"])
 
 
 def _counts_within(windows: Sequence[tuple[int, int]], positions: Tensor) -> list[int]:

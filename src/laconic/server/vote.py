@@ -27,24 +27,24 @@ class Vote:
     """
 
     def __init__(self, *, weighted: bool) -> None:
-        self.weighted = weighted
-        self.records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
+        self._weighted = weighted
+        self._records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
         self._step = -1  # for which they have faded
 
     def weight(self, rank: int) -> float:
         """What the sign of a worker counts."""
-        if rank not in self.records:
+        if rank not in self._records:
             return 1.0
-        agreed, differed = (count + _PRIOR for count in self.records[rank])
+        agreed, differed = (count + _PRIOR for count in self._records[rank])
         odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
         return float(odds.clamp(-_MOST_LOG_ODDS, _MOST_LOG_ODDS))
 
-    def vote(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def take(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
-        if not self.weighted and fixed.numel() == scratch.numel() > 0:
+        if not self._weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
-        weighted = self.weighted and len(heard) > 2
+        weighted = self._weighted and len(heard) > 2
         weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
         _add_up_(scratch, heard, signs, weights, fixed)
         if weighted:
@@ -59,7 +59,7 @@ class Vote:
         """Let the past count less, once a step however many buckets are voted on."""
         if step != self._step:
             self._step = step
-            self.records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self.records.items()}
+            self._records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self._records.items()}
 
     def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
         """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
@@ -67,15 +67,16 @@ class Vote:
         for rank, contents in heard.items():
             at = torch.cat([fixed, contents.positions.to(torch.int64)])
             others = (total[at] - signs[rank]).sign()
-            agreed, differed = self.records.get(rank, (0.0, 0.0))
-            right, wrong = int((others == signs[rank]).sum()), int((others == -signs[rank]).sum())
-            self.records[rank] = agreed + right, differed + wrong
+            agreed, differed = self._records.get(rank, (0.0, 0.0))
+            right = int((others == signs[rank]).sum())
+            wrong = int((others == -signs[rank]).sum())
+            self._records[rank] = agreed + right, differed + wrong
 
     def state_dict(self) -> dict[str, list[float]]:
-        return {str(rank): list(record) for rank, record in self.records.items()}
+        return {str(rank): list(record) for rank, record in self._records.items()}
 
     def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
-        self.records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
+        self._records = {int(rank): (record[0], record[1]) for rank, record in saved.items()}
 
 
 def take_sides(values: Tensor, num_fixed: int, step: int) -> Tensor:
@@ -115,6 +116,7 @@ def _count(everyone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(places, signs) of the majorities where all speak of every entry: counted in bits, 32 entries at a time."""
     negative, tie = kernels.vote([kernels.pack_signs(values) for values in everyone])
     n = everyone[0].numel()
-    votes, decided = kernels.unpack_signs(negative, n, 1.0), kernels.unpack_bits(~tie)
+    votes = kernels.unpack_signs(negative, n, 1.0)
+    decided = kernels.unpack_bits(~tie)
     places = decided[: torch.searchsorted(decided, n)]  # the last word may go on behind the last entry
     return places, votes if places.numel() == n else votes[places]

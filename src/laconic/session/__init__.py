@@ -1,7 +1,8 @@
-"""The running half of a scheme: buffers, counters, the thread that exchanges buckets."""
+"""The running half of a scheme: one step with one body, its undo, its state and its stats."""
 
+from laconic.paths import PHASES
 from laconic.session.background import Background, belongs_on_host
 from laconic.session.session import Session
-from laconic.session.stats import PHASES, Stats
+from laconic.session.stats import Stats
 
 __all__ = ["PHASES", "Background", "Session", "Stats", "belongs_on_host"]

@@ -4,62 +4,57 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.exchange import piece_borders
 from laconic.layout import Layout
 from laconic.scheme import Scheme
-from laconic.server.client import ServerClient
 from laconic.transport import Transport
 
 _FORMAT = 1
 
-Kept = dict[str, dict[str, Tensor]]
-Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # one worker's state, or those of all
+Kept = dict[str, dict[str, Tensor]]  # by kind and parameter
 
 
-def save(
-    scheme: Scheme,
-    transport: Transport,
-    step: int,
-    skipped_steps: int,
-    layouts: Sequence[Layout],
-    kept: Kept,
-    *,
-    past: Kept,
-    owner: Mapping[str, Any],
-) -> dict[str, Any]:
-    """One worker's state."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a session has come."""
+
+    step: int
+    skipped_steps: int
+    layouts: list[Layout]  # of the last step's buckets
+
+
+def save(scheme: Scheme, transport: Transport, progress: Progress, kept: Kept) -> dict[str, Any]:
+    """One worker's state, with room for what a path keeps."""
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
-        "step": step,
-        "skipped_steps": skipped_steps,
+        "step": progress.step,
+        "skipped_steps": progress.skipped_steps,
         "rank": transport.rank,
         "num_workers": transport.num_workers,
-        "num_living": transport.num_living if isinstance(transport, ServerClient) else transport.num_workers,
-        "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in layouts],
+        "num_living": transport.num_living,
+        "buckets": [{span.name: span.num_entries for span in layout.spans} for layout in progress.layouts],
         "memory": kept,
-        "past": past,
-        "owner": owner,
+        "past": {},
+        "owner": {},
     }
 
 
-def load(saved: Saved, scheme: Scheme, transport: Transport) -> tuple[int, int, list[Layout], Kept]:
-    """(steps, skipped steps, layouts of the last step, kept tensors) for this worker.
+def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transport) -> tuple[Progress, Kept]:
+    """How far this worker had come, and what it kept.
 
     What a worker kept that died before the save is gone with it: whoever takes its place starts with nothing.
     """
-    states = _by_rank(saved)
     _check(states, scheme)
     num_saved = int(states[0]["num_workers"])
     num_there = int(states[0].get("num_living", num_saved))
-    are_all = len({s["rank"] for s in states}) == num_there
-    mine = [s for s in states if s["rank"] % transport.num_workers == transport.rank]
+    are_all = len({state["rank"] for state in states}) == num_there
+    mine = [state for state in states if state["rank"] % transport.num_workers == transport.rank]
     if num_saved == transport.num_workers:
         if not mine and not are_all:
             raise StateError(f"no state of rank {transport.rank} is among those given; load what this rank saved")
@@ -76,43 +71,12 @@ def load(saved: Saved, scheme: Scheme, transport: Transport) -> tuple[int, int, 
                 stacklevel=4,
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
-    return int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts, _sum([s["memory"] for s in mine])
+    progress = Progress(int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts)
+    return progress, _sum([state["memory"] for state in mine])
 
 
-def load_past(saved: Saved, transport: Transport) -> Kept:
-    """What the workers remember of the answers, which is the same on all of them."""
-    states = _by_rank(saved)
-    by_rank = {int(one["rank"]): one["past"] for one in states}
-    return dict(by_rank.get(transport.rank) or states[transport.rank % len(states)]["past"])
-
-
-def load_owner(saved: Saved, transport: Transport) -> dict[str, Any]:
-    """What this worker holds as an owner: what it held, or its piece of what all held where their number changed."""
-    states = _by_rank(saved)
-    owners = [one["owner"] for one in states if one["owner"]]
-    share, num_shares = transport.owned_share, transport.num_shares
-    assert share is not None
-    if not owners and not any(one.get("servers") for one in states):
-        return {"held": {}, "records": {}}
-    if not owners:
-        raise StateError("the state was saved under dedicated servers; resume with as many")
-    if owners[0]["num_shares"] == num_shares:
-        mine = [one["owner"] for one in states if one["rank"] == share]
-        return dict(mine[0]) if mine else {"held": {}, "records": {}}
-    return {"held": recut([one["held"] for one in owners], share, num_shares), "records": {}}
-
-
-def recut(held: Sequence[Mapping[str, Tensor]], share: int, num_shares: int) -> dict[str, Tensor]:
-    """One share's piece of each parameter, from the pieces of all shares of another division."""
-    pieces = {}
-    for name in held[0]:
-        whole = torch.cat([one[name] for one in held])
-        borders = piece_borders(whole.numel(), num_shares)
-        pieces[name] = whole[borders[share] : borders[share + 1]].clone()
-    return pieces
-
-
-def _by_rank(saved: Saved) -> list[Mapping[str, Any]]:
+def by_rank(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One worker's state, or those of all in the order of their ranks."""
     return [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda state: int(state["rank"]))
 
 

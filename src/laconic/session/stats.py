@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
+from laconic.paths import PHASES
 from laconic.transport import Count
-
-PHASES = ("select", "encode", "exchange", "decode")
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,8 @@ class Stats:
     seconds: dict[str, float]  # by phase, in the session's thread; they overlap the backward pass
     passes: float | None = None  # over the entries per selection, on average; None where nothing is selected
 
-    union: float | None = None  # |U|/k: entries that owners answered for each that a worker sent them
+    num_pushed: int = 0  # entries that this worker chose and sent to owners
+    num_answered: int = 0  # and entries that those answered
     oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; told on request
     never_sent: float | None = None  # share of entries that this worker has never sent; told on request
     num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
@@ -53,8 +48,14 @@ class Stats:
         """Bits per gradient entry in an all-reduce of as many bytes: 32 for float32, all that was sent counted."""
         return 32 * self.bytes_out / self.dense_bytes_out if self.dense_bytes_out else 0.0
 
+    @property
+    def union(self) -> float | None:
+        """|U|/k: entries that owners answered for each that a worker sent them."""
+        return self.num_answered / self.num_pushed if self.num_pushed else None
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio, "bits_per_entry": self.bits_per_entry}
+        derived = {name: getattr(self, name) for name in ("union", "ratio", "bits_per_entry")}
+        return {**asdict(self), **derived}
 
     def __str__(self) -> str:
         steps = self.steps_here
@@ -71,19 +72,3 @@ class Stats:
             f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
             f"ms per step: {phases}; {self.kernels} kernels{passes}{union}"
         )
-
-
-class PhaseClock:
-    """Seconds per phase of the session's thread."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextmanager
-    def time(self, phase: str, device: torch.device) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            # Ends the phase for real; it holds up this thread and its own stream, never the backward pass.
-            torch.cuda.current_stream(device).synchronize()
-        self.seconds[phase] += time.perf_counter() - start

@@ -10,7 +10,7 @@ from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
 from laconic.transport.transport import Answer, Collectives, Push, Transport
-from laconic.transport.virtual import InProcess, in_process
+from laconic.transport.virtual import InProcess, in_process, silent_end
 
 __all__ = [
     "BESIDE",
@@ -37,5 +37,6 @@ __all__ = [
     "own_group",
     "ranks_that_differ",
     "ring_bytes",
+    "silent_end",
     "world",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class Transport(Protocol):
         """Say no more."""
 
 
+@runtime_checkable
 class Collectives(Transport, Protocol):
     """A transport on which workers also hear each other, without anyone between them."""
 

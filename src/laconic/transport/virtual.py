@@ -116,6 +116,11 @@ class InProcess:
         return [laid for laid in self._table.laid if laid is not None]
 
 
+def silent_end(num_workers: int, *, num_servers: int = 0) -> InProcess:
+    """One of M workers' ends of a network on which nobody talks: to foretell what would be said on it."""
+    return InProcess(0, _Table(num_workers, num_servers))
+
+
 def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
     """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all.
 

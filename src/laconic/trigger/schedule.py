@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from laconic.errors import SchemeError
 
@@ -13,6 +13,8 @@ _STAGE_FACTOR = 0.25
 class Trigger(Protocol):
     """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
 
+    thins_out: ClassVar[bool]  # whether it lowers the share that is sent step by step
+
     def density(self, step: int, target: float) -> float:
         """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""
 
@@ -21,6 +23,8 @@ class Trigger(Protocol):
 class EveryStep:
     """The same share at every step."""
 
+    thins_out: ClassVar[bool] = False
+
     def density(self, step: int, target: float) -> float:
         return target
 
@@ -28,6 +32,8 @@ class EveryStep:
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
     """The first `steps` steps go dense, while the network changes fastest."""
+
+    thins_out: ClassVar[bool] = False
 
     steps: int
 
@@ -42,6 +48,8 @@ class WarmUp:
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
     """25 %, 6.25 %, 1.6 %, 0.4 %, ... for `steps` steps each, down to the target (Lin et al., ICLR 2018)."""
+
+    thins_out: ClassVar[bool] = True
 
     steps: int
 

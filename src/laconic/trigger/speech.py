@@ -24,6 +24,8 @@ class Period:
     A worker's first turn is drawn, so that not all speak at once; those who gossip in pairs have theirs together.
     """
 
+    thins_out: ClassVar[bool] = False
+
     steps: float
 
     def __post_init__(self) -> None:
@@ -42,6 +44,7 @@ class Gaps:
     shortest: int = 1  # steps between two exchanges of a group at least
     longest: int = 200  # and at most
     warmup: int = 0  # steps at the start, in each of which everything speaks
+    thins_out: ClassVar[bool] = False
     moves: ClassVar[bool] = False  # whether the bar follows what is spent
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import Attached, attach
-from laconic.attach.attach import DdpSession
 from laconic.errors import LaconicError
 from laconic.exchange import Server, Silent
 from laconic.measure.tasks import Data
@@ -27,7 +26,7 @@ from laconic.measure.train.resume import check_resume, remark, settings
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
-from laconic.session import Session, Stats
+from laconic.session import Stats
 
 _ONE_BUCKET_MB = 4096
 
@@ -70,8 +69,9 @@ class Trainer:
         ddp.broadcast_buffers = not (job.asks_servers or isinstance(exchange, Silent))
         servers = range(job.servers) if job.asks_servers else ()
         session = attach(ddp, scheme, servers=servers, timeout_s=job.server_timeout)
-        if isinstance(session, Session) and isinstance(session.transport, ServerClient):
-            return ddp, session, ServedCouncil(session.transport)
+        transport = getattr(session, "transport", None)
+        if isinstance(transport, ServerClient):
+            return ddp, session, ServedCouncil(transport)
         return ddp, session, Circle(group, self.device)
 
     def _workers(self) -> dist.ProcessGroup | None:
@@ -118,7 +118,7 @@ class Trainer:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError:
-            cause = self.session.background.error if isinstance(self.session, DdpSession) else None
+            cause = self.session.error
             if isinstance(cause, LaconicError):
                 raise cause from None
             raise
@@ -149,7 +149,7 @@ class Trainer:
 
     def stats(self, *, ages: bool = False) -> Stats:
         """The session's, with the ages of what waits where they are asked for and known."""
-        return self.session.stats(ages=ages) if isinstance(self.session, Session) else self.session.stats()
+        return self.session.stats(ages=ages)
 
     def bytes_so_far(self) -> dict[str, int]:
         """What this worker sent and heard since the first step, and what dense would have sent."""

@@ -1,4 +1,4 @@
-"""What a worker remembers of the answers it heard, by parameter: the same on all workers, but for its own sendings."""
+"""What a worker remembers of the answers it heard: the same on all workers, but for when it sent an entry itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from laconic.select import Overlap, Plan
 from laconic.select.scores import Score
 
 
-class Past:
-    """The past of one bucket; `kept` are two flat float32 tensors, which it mutates."""
+class History:
+    """That of one bucket; `kept` are two flat float32 tensors, which it mutates."""
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
         self.kept = kept
-        self.past, self.sent_at = kept  # what the score looks at; the number of the step that sent an entry last, or 0
+        self.past = kept[0]  # what the score looks at
+        self.sent_at = kept[1]  # the number of the step that sent an entry last, or 0
         self._told: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -48,14 +49,13 @@ class Past:
         self.sent_at.index_fill_(0, positions, step + 1)
 
 
-class Pasts:
+class HistoryKeeper:
     """The frozen half of it, as a ledger wants it."""
 
     kinds: ClassVar[tuple[str, ...]] = ("past", "sent_at")
-    refunds: ClassVar[bool] = False
 
-    def open(self, kept: list[Tensor]) -> Past:
-        return Past(kept)
+    def open(self, kept: list[Tensor]) -> History:
+        return History(kept)
 
 
 class Boost:
@@ -64,13 +64,15 @@ class Boost:
     The kernel that adds the gradient and selects sees a balance that is off there by as much as makes it the score.
     """
 
-    def __init__(self, select: Overlap, plan: Plan, past: Past, balance: Tensor, due: Due) -> None:
-        self._balance, (self._at, sizes) = balance, past.told
+    def __init__(self, select: Overlap, plan: Plan, history: History, balance: Tensor, due: Due) -> None:
+        self._balance = balance
+        self._at, sizes = history.told
         if not self._at.numel():
             return
         owed = due.at(self._at)
         self._own = balance.index_select(0, self._at).add_(owed)
-        score, lifted = select.scored, self._own.clone()
+        score = select.scored
+        lifted = self._own.clone()
         for window, (begin, end) in zip(plan.windows, self._borders(plan), strict=True):
             if begin == end:
                 continue

@@ -10,26 +10,39 @@ from torch import Tensor
 from laconic import kernels
 from laconic.layout import Layout, positions_of
 from laconic.memory import Due
-from laconic.scheme import Scheme
+from laconic.paths.path import Work
+from laconic.quantize import Quantizer
+from laconic.select import Chooser, Plan
 from laconic.wire import Contents, FrameShape
 
 
-class BucketPlan:
-    """A scheme's plan for one bucket at one density, made once."""
+class FramePlan:
+    """A selector's plan for one bucket at one density, made once."""
 
-    def __init__(self, scheme: Scheme, layout: Layout, density: float, device: torch.device) -> None:
-        self._select, quantize = scheme.frame_answers
-        self.plan = self._select.plan(layout, density)
+    def __init__(
+        self, select: Chooser, quantize: Quantizer, layout: Layout, density: float, device: torch.device
+    ) -> None:
+        self._select = select
+        self.plan = select.plan(layout, density)
         self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
         ]
 
+    @property
+    def num_fixed(self) -> int:
+        """The entries that go at every step."""
+        return self.plan.num_fixed
+
+    def positions(self, chosen: Tensor) -> Tensor | None:
+        """The fixed and the chosen ones; None for every entry."""
+        return None if self.num_fixed == self.plan.num_entries else torch.cat([self.fixed, chosen])
+
     def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""
         addend, factor = due
-        if self.plan.num_fixed == self.plan.num_entries:  # in order, and 1.2 M indices would take 20 ms
+        if self.num_fixed == self.plan.num_entries:  # in order, and 1.2 M indices would take 20 ms
             whole = balance.clone() if addend is None else balance.add(addend, alpha=factor)
             balance.zero_()
             return self.fixed[:0].to(torch.int32), whole
@@ -56,9 +69,35 @@ class BucketPlan:
         # One copy to the device for all frames: each waits for what runs there.
         positions = torch.cat([contents.positions for contents in heard]).to(flat.device)
         values = torch.cat([contents.values for contents in heard]).to(flat.device).mul_(factor)
-        sizes = [self.plan.num_fixed, self.plan.k]
+        sizes = [self.num_fixed, self.plan.k]
         whole, chosen = torch.split(values.view(len(heard), sum(sizes)), sizes, dim=1)
         total[self.fixed] = sum(whole)  # from zero on, row by row
         kernels.add_at_(total, list(positions.view(chosen.shape)), list(chosen))
         if total is not flat:
             flat.copy_(total)
+
+
+class FramePlans:
+    """The plans of all buckets."""
+
+    def __init__(self, select: Chooser, quantize: Quantizer) -> None:
+        self._select = select
+        self._quantize = quantize
+        self._plans: dict[tuple[Layout, float], FramePlan] = {}
+
+    def of(self, work: Work) -> FramePlan:
+        """That of a bucket at this step's density."""
+        key = work.layout, work.density
+        if key not in self._plans:
+            self._plans[key] = FramePlan(self._select, self._quantize, *key, work.device)
+        return self._plans[key]
+
+    def target(self, layout: Layout, num_workers: int) -> Plan:
+        """What goes of a bucket among M workers once the trigger has reached its target."""
+        return self._select.plan(layout, self._select.density_among(num_workers))
+
+    def passes(self) -> float | None:
+        """How often a selection went over its entries, on average; 1 is the least."""
+        searches = [search.tolist() for plan in self._plans.values() for search in plan.searches]
+        calls = sum(search[kernels.CALLS] for search in searches)
+        return sum(search[kernels.PASSES] for search in searches) / calls if calls else None

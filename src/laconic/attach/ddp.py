@@ -15,22 +15,26 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic import kernels
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.exchange import Silent
 from laconic.layout import Bucket, Layout
+from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, meet, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
-from laconic.transport import Group, own_group, ranks_that_differ
+from laconic.transport import Group, Transport, own_group, ranks_that_differ, ring_bytes
 
 
 @runtime_checkable
 class Attached(Protocol):
     """What attach() returns, whatever the scheme."""
 
-    def stats(self) -> Stats:
-        """Bytes out and in, by kind; seconds by phase; the ratio to dense."""
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong while the backward pass went on, if anything did."""
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, to be saved per rank."""
@@ -65,20 +69,26 @@ def attach(
     group: ProcessGroup = ddp.process_group
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     device = _only_device(trained)
+    transport: Transport
     if servers:
         scheme = served_scheme(scheme)
-        terms = {"undoes": grad_scaler is not None, "holds_idle": ddp.find_unused_parameters}
-        transport = ServerClient(group.rank(), group.size(), meet(servers, None), greeting(scheme, **terms), timeout_s)
-        return DdpSession(ddp, scheme, transport, device, grad_scaler)
-    own = own_group(group, device)
-    strangers = ranks_that_differ(own, device, str(scheme))
-    if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
-        raise SchemeError(
-            f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
-        )
-    if isinstance(scheme, TorchHook):
-        return TorchHookSession(ddp, scheme, own)
-    return DdpSession(ddp, scheme, Group(own, device), device, grad_scaler)
+        terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters)
+        transport = ServerClient(group.rank(), group.size(), meet(servers, None), terms, timeout_s)
+    else:
+        own = own_group(group, device)
+        strangers = ranks_that_differ(own, device, str(scheme))
+        if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
+            raise SchemeError(
+                f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
+            )
+        if isinstance(scheme, TorchHook):
+            return TorchHookSession(ddp, scheme, own)
+        transport = Group(own, device)
+    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler)
+    if transport.rank == 0:
+        for remark in adapter.remarks(ddp, may_lose_workers=bool(servers)):
+            warnings.warn(remark, stacklevel=2)
+    return adapter
 
 
 def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | TorchHook:
@@ -117,52 +127,74 @@ def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
     return devices.pop()
 
 
-class DdpSession(Session):
-    """A session fed by DDP's hook through a background thread."""
+class DdpAdapter:
+    """Feeds a session with DDP's buckets through a background thread."""
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         scheme: Scheme,
-        transport: Group | ServerClient,
+        transport: Transport,
         device: torch.device,
         grad_scaler: GradScaler | None,
     ) -> None:
-        super().__init__(
+        self.session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=ddp.find_unused_parameters,
         )
+        self.transport = transport
+        self._device = device
         # A compiled module keeps its parameters' names behind a prefix that a checkpoint should not depend on.
         self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
-        trained = {name: p for p, name in self._names.items() if p.requires_grad}
-        model = Layout.of(list(trained), [p.numel() for p in trained.values()])
-        talks = not isinstance(scheme.exchange, Silent)
-        on_host = talks and belongs_on_host(model, device, transport.wire)
-        slower = None if on_host else kernels.missing(device)
-        if transport.rank == 0:
-            scheme.warn_if_dense_is_smaller(model, transport.num_workers)
-            if slower is not None:
-                warnings.warn(slower, stacklevel=4)
-            if (
-                isinstance(transport, ServerClient)
-                and ddp.broadcast_buffers
-                and next(ddp.module.buffers(), None) is not None
-            ):
-                warnings.warn(
-                    "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
-                    "build DistributedDataParallel(..., broadcast_buffers=False)",
-                    stacklevel=4,
-                )
-        self._transport = transport
-        self.background = Background(self, device, on_host=on_host)
+        trained = [p for p in self._names if p.requires_grad]
+        self._model = self._layout(trained)
+        self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
+        self._background = Background(self.session, device, on_host=self._on_host)
         ddp.register_comm_hook(self, _hook)
 
-    def bucket_of(self, bucket: GradBucket) -> Bucket:
-        parameters = bucket.parameters()
-        layout = Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
-        return Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last())
+    def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:
+        """What a user should know before training."""
+        scheme = self.session.scheme
+        num_workers = self.transport.num_workers
+        here = bytes_out(scheme, self._model, num_workers)
+        dense = ring_bytes(2 * self._model.num_entries, num_workers)
+        found = []
+        if not scheme.exchange.adds_in_flight and here > 1.02 * dense:  # headers aside
+            cure = "bf16, or a smaller rho" if scheme.has_owners else "bf16, a smaller rho, or a server"
+            found.append(
+                f"{scheme} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
+                f"use {cure}"
+            )
+        slower = None if self._on_host else kernels.missing(self._device)
+        if slower is not None:
+            found.append(slower)
+        if may_lose_workers and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+            found.append(
+                "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
+                "build DistributedDataParallel(..., broadcast_buffers=False)"
+            )
+        return found
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong in the session's thread."""
+        return self._background.error
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Exchange one of DDP's buckets, in the background."""
+        layout = self._layout(bucket.parameters())
+        return self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
+
+    def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        return Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         states = [saved] if isinstance(saved, Mapping) else saved
@@ -172,30 +204,12 @@ class DdpSession(Session):
             raise StateError(
                 f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
             )
-        if isinstance(self.transport, ServerClient):
-            self.transport.load_server_states(_server_states(states, self.transport.num_shares))
-        super().load_state_dict(saved)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state; under dedicated servers, a call that all workers make, and one gets theirs too."""
-        if not isinstance(self.transport, ServerClient):
-            return super().state_dict()
-        kept = self.transport.server_states()  # which also tells who is there
-        servers = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in kept if each]
-        return {**super().state_dict(), "servers": servers}
+        self.session.load_state_dict(saved)
 
     def close(self) -> None:
-        self.background.close()
-        self._transport.close()
+        self._background.close()
+        self.transport.close()
 
 
-def _server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> list[bytes]:
-    """What each server kept, from the one worker's state that has it; nothing where none of these has."""
-    found = [state["servers"] for state in states if state.get("servers")]
-    if (found and len(found[0]) != num_servers) or any(state["owner"] for state in states):
-        raise StateError("the state was saved with other servers; resume with as many as then")
-    return [bytes(each.numpy()) for each in found[0]] if found else []
-
-
-def _hook(session: DdpSession, bucket: GradBucket) -> Future[Tensor]:
-    return session.background.submit(session.bucket_of(bucket))
+def _hook(adapter: DdpAdapter, bucket: GradBucket) -> Future[Tensor]:
+    return adapter.submit(bucket)

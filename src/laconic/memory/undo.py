@@ -1,0 +1,41 @@
+"""Tensors as they were before a step, for a step that is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class SetAside:
+    """Zeros in these views for a while; then what was there."""
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        self._before = [(view, view.clone()) for view in views]
+        for view in views:
+            view.zero_()
+
+    def put_back_(self) -> None:
+        """Overwrite the views with what was there."""
+        for view, before in self._before:
+            view.copy_(before)
+
+
+class Undo:
+    """Makes tensors what they were when they were remembered, bit for bit; it costs a copy of each."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Copy them as they are."""
+        self._before += [(tensor, tensor.clone()) for tensor in tensors]
+
+    def restore_(self) -> None:
+        """Overwrite everything remembered; it stays remembered."""
+        for tensor, before in self._before:
+            tensor.copy_(before)
+
+    def forget(self) -> None:
+        """Remember nothing: another step begins."""
+        self._before = []

@@ -1,0 +1,109 @@
+"""What differs between exchanges: a path takes a bucket's values, says them, hears everyone's and applies those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.layout import Bucket, Layout
+from laconic.memory import Account
+from laconic.memory.undo import SetAside
+
+Message = Callable[[], Any]  # called where messages leave, in an order that all workers share; returns what all said
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a worker took out of an account to say it."""
+
+    positions: Tensor | None  # int64, those that go at every step first; None: every entry, in order
+    num_fixed: int  # how many go at every step
+    values: Tensor  # float32
+
+
+@dataclass
+class Work:
+    """One bucket on its way through a step: everything that is in flight."""
+
+    bucket: Bucket
+    step: int
+    number: int  # of the bucket, as it comes in this step
+    density: float  # the share of entries that goes
+    scale: float  # of the loss: balances are kept in unscaled units
+    account: Account
+    finite: bool = True
+    taken: Taken | None = None  # nothing was, where the gradient is not finite
+    aside: SetAside = field(default_factory=lambda: SetAside(()))  # what is kept of idle parameters
+
+    @property
+    def flat(self) -> Tensor:
+        """The bucket's gradient, which becomes the mean over workers."""
+        return self.bucket.flat
+
+    @property
+    def layout(self) -> Layout:
+        return self.bucket.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.bucket.flat.device
+
+    @property
+    def frame_id(self) -> dict[str, int]:
+        """What its frames say that they are about."""
+        return {"step": self.step, "bucket": self.number}
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a bucket was said, and what was heard."""
+
+    heard: Any  # the path's own
+    sent: Tensor | None = None  # what the messages say of the taken values; None: those very values
+
+
+Speech = Generator[Message, Any, Said | None]  # None: some worker's gradient is not finite, and nobody applies anything
+
+
+class Path:
+    """One way of exchanging a bucket; it owns what it keeps from step to step.
+
+    `speak` yields each message and goes on with what all said. A worker whose gradient is not finite yields the same
+    messages, marked; whoever hears a mark returns None, in the same round on all workers.
+    """
+
+    looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
+
+    def bytes_out(self, layout: Layout) -> int:
+        """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
+        return 0
+
+    def kept(self, work: Work) -> Sequence[Tensor]:
+        """What a step on this bucket may change besides its account."""
+        return ()
+
+    def speak(self, work: Work) -> Speech:
+        """Take what is to be said out of the account, say it, hear everyone."""
+        yield from ()  # no message
+        return Said(None)
+
+    def apply_(self, work: Work, said: Said) -> None:
+        """Overwrite the bucket with what everyone said, in rank order."""
+
+    def restored(self) -> None:
+        """What `kept` told of has been overwritten: a step was undone."""
+
+    def figures(self, *, ages: bool = False) -> dict[str, Any]:
+        """What it adds to a session's stats, by their names; with `ages` also what takes a pass over all entries."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all workers that are given, by rank."""

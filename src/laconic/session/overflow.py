@@ -1,0 +1,49 @@
+"""What becomes of a step in which some worker's gradient is Inf or NaN: the one rule, for all paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.memory.undo import Undo
+from laconic.paths import Work
+
+
+class OverflowRule:
+    """All workers see NaN in the bucket, and nothing of what overflowed is kept.
+
+    Without a GradScaler each bucket stands for itself: who was finite keeps its gradient, which goes out later, and
+    who was not loses its own alone. With one (`undoes`), which skips the optimizer's step whole, everything that
+    outlives a step is afterwards as it was before, bit for bit, in buckets before and after the bad one too; that costs
+    a copy of it, so only those who have a GradScaler pay.
+    """
+
+    def __init__(self, *, undoes: bool) -> None:
+        self.skipped_steps = 0
+        self._undoes = undoes
+        self._undo = Undo()
+        self._overflowed = False
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Note what a bucket is about to change."""
+        if self._undoes:
+            self._undo.remember(tensors)
+
+    def overflow_(self, work: Work) -> None:
+        """Nobody applies this bucket: what was taken out of its account goes back."""
+        self._overflowed = True
+        if work.taken is not None:
+            work.account.refund_(work.taken.positions, work.taken.values)
+        work.flat.fill_(torch.nan)
+
+    def end_step_(self) -> bool:
+        """Take the step back if that is asked for; whether it overflowed."""
+        overflowed = self._overflowed
+        if overflowed:
+            self.skipped_steps += 1
+            self._undo.restore_()
+        self._undo.forget()
+        self._overflowed = False
+        return overflowed
