@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from laconic import kernels
 from laconic.layout import Layout
-from laconic.paths.clock import PhaseClock
 from laconic.paths.path import Path, Said, Speech, Work
 from laconic.paths.shared_choice import SharedChoice
 from laconic.quantize import FloatCode
-from laconic.transport import Transport, ring_bytes
+from laconic.transport import ring_bytes
 
 
+@dataclass
 class FloatSum(Path):
     """Deposit, withdraw what all workers send, round v/M to the code's type, and let the network add.
 
@@ -22,27 +23,24 @@ class FloatSum(Path):
     is nobody's to keep.
     """
 
-    def __init__(self, choice: SharedChoice, quantize: FloatCode, transport: Transport, clock: PhaseClock) -> None:
-        self._choice = choice
-        self._quantize = quantize
-        self._transport = transport
-        self._clock = clock
+    choice: SharedChoice
+    quantize: FloatCode
 
     def bytes_out(self, layout: Layout) -> int:
-        num_workers = self._transport.num_workers
-        return ring_bytes(self._quantize.num_bytes(self._choice.count(layout, num_workers)), num_workers)
+        num_workers = self.transport.num_workers
+        return ring_bytes(self.quantize.num_bytes(self.choice.count(layout, num_workers)), num_workers)
 
     def speak(self, work: Work) -> Speech:
-        num_workers = self._transport.num_workers
-        with self._clock.time("select", work.device):
-            values = self._choice.take_(work)
-        with self._clock.time("encode", work.device):
-            codes = values.div(num_workers).to(self._quantize.sum_dtype(work.flat.dtype))
-            is_rounded = codes.dtype != torch.float32 and self._choice.keeps
+        num_workers = self.transport.num_workers
+        with self.clock.time("select", work.device):
+            values = self.choice.take_(work)
+        with self.clock.time("encode", work.device):
+            codes = values.div(num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
+            is_rounded = codes.dtype != torch.float32 and self.choice.keeps
             sent = codes.to(torch.float32).mul_(num_workers) if is_rounded else None
-        yield partial(self._transport.all_reduce_, codes, "dense")
-        with self._clock.time("decode", work.device):
+        yield partial(self.transport.all_reduce_, codes, "dense")
+        with self.clock.time("decode", work.device):
             return Said(codes, sent) if kernels.all_finite(codes) else None
 
     def apply_(self, work: Work, said: Said) -> None:
-        self._choice.write_(work, said.heard if work.scale == 1 else said.heard * work.scale)
+        self.choice.write_(work, said.heard if work.scale == 1 else said.heard * work.scale)

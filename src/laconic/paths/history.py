@@ -20,6 +20,7 @@ class History:
     def __init__(self, kept: Sequence[Tensor]) -> None:
         self.kept = kept
         self.past = kept[0]  # what the score looks at
+        self.num_steps = 0  # as far as this is known
         self.sent_at = kept[1]  # the number of the step that sent an entry last, or 0
         self._told: tuple[Tensor, Tensor] | None = None
 
@@ -46,7 +47,8 @@ class History:
 
     def sent_(self, positions: Tensor, step: int) -> None:
         """Note what this worker sent."""
-        self.sent_at.index_fill_(0, positions, step + 1)
+        self.num_steps = step + 1
+        self.sent_at.index_fill_(0, positions, self.num_steps)
 
 
 class HistoryKeeper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from laconic import kernels
 from laconic.kernels.draws import key_of
 from laconic.layout import Layout
-from laconic.paths.clock import PhaseClock
 from laconic.paths.path import Message, Path, Said, Speech, Work
 from laconic.paths.shared_choice import SharedChoice
 from laconic.quantize import Carrier, Grid, Steps, round_up
@@ -21,84 +21,81 @@ from laconic.transport import Collectives, agree, agreement_bytes, ring_bytes
 _ROUND, _ROUND_AGAIN = range(2)  # a worker's two streams of draws
 
 
+@dataclass
 class IntegerSum(Path):
     """The workers tell each other norms, scales where there are several, and codes; the sum of codes is a code."""
 
-    def __init__(
-        self, choice: SharedChoice, grid: Grid, carrier: Carrier, transport: Collectives, clock: PhaseClock
-    ) -> None:
-        self._choice = choice
-        self._grid = grid
-        self._carrier = carrier
-        self._transport = transport
-        self._clock = clock
+    transport: Collectives
+    choice: SharedChoice
+    grid: Grid
+    carrier: Carrier
 
     def bytes_out(self, layout: Layout) -> int:
         """What the workers agree on before counts too; two stages move as much as a ring."""
-        num_workers = self._transport.num_workers
-        count = self._choice.count(layout, num_workers)
-        norms = agreement_bytes(self._grid.num_norms(count), 2, num_workers)
-        scales = agreement_bytes(self._grid.num_map_words(count), 4, num_workers)
-        return norms + scales + ring_bytes(self._carrier.num_bytes(count), num_workers)
+        num_workers = self.transport.num_workers
+        count = self.choice.count(layout, num_workers)
+        norms = agreement_bytes(self.grid.num_norms(count), 2, num_workers)
+        scales = agreement_bytes(self.grid.num_map_words(count), 4, num_workers)
+        return norms + scales + ring_bytes(self.carrier.num_bytes(count), num_workers)
 
     def speak(self, work: Work) -> Speech:
-        with self._clock.time("select", work.device):
-            values = self._choice.take_(work)
+        with self.clock.time("select", work.device):
+            values = self.choice.take_(work)
         steps = yield from self._agree(work, values)
         if steps is None:
             return None
-        with self._clock.time("encode", work.device):
-            key = key_of(self._grid.seed, _ROUND, self._transport.rank, work.step, work.number)
+        with self.clock.time("encode", work.device):
+            key = key_of(self.grid.seed, _ROUND, self.transport.rank, work.step, work.number)
             words = self._encode(values, steps, key)
-            sent = self._read(words, values.numel(), steps.step, steps) if self._choice.keeps else None
+            sent = self._read(words, values.numel(), steps.step, steps) if self.choice.keeps else None
         words = yield partial(self._add, words, work)
         return Said((words, steps), sent)
 
     def apply_(self, work: Work, said: Said) -> None:
         assert work.taken is not None
         words, steps = said.heard
-        step = steps.mean_step if self._carrier.num_rows == 1 else steps.step
+        step = steps.mean_step if self.carrier.num_rows == 1 else steps.step
         mean = self._read(words, work.taken.values.numel(), step, steps)
-        self._choice.write_(work, mean if work.scale == 1 else mean.mul_(work.scale))
+        self.choice.write_(work, mean if work.scale == 1 else mean.mul_(work.scale))
 
     def _agree(self, work: Work, values: Tensor) -> Generator[Message, Any, Steps | None]:
         """The grid that all workers share for these values, or None if one of them is not finite.
 
         Inf is the largest of all, so the MAX that finds the norm also tells everyone.
         """
-        grid = self._grid
+        grid = self.grid
         count = values.numel()
-        with self._clock.time("encode", work.device):
+        with self.clock.time("encode", work.device):
             largest = round_up(kernels.largest_magnitudes(values, grid.norm_group(count)))
             if not work.finite:
                 largest.fill_(torch.inf)
-        norms = (yield partial(agree, self._transport, largest, _maximum, "norms")).to(torch.float32)
+        norms = (yield partial(agree, self.transport, largest, _maximum, "norms")).to(torch.float32)
         if not kernels.all_finite(norms):
             return None
         scales = None
         if len(grid.level_counts) > 1:
             scales = yield from self._agree_on_scales(work, values, norms)
-        return grid.steps(norms, scales, count, self._transport.num_workers)
+        return grid.steps(norms, scales, count, self.transport.num_workers)
 
     def _agree_on_scales(self, work: Work, values: Tensor, norms: Tensor) -> Generator[Message, Any, Tensor]:
         """For each group the coarsest of the scales that the workers need: MIN, lane by lane of packed words."""
-        grid = self._grid
+        grid = self.grid
         count = values.numel()
         bits = grid.map_bits
-        with self._clock.time("encode", work.device):
+        with self.clock.time("encode", work.device):
             largest = kernels.largest_magnitudes(values, grid.scale_group(count))
             fitting = kernels.pack_lanes(grid.finest_fitting(largest, norms, count), bits)
-        agreed = yield partial(agree, self._transport, fitting, partial(_minimum_of_lanes, bits), "scales")
+        agreed = yield partial(agree, self.transport, fitting, partial(_minimum_of_lanes, bits), "scales")
         return kernels.unpack_lanes(agreed, largest.numel(), bits)
 
     def _encode(self, values: Tensor, steps: Steps, key: tuple[int, int]) -> Tensor:
         """This worker's codes, packed; the draws belong to (seed, rank, step, bucket, position)."""
-        carrier = self._carrier
+        carrier = self.carrier
         return kernels.quantize_pack(
             values,
             steps.inverse,
             steps.group,
-            self._grid.levels,
+            self.grid.levels,
             carrier.lane_bits,
             carrier.num_words(values.numel()),
             carrier.dtype,
@@ -107,17 +104,17 @@ class IntegerSum(Path):
 
     def _read(self, words: Tensor, count: int, step: Tensor, steps: Steps) -> Tensor:
         """What codes are worth."""
-        return kernels.unpack_scale(words, count, self._carrier.lane_bits, step, steps.group)
+        return kernels.unpack_scale(words, count, self.carrier.lane_bits, step, steps.group)
 
     def _add(self, words: Tensor, work: Work) -> Tensor:
         """The sum of everyone's words; in two stages their mean, rounded to codes again by the one who added them."""
-        transport = self._transport
-        if self._carrier.num_rows == 1:
+        transport = self.transport
+        if self.carrier.num_rows == 1:
             transport.all_reduce_(words, "codes")
             return words
         heard = transport.all_to_all(words.view(transport.num_workers, -1), "codes")
-        key = key_of(self._grid.seed, _ROUND_AGAIN, transport.rank, work.step, work.number)
-        return transport.all_gather(kernels.average_words(heard, self._carrier.lane_bits, key), "codes").view(-1)
+        key = key_of(self.grid.seed, _ROUND_AGAIN, transport.rank, work.step, work.number)
+        return transport.all_gather(kernels.average_words(heard, self.carrier.lane_bits, key), "codes").view(-1)
 
 
 def _maximum(rows: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account
 from laconic.memory.undo import SetAside
+from laconic.paths.clock import PhaseClock
+from laconic.transport import Transport
 
 Message = Callable[[], Any]  # called where messages leave, in an order that all workers share; returns what all said
 
@@ -69,12 +71,16 @@ class Said:
 Speech = Generator[Message, Any, Said | None]  # None: some worker's gradient is not finite, and nobody applies anything
 
 
+@dataclass
 class Path:
     """One way of exchanging a bucket; it owns what it keeps from step to step.
 
     `speak` yields each message and goes on with what all said. A worker whose gradient is not finite yields the same
     messages, marked; whoever hears a mark returns None, in the same round on all workers.
     """
+
+    transport: Transport
+    clock: PhaseClock
 
     looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
 

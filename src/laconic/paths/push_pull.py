@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +15,16 @@ from laconic.errors import StateError
 from laconic.exchange import Server, Shares, piece_borders
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Layout
-from laconic.memory import Account, Ledger
-from laconic.paths.choice import OwnChoice
-from laconic.paths.clock import PhaseClock
+from laconic.memory import Account, Due, Ledger
 from laconic.paths.frame_plan import FramePlan, FramePlans
-from laconic.paths.path import Path, Said, Speech, Taken, Work
+from laconic.paths.path import Message, Path, Said, Speech, Taken, Work
 from laconic.quantize import Quantizer, Trits
 from laconic.server import Owner
 from laconic.server.vote import take_sides
 from laconic.transport import Answer, Push, Transport
 from laconic.wire import FrameShape, longest_frame
+
+Choosing = Generator[Message, Any, tuple[Tensor, Tensor]]  # (chosen positions, fixed and chosen values)
 
 _LENGTH_BYTES = 8  # before each message between workers that own shares
 
@@ -57,6 +57,7 @@ class _Answered:
         return there & ~(division.is_fixed if self.positions is None else division.is_fixed[self.positions])
 
 
+@dataclass
 class PushPull(Path):
     """Deposit, choose, withdraw, push each owner its part; pull the answers.
 
@@ -64,33 +65,21 @@ class PushPull(Path):
     entries that are chosen among, and how many of those were answered.
     """
 
-    def __init__(
-        self,
-        plans: FramePlans,
-        choice: OwnChoice,
-        server: Server,
-        quantize: Quantizer,
-        owner: Owner | None,  # of this worker's own share, where workers own
-        ledger: Ledger[Account],
-        transport: Transport,
-        clock: PhaseClock,
-    ) -> None:
-        self._plans = plans
-        self._choice = choice
-        self._server = server
-        self._forms: list[Quantizer] = [quantize, Trits()] if server.votes else [quantize]  # of values, up or down
-        self._owner = owner
-        self._ledger = ledger
-        self._transport = transport
-        self._clock = clock
+    plans: FramePlans
+    server: Server
+    quantize: Quantizer
+    owner: Owner | None  # of this worker's own share, where workers own
+    ledger: Ledger[Account]
+
+    def __post_init__(self) -> None:
+        self._forms = [self.quantize, Trits()] if self.server.votes else [self.quantize]  # of values, up or down
         self._divisions: dict[Layout, _Division] = {}
-        self._step = 0
         self._num_pushed = 0
         self._num_answered = 0
 
     def bytes_out(self, layout: Layout) -> int:
         up, down = self.up_and_down(layout)
-        num_workers = self._transport.num_workers
+        num_workers = self.transport.num_workers
         others = num_workers - 1
         return up * others // num_workers + down * others // num_workers + 2 * _LENGTH_BYTES * others
 
@@ -100,52 +89,45 @@ class PushPull(Path):
         The sizes of parts and unions depend on what is chosen. This is for workers that choose independently and
         evenly, |U| = N*(1 - (1 - rho)^M): choices that have something in common come to less.
         """
-        num_workers = self._transport.num_workers
+        num_workers = self.transport.num_workers
         quantize = self._forms[0]
-        plan = self._plans.target(layout, num_workers)
+        plan = self.plans.target(layout, num_workers)
         rho = plan.k / max(1, plan.num_entries - plan.num_fixed)
         fixed_names = {span.name for span in plan.fixed}
         up = down = 0
-        for own in Shares(layout, self._transport.num_shares).layouts:
+        for own in Shares(layout, self.transport.num_shares).layouts:
             n = own.num_entries
             fixed = sum(span.num_entries for span in own.spans if span.name in fixed_names)
             union = math.ceil((n - fixed) * (1 - (1 - rho) ** num_workers))
-            if self._server.down_rho:
-                union = min(union, max(1, round(self._server.down_rho * n)))
+            if self.server.down_rho:
+                union = min(union, max(1, round(self.server.down_rho * n)))
             up += FrameShape(n, math.ceil((n - fixed) * rho), fixed, quantize).num_bytes
             forms = [FrameShape(n, union, fixed, quantize), FrameShape(n, n, 0, quantize)]
-            if self._server.votes:
+            if self.server.votes:
                 decided = union + math.ceil(fixed * (1 - _ties(num_workers)))
                 forms = [FrameShape(n, decided, 0, quantize), FrameShape(n, n, 0, Trits())]
             down += min(form.num_bytes for form in forms)
         return up, down
 
-    def kept(self, work: Work) -> Sequence[Tensor]:
-        return self._choice.kept(work)
-
-    def restored(self) -> None:
-        self._choice.restored()
-
     def speak(self, work: Work) -> Speech:
-        plan = self._plans.of(work)
+        plan = self.plans.of(work)
         division = self._division(work.layout, plan)
-        self._step = work.step + 1
         sent = None
         if work.finite:
-            chosen, values = yield from self._choice.take_(work)
+            chosen, values = yield from self.take_(work)
             chosen, values = _without_zeros(chosen, values, plan.num_fixed)
             work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
-            with self._clock.time("encode", work.device):
-                told = take_sides(values, plan.num_fixed, work.step) if self._server.votes else values
-                wire = self._transport.wire or work.device
+            with self.clock.time("encode", work.device):
+                told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
+                wire = self.transport.wire or work.device
                 parts, sent = self._parts(work, division, plan, chosen.to(wire), told.to(wire))
                 sent = sent.to(work.device)
         else:
-            yield from self._choice.skip(work)
+            yield from self.skip(work)
             parts = self._overflows(work, division)
         push = Push(work.layout, work.step, work.number, parts, self._answer(work), division.longest)
-        answers = yield partial(self._transport.push_pull, push)
-        with self._clock.time("decode", work.device):
+        answers = yield partial(self.transport.push_pull, push)
+        with self.clock.time("decode", work.device):
             answered = self._read(work, division, answers)
         return Said(answered, sent) if answered is not None else None
 
@@ -167,18 +149,35 @@ class PushPull(Path):
         self._num_pushed += chosen.numel()
         self._num_answered += at.numel()
         union = at if answered.positions is None else answered.positions.index_select(0, at)
-        self._choice.heard_(work, chosen, union, answered.values.index_select(0, at))
+        self.heard_(work, chosen, union, answered.values.index_select(0, at))
+
+    def take_(self, work: Work) -> Choosing:
+        """Deposit the gradient, which is finite, and take out what is to be said."""
+        yield from ()  # nothing to ask: every worker chooses for itself
+        with self.clock.time("select", work.device):
+            return self.withdraw_(work, self.plans.of(work), work.account.due_(work.flat, 1 / work.scale))
+
+    def skip(self, work: Work) -> Generator[Message, Any, None]:
+        """Take part in what the others do to choose, with nothing finite to choose from."""
+        yield from ()
+
+    def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
+        """Choose among the entries, and take those out."""
+        return plan.withdraw_(work.account.balance, due)
+
+    def heard_(self, work: Work, chosen: Tensor, union: Tensor, aggregate: Tensor) -> None:
+        """Learn from an answer: what was chosen, the entries of it that are chosen among, and its values there."""
 
     def _answer(self, work: Work) -> Answer | None:
         """What the owner of this worker's own share says to all parts, as they arrive."""
-        if self._owner is None:
+        if self.owner is None:
             return None
-        return partial(self._owner.answer, layout=work.layout, step=work.step, bucket=work.number)
+        return partial(self.owner.answer, layout=work.layout, step=work.step, bucket=work.number)
 
     def _division(self, layout: Layout, plan: FramePlan) -> _Division:
         if layout not in self._divisions:
-            shares = Shares(layout, self._transport.num_shares)
-            fixed = plan.fixed.to(self._transport.wire or plan.fixed.device)
+            shares = Shares(layout, self.transport.num_shares)
+            fixed = plan.fixed.to(self.transport.wire or plan.fixed.device)
             order, places = shares.cut(fixed)
             by_share = torch.split(fixed[order], [place.numel() for place in places])
             is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=fixed.device)
@@ -226,7 +225,7 @@ class PushPull(Path):
 
     def _overflows(self, work: Work, division: _Division) -> list[Tensor]:
         """What tells each owner that this worker has nothing finite to say."""
-        wire = self._transport.wire or work.device
+        wire = self.transport.wire or work.device
         shapes = [FrameShape(own.num_entries, 0, 0, self._forms[0]) for own in division.shares.layouts]
         return [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
 
@@ -246,7 +245,7 @@ class PushPull(Path):
             fixed_values.append(contents.values[: shape.num_fixed])
             chosen_values.append(contents.values[shape.num_fixed :])
         values = torch.cat([*fixed_values, *chosen_values])
-        values = values.sign() if self._server.votes else values
+        values = values.sign() if self.server.votes else values
         num_entries = work.layout.num_entries
         if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
             return _Answered(None, values, 0)
@@ -255,31 +254,25 @@ class PushPull(Path):
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {
-            "passes": self._plans.passes(),
+            "passes": self.plans.passes(),
             "num_pushed": self._num_pushed,
             "num_answered": self._num_answered,
-            "num_living": self._transport.num_living if self._owner is None else None,
-            "held_bytes": self._owner.num_bytes if self._owner is not None else 0,
-            **(self._choice.ages(self._step, self._ledger) if ages else {}),
+            "num_living": self.transport.num_living if self.owner is None else None,
+            "held_bytes": self.owner.num_bytes if self.owner is not None else 0,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Under dedicated servers, a call that all workers make, and one gets what those keep."""
-        state: dict[str, Any] = {"past": self._choice.state_dict()}
-        if self._owner is not None:
-            return state | {"owner": self._owner.state_dict()}
-        kept = self._transport.owner_states()
-        return state | {"servers": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in kept if each]}
+        if self.owner is not None:
+            return {"owner": self.owner.state_dict()}
+        kept = self.transport.owner_states()
+        return {"servers": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in kept if each]}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if self._owner is None:
-            self._transport.load_owner_states(_server_states(states, self._transport.num_shares))
+        if self.owner is None:
+            self.transport.load_owner_states(_server_states(states, self.transport.num_shares))
         else:
-            self._owner.load_state_dict(_owner_state(states, self._transport))
-        # What workers remember of the answers is the same on all of them.
-        by_rank = {int(state["rank"]): state["past"] for state in states}
-        rank = self._transport.rank
-        self._choice.load_state_dict(by_rank.get(rank) or states[rank % len(states)]["past"])
+            self.owner.load_state_dict(_owner_state(states, self.transport))
 
 
 def _ties(num_voters: int) -> float:

@@ -1,11 +1,11 @@
 """What is sent: which positions of a bucket go out this step."""
 
+from laconic.kernels.searches import SEARCHES
 from laconic.select.everything import Everything
 from laconic.select.overlap import Overlap
 from laconic.select.plan import Chooser, Plan, Selector, SharedSelector, Window
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES
-from laconic.select.searches import SEARCHES
 from laconic.select.topk import TopK
 
 SELECTORS: dict[str, type[Selector]] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError
+from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
 from laconic.select.plan import Plan, Window
-from laconic.select.searches import SEARCHES
 
 _SCOPES = ("bucket", "parameter")
 
@@ -23,7 +23,7 @@ class TopK:
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
     does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
-    but for the order of ties; see select/searches.py.
+    but for the order of ties; see kernels/searches.py.
     """
 
     is_shared: ClassVar[bool] = False

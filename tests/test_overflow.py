@@ -1,0 +1,92 @@
+"""One rule for Inf and NaN, on every path: what is undone, and who keeps what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic import Scheme, Session
+from laconic.exchange import InProcess, in_process
+from parts import remembering_schemes, talking_schemes
+from virtual import LAYOUTS, gradients, one_core, one_step, run
+
+M = 3
+BAD_RANK = 1
+BUCKETS = {"first": LAYOUTS[0], "last": LAYOUTS[-1]}
+STEPS = {"warm-up": 0, "later": 4}  # some schemes go dense at first
+
+
+def _spoilt(given: dict[str, Tensor], bucket: str, rank: int) -> dict[str, Tensor]:
+    if rank == BAD_RANK:
+        given[BUCKETS[bucket].names[-1]][0] = torch.inf
+    return given
+
+
+def _flat(state: object) -> object:
+    if isinstance(state, dict):
+        return {key: _flat(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, Tensor) else state
+
+
+@pytest.mark.parametrize("when", STEPS)
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("scheme", remembering_schemes(), ids=str)
+def test_without_a_grad_scaler_who_is_finite_keeps_its_gradient(scheme: Scheme, bucket: str, when: str) -> None:
+    decay = vars(scheme.memory).get("weight", 1.0)
+
+    def work(session: Session, rank: int) -> None:
+        for step in range(STEPS[when]):
+            one_step(session, gradients(rank, step))
+        before: dict[str, Any] = session.state_dict()["memory"]
+        given = _spoilt(gradients(rank, STEPS[when]), bucket, rank)
+        out = one_step(session, given)
+        after = session.state_dict()["memory"]
+        for name in BUCKETS[bucket].names:
+            assert bool(out[name].isnan().all())
+            kept = before["residual"].get(name, torch.zeros_like(given[name]))
+            if rank != BAD_RANK:
+                velocity = before.get("velocity", {}).get(name, torch.zeros_like(kept))
+                kept = decay * kept + scheme.memory.momentum * velocity + given[name]
+            torch.testing.assert_close(after["residual"][name], kept, atol=1e-5, rtol=1e-6)  # two roundings at about 60
+        others = [name for name in out if name not in BUCKETS[bucket].names]
+        assert all(bool(out[name].isfinite().all()) for name in others)
+        assert session.stats().skipped_steps == 1
+
+    run(scheme, M, work)
+
+
+@pytest.mark.parametrize("when", STEPS)
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("scheme", remembering_schemes(), ids=str)
+def test_with_a_grad_scaler_the_step_is_undone_bit_for_bit(scheme: Scheme, bucket: str, when: str) -> None:
+    def work(transport: InProcess) -> None:
+        session = Session(scheme, transport, loss_scale=lambda: 8.0)
+
+        def scaled(step: int) -> dict[str, Tensor]:
+            return {name: 8 * each for name, each in gradients(transport.rank, step).items()}
+
+        for step in range(STEPS[when] + 1):  # after one step everything that is kept is there
+            one_step(session, scaled(step))
+        before = session.state_dict()
+        one_step(session, _spoilt(scaled(STEPS[when] + 1), bucket, transport.rank))
+        after = session.state_dict()
+        for kept in ("memory", "past"):
+            assert _flat(after[kept]) == _flat(before[kept]), kept
+        assert _flat(after["owner"].get("held")) == _flat(before["owner"].get("held"))
+        assert after["skipped_steps"] == before["skipped_steps"] + 1
+
+    with one_core():
+        in_process(M, work)
+
+
+@pytest.mark.parametrize("scheme", [s for s in talking_schemes() if not s.memory.kinds], ids=str)
+def test_where_nothing_is_kept_all_workers_see_it_and_go_on(scheme: Scheme) -> None:
+    def work(session: Session, rank: int) -> None:
+        out = one_step(session, _spoilt(gradients(rank, 0), "last", rank))
+        assert not bool(out[LAYOUTS[-1].names[-1]].isfinite().all())
+        assert all(bool(each.isfinite().all()) for each in one_step(session, gradients(rank, 1)).values())
+
+    run(scheme, M, work)
