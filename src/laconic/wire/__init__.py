@@ -1,12 +1,12 @@
 """How it is written, without loss: index codecs and frames."""
 
 from laconic.wire.bitmap import Bitmap
-from laconic.wire.choose import floor_bits, smallest_index_codec
+from laconic.wire.choose import INDEX_CODECS, floor_bits, smallest_index_codec
 from laconic.wire.elias_fano import EliasFano
 from laconic.wire.frame import Contents, FrameShape, bucket_of, longest_frame
-from laconic.wire.index_codec import Implied, IndexCodec
-
-INDEX_CODECS: dict[str, type[IndexCodec]] = {"implied": Implied, "bitmap": Bitmap, "elias-fano": EliasFano}
+from laconic.wire.implied import Implied
+from laconic.wire.index_codec import IndexCodec
+from laconic.wire.rice import Rice
 
 __all__ = [
     "INDEX_CODECS",
@@ -16,6 +16,7 @@ __all__ = [
     "FrameShape",
     "Implied",
     "IndexCodec",
+    "Rice",
     "bucket_of",
     "floor_bits",
     "longest_frame",

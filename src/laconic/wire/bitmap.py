@@ -7,13 +7,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from laconic import kernels
-from laconic.wire.index_codec import checked_positions
+from laconic.errors import FrameError
 
 
 class Bitmap:
     """Bit i is one if position i is sent: n bits whatever k is."""
 
     codec_id: ClassVar[int] = 1
+
+    @staticmethod
+    def can_code(n: int, k: int) -> bool:
+        return True
 
     @staticmethod
     def num_words(n: int, k: int) -> int:
@@ -25,4 +29,9 @@ class Bitmap:
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        return checked_positions(kernels.unpack_bits(words), n, k)
+        positions = kernels.unpack_bits(words)  # ascending, and none below zero
+        if positions.numel() != k:
+            raise FrameError(f"it codes {positions.numel()} positions, not {k}")
+        if k and int(positions[-1]) >= n:
+            raise FrameError(f"it codes position {int(positions[-1])}, which is not under {n}")
+        return positions

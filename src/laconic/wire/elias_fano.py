@@ -21,6 +21,10 @@ class EliasFano:
     codec_id: ClassVar[int] = 2
 
     @staticmethod
+    def can_code(n: int, k: int) -> bool:
+        return k > 0
+
+    @staticmethod
     def num_words(n: int, k: int) -> int:
         width = _low_width(n, k)
         return _words(k * width) + _words(_num_high_bits(n, k, width))

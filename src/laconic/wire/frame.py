@@ -14,14 +14,16 @@ from laconic import kernels
 from laconic.errors import FrameError, SchemeError
 from laconic.layout import end_to_end
 from laconic.quantize import Quantizer
-from laconic.wire.choose import smallest_index_codec
-from laconic.wire.index_codec import IndexCodec
-from laconic.wire.rice import Rice
+from laconic.wire.choose import IndexBlock, foretold_block, varying_codecs
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
 _HEADER = ("magic", "version and codecs", "n", "k", "number of fixed entries", "step", "bucket", "scale", "check sum")
-_CODECS, _BUCKET, _SCALE, _CHECK = 1, 6, 7, 8  # places in the header
+# Places in the header.
+_CODECS = 1
+_BUCKET = 6
+_SCALE = 7
+_CHECK = 8
 _OVERFLOW = 1 << 30  # flag in the word of the codecs
 
 
@@ -42,43 +44,16 @@ class FrameShape:
     k: int
     num_fixed: int
     quantize: Quantizer
-    num_rice_words: int | None = None  # of an index block in Rice's code, whose length is its own
+    own_index: IndexBlock | None = None  # where the length depends on the positions; else the foretold one
 
     def __post_init__(self) -> None:
         if self.num_entries >= 2**31:
             raise SchemeError(f"a bucket of {self.num_entries} entries is too large for a frame; lower bucket_cap_mb")
 
-    @classmethod
-    def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[Quantizer], *, peer: int) -> FrameShape:
-        """The shape that a frame says it has, where only the number of entries is known beforehand."""
-        found = frame[: 4 * len(_HEADER)].view(torch.int32).tolist() if frame.numel() >= 4 * len(_HEADER) else []
-        by_id = {quantize.code_id: quantize for quantize in quantizers}
-        codec_id, code_id = (found[_CODECS] >> 8 & 0xFF, found[_CODECS] >> 16 & 0xFF) if found else (-1, -1)
-        if (
-            code_id not in by_id
-            or found[2] != num_entries
-            or not 0 <= min(found[3:5]) <= sum(found[3:5]) <= num_entries
-        ):
-            raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
-        _, _, n, k, num_fixed = found[:5]
-        if codec_id != Rice.codec_id:
-            return cls(n, k, num_fixed, by_id[code_id])
-        num_words = frame.numel() // 4 - len(_HEADER) - -(-by_id[code_id].num_bytes(num_fixed + k) // 4)
-        if num_words < 1 or k < 1:
-            raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
-        return cls(n, k, num_fixed, by_id[code_id], num_words)
-
     @cached_property
-    def index_codec(self) -> type[IndexCodec] | type[Rice]:
-        if self.num_rice_words is not None:
-            return Rice
-        return smallest_index_codec(self.num_entries, self.k)
-
-    @cached_property
-    def num_index_words(self) -> int:
-        if self.num_rice_words is not None:
-            return self.num_rice_words
-        return smallest_index_codec(self.num_entries, self.k).num_words(self.num_entries, self.k)
+    def index(self) -> IndexBlock:
+        """How positions are written."""
+        return self.own_index or foretold_block(self.num_entries, self.k)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -87,15 +62,20 @@ class FrameShape:
 
     def write(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
         """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`."""
-        return self._write(self.index_codec.encode(positions, self.num_entries), codes, scale, step, bucket)
+        return self._write(self.index.codec.encode(positions, self.num_entries), codes, scale, step, bucket)
 
     def write_smallest(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
-        """The same, in Rice's code where that is smaller: for a reader who need not know its length beforehand."""
-        if 0 < self.k < self.num_entries:
-            words = Rice.encode(positions, self.num_entries)
-            if words.numel() < self.num_index_words:
-                return replace(self, num_rice_words=words.numel())._write(words, codes, scale, step, bucket)
-        return self.write(positions, codes, scale, step=step, bucket=bucket)
+        """The same in the shortest code for these positions: for a reader who need not know its length beforehand."""
+        shortest = self
+        index = None
+        for codec in varying_codecs(self.num_entries, self.k):
+            words = codec.encode(positions, self.num_entries)
+            if words.numel() < shortest.index.num_words:
+                shortest = replace(self, own_index=IndexBlock(codec, words.numel()))
+                index = words
+        if index is None:
+            return self.write(positions, codes, scale, step=step, bucket=bucket)
+        return shortest._write(index, codes, scale, step, bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         head = self._head(self._header(step, bucket), codes.device)
@@ -111,21 +91,8 @@ class FrameShape:
         blank = torch.zeros(self.num_bytes // 4 - len(_HEADER), dtype=torch.int32, device=device)
         return _signed_(torch.cat([head, blank]).view(torch.uint8))
 
-    def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
-        """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
-        with _from(peer, step, bucket):
-            written = self._codes(frame, step, bucket)
-            words = frame.view(torch.int32)
-            if written is None:
-                return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
-            positions = self.index_codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
-            values = self.quantize.decode(*written)[: self.num_fixed + self.k]
-            if not kernels.all_finite(values):
-                raise FrameError("its values are not finite")
-            return Contents(positions, values, False)
-
     def codes(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> tuple[Tensor, Tensor] | None:
-        """(codes, scale) as `peer` wrote them, or None if it saw Inf or NaN; FrameError as above."""
+        """(codes, scale) as `peer` wrote them, or None if it saw Inf or NaN; FrameError if not as foretold."""
         with _from(peer, step, bucket):
             return self._codes(frame, step, bucket)
 
@@ -148,30 +115,66 @@ class FrameShape:
 
     @property
     def _end_of_index(self) -> int:
-        return len(_HEADER) + self.num_index_words
+        return len(_HEADER) + self.index.num_words
 
     @property
     def _num_value_bytes(self) -> int:
         return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
-        codecs = _VERSION | self.index_codec.codec_id << 8 | self.quantize.code_id << 16 | flags
+        codecs = _VERSION | self.index.codec.codec_id << 8 | self.quantize.code_id << 16 | flags
         return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
 
     def _head(self, header: list[int], device: torch.device) -> Tensor:
         """The words of the header, scale and check sum not yet filled in."""
         return torch.tensor(header + [0] * (len(_HEADER) - len(header)), dtype=torch.int32, device=device)
 
+    @classmethod
+    def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[Quantizer], *, peer: int) -> FrameShape:
+        """The shape that a frame says it has, where only the number of entries is known beforehand."""
+        magic, codecs, n, k, num_fixed = _header_of(frame)[:5]
+        decoders = [quantize for quantize in quantizers if quantize.code_id == codecs >> 16 & 0xFF]
+        if magic != _MAGIC or not decoders or n != num_entries or not 0 <= min(k, num_fixed) <= k + num_fixed <= n:
+            raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
+        foretold = cls(n, k, num_fixed, decoders[0])
+        for codec in varying_codecs(n, k):
+            if codec.codec_id == codecs >> 8 & 0xFF:
+                num_words = foretold.index.num_words + (frame.numel() - foretold.num_bytes) // 4
+                if num_words < 1:
+                    raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
+                return replace(foretold, own_index=IndexBlock(codec, num_words))
+        return foretold
+
+    def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
+        """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
+        with _from(peer, step, bucket):
+            written = self._codes(frame, step, bucket)
+            words = frame.view(torch.int32)
+            if written is None:
+                return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
+            positions = self.index.codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
+            values = self.quantize.decode(*written)[: self.num_fixed + self.k]
+            if not kernels.all_finite(values):
+                raise FrameError("its values are not finite")
+            return Contents(positions, values, False)
+
 
 def bucket_of(frame: Tensor) -> int:
     """What a frame says that it is about, not yet checked; -1 if it is too short to say."""
-    return int(frame[: 4 * len(_HEADER)].view(torch.int32)[_BUCKET]) if frame.numel() >= 4 * len(_HEADER) else -1
+    return _header_of(frame)[_BUCKET]
 
 
 def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
     """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
     most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
     return 4 * (len(_HEADER) + -(-num_entries // 32) + -(-most // 4))
+
+
+def _header_of(frame: Tensor) -> list[int]:
+    """The words of a header, not yet checked; each -1 if there is none."""
+    end = 4 * len(_HEADER)
+    words: list[int] = frame[:end].view(torch.int32).tolist() if frame.numel() >= end else [-1] * len(_HEADER)
+    return words
 
 
 @contextmanager

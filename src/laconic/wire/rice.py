@@ -21,13 +21,19 @@ class Rice:
     codec_id: ClassVar[int] = 3
 
     @staticmethod
+    def can_code(n: int, k: int) -> bool:
+        return 0 < k < n
+
+    @staticmethod
+    def num_words(n: int, k: int) -> None:
+        return None
+
+    @staticmethod
     def encode(positions: Tensor, n: int) -> Tensor:
-        """int32 words for strictly ascending int32 positions under n; there is at least one."""
         return kernels.encode_rice(positions)
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        """The positions again; FrameError if the words are no code of k positions under n."""
         positions = kernels.decode_rice(words, n, k)
         if positions.numel() != k:
             raise FrameError(f"its index block is no code of {k} positions under {n}")
