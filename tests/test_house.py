@@ -17,7 +17,8 @@ FLOORS = (
     ("errors",),
     ("layout", "text"),
     ("kernels",),
-    ("select", "quantize", "memory", "wire", "transport", "trigger"),
+    ("wire", "transport"),
+    ("select", "quantize", "memory", "trigger"),
     ("exchange",),
     ("scheme",),
     ("recipes",),
@@ -28,8 +29,6 @@ FLOORS = (
     ("measure",),
     ("inspect",),
 )
-# Side by side on one floor: a frame holds quantized values.
-NEIGHBOURS = {("wire", "quantize")}
 FENCES = {
     "torch.distributed": {"transport", "attach", "server", "measure"},
     "triton": {"kernels"},
@@ -65,8 +64,7 @@ def test_imports_go_down(path: Path) -> None:
     for name in _imports(path):
         parts = name.split(".")
         if parts[0] == "laconic" and len(parts) > 1 and parts[1] in FLOOR_OF and parts[1] != room:
-            down = FLOOR_OF[parts[1]] < FLOOR_OF[room]
-            assert down or (room, parts[1]) in NEIGHBOURS, f"{path} imports {name}, which is not below it"
+            assert FLOOR_OF[parts[1]] < FLOOR_OF[room], f"{path} imports {name}, which is not below it"
 
 
 @pytest.mark.parametrize("fenced", FENCES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from laconic.gossip.letter import NO_POSITIONS, NotFiniteError, check_taken
 from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.layout import add_on_host
-from laconic.quantize import Quantizer, Residue, Told, exponents_for, num_blocks, steps_of
-from laconic.wire import FrameShape, bucket_of
+from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
+from laconic.wire import CodesShape, bucket_of
 
 _MARGIN = 1.5  # of what two models may be apart over what they are expected to be
 _CHANGE_WEIGHT = 1.5  # a peer's own change comes on top of this worker's
@@ -51,9 +51,8 @@ class Remainders:
         self.last = vector.read()
         sizes = [group.num_entries for group in vector.groups]
         self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
-        # A frame asks of its quantizer no more than these have: how long codes are, and their type.
-        self._questions = [FrameShape(n, n, 0, cast(Quantizer, residue)) for n in sizes]
-        self._answers = [FrameShape(n, n, 0, cast(Quantizer, residue.answer)) for n in sizes]
+        self._questions = [CodesShape(n, n, 0, residue) for n in sizes]
+        self._answers = [CodesShape(n, n, 0, residue.answer) for n in sizes]
 
     def ask(self, topic: Topic, values: Tensor) -> Remainder:
         """A question about a group; its frame names it, where a session's would name a bucket."""
@@ -135,7 +134,7 @@ def _offset_of(*numbers: int) -> float:
     return (hash_64(*numbers) >> 40) / 2.0**24
 
 
-def _written(shape: FrameShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:
+def _written(shape: CodesShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:
     """(codes, scale) as a peer wrote them of a group."""
     written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
     if written is None:

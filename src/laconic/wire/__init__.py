@@ -3,20 +3,24 @@
 from laconic.wire.bitmap import Bitmap
 from laconic.wire.choose import INDEX_CODECS, floor_bits, smallest_index_codec
 from laconic.wire.elias_fano import EliasFano
-from laconic.wire.frame import Contents, FrameShape, bucket_of, longest_frame
+from laconic.wire.frame import CodesShape, Contents, FrameShape, bucket_of, longest_frame
 from laconic.wire.implied import Implied
 from laconic.wire.index_codec import IndexCodec
 from laconic.wire.rice import Rice
+from laconic.wire.value_code import ValueCode, ValueCodec
 
 __all__ = [
     "INDEX_CODECS",
     "Bitmap",
+    "CodesShape",
     "Contents",
     "EliasFano",
     "FrameShape",
     "Implied",
     "IndexCodec",
     "Rice",
+    "ValueCode",
+    "ValueCodec",
     "bucket_of",
     "floor_bits",
     "longest_frame",

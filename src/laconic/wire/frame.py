@@ -13,8 +13,8 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
 from laconic.layout import end_to_end
-from laconic.quantize import Quantizer
 from laconic.wire.choose import IndexBlock, foretold_block, varying_codecs
+from laconic.wire.value_code import ValueCode, ValueCodec
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
@@ -37,13 +37,13 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class FrameShape:
-    """Everything about a frame that both ends know beforehand."""
+class CodesShape:
+    """Everything about a frame that both ends know beforehand; its reader knows what to make of the codes."""
 
     num_entries: int
     k: int
     num_fixed: int
-    quantize: Quantizer
+    quantize: ValueCode
     own_index: IndexBlock | None = None  # where the length depends on the positions; else the foretold one
 
     def __post_init__(self) -> None:
@@ -129,8 +129,15 @@ class FrameShape:
         """The words of the header, scale and check sum not yet filled in."""
         return torch.tensor(header + [0] * (len(_HEADER) - len(header)), dtype=torch.int32, device=device)
 
+
+@dataclass(frozen=True)
+class FrameShape(CodesShape):
+    """The shape of a frame whose codes stand for values by themselves."""
+
+    quantize: ValueCodec
+
     @classmethod
-    def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[Quantizer], *, peer: int) -> FrameShape:
+    def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[ValueCodec], *, peer: int) -> FrameShape:
         """The shape that a frame says it has, where only the number of entries is known beforehand."""
         magic, codecs, n, k, num_fixed = _header_of(frame)[:5]
         decoders = [quantize for quantize in quantizers if quantize.code_id == codecs >> 16 & 0xFF]
@@ -164,7 +171,7 @@ def bucket_of(frame: Tensor) -> int:
     return _header_of(frame)[_BUCKET]
 
 
-def longest_frame(num_entries: int, quantizers: Sequence[Quantizer]) -> int:
+def longest_frame(num_entries: int, quantizers: Sequence[ValueCode]) -> int:
     """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
     most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
     return 4 * (len(_HEADER) + -(-num_entries // 32) + -(-most // 4))
