@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+
+from laconic.wire import ValueCodec
 
 
 @runtime_checkable
-class Quantizer(Protocol):
-    """float32 values <-> codes on the wire; decode(*encode(v)) is v less what rounding lost."""
+class Quantizer(ValueCodec, Protocol):
+    """A code of values, which frames hold."""
 
-    code_id: ClassVar[int]  # stands in the frame's header
-    code_dtype: ClassVar[torch.dtype]
     adds: ClassVar[bool]  # whether a network can add its codes
-
-    def num_bytes(self, count: int) -> int:
-        """What the codes of so many values take."""
-
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(codes, scale): codes of `code_dtype`, scale a 0-d float32. `values` are finite float32."""
-
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """The float32 values that these codes stand for; more than were encoded, where codes share bytes."""
 
 
 @runtime_checkable
