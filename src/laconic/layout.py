@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,28 +72,3 @@ def positions_of(spans: Sequence[Span], device: torch.device) -> Tensor:
     """Every position of `spans`, in order, as int64."""
     parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def end_to_end(rows: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    """The rows as one; on the host by the calling thread alone.
-
-    torch.cat starts a team of OpenMP threads for each thread that calls it, and those spin for milliseconds afterwards:
-    where eight workers of two threads gossiped on 16 cores, an exchange took 12 ms instead of 7.
-    """
-    if rows[0].device.type != "cpu":
-        return torch.cat(list(rows))
-    joined = np.concatenate([row.numpy() for row in rows], out=None if out is None else out.numpy())
-    return torch.from_numpy(joined) if out is None else out
-
-
-def add_on_host(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """out = a + b, by the calling thread alone for the same reason; `out` may be one of them."""
-    np.add(a.numpy(), b.numpy(), out=out.numpy())
-    return out
-
-
-def half_way(there: Tensor, here: Tensor) -> Tensor:
-    """(there - here)/2, in the same way."""
-    way = np.subtract(there.numpy(), here.numpy())
-    way *= np.float32(0.5)
-    return torch.from_numpy(way)

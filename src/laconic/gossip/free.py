@@ -18,7 +18,7 @@ from laconic.gossip.grace import Grace
 from laconic.gossip.letter import check_finite, refusal
 from laconic.gossip.parts import Parts
 from laconic.gossip.vector import Topic
-from laconic.layout import add_on_host
+from laconic.kernels.host import add_on_host
 from laconic.transport import Mailbox
 
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what

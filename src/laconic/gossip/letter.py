@@ -11,7 +11,7 @@ from laconic import kernels
 from laconic.errors import FrameError
 from laconic.gossip.unsaid import Unsaid
 from laconic.gossip.vector import ModelVector, Topic
-from laconic.layout import end_to_end, half_way
+from laconic.kernels.host import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.wire import FrameShape
 

@@ -14,7 +14,7 @@ from laconic.errors import FrameError
 from laconic.gossip.letter import NO_POSITIONS, NotFiniteError, check_taken
 from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
-from laconic.layout import add_on_host
+from laconic.kernels.host import add_on_host
 from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.wire import CodesShape, bucket_of
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.layout import Layout, Span, add_on_host, end_to_end, halves_of
+from laconic.kernels.host import add_on_host, end_to_end
+from laconic.layout import Layout, Span, halves_of
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either

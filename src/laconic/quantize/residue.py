@@ -12,8 +12,8 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
+from laconic.kernels.host import end_to_end
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.layout import end_to_end
 
 _EXPONENTS_PER_OCTAVE = 4  # so that a step is at most a fifth larger than it need be
 _SUM_BYTES = 4

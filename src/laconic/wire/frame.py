@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
-from laconic.layout import end_to_end
+from laconic.kernels.host import end_to_end
 from laconic.wire.choose import IndexBlock, foretold_block, varying_codecs
 from laconic.wire.value_code import ValueCode, ValueCodec
 
