@@ -1,9 +1,10 @@
-"""Parameter <-> span of a flat buffer."""
+"""Parameter <-> span of a flat buffer, with its shape."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -19,6 +20,7 @@ class Span:
     name: str
     start: int
     stop: int
+    shape: tuple[int, ...] = field(compare=False)  # a checkpoint knows sizes alone, and its layouts are the same ones
 
     @property
     def num_entries(self) -> int:
@@ -32,12 +34,15 @@ class Layout:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, names: Sequence[str], sizes: Sequence[int]) -> Layout:
-        """Lay parameters end to end."""
-        spans, start = [], 0
-        for name, size in zip(names, sizes, strict=True):
-            spans.append(Span(name, start, start + size))
-            start += size
+    def of(cls, names: Sequence[str], shapes: Sequence[int | Sequence[int]]) -> Layout:
+        """Lay parameters end to end; a number stands for the shape of a vector of so many entries."""
+        spans = []
+        start = 0
+        for name, given in zip(names, shapes, strict=True):
+            shape = (given,) if isinstance(given, int) else tuple(given)
+            stop = start + math.prod(shape)
+            spans.append(Span(name, start, stop, shape))
+            start = stop
         return cls(tuple(spans))
 
     def __hash__(self) -> int:  # asked for dozens of times a step, of models with hundreds of spans

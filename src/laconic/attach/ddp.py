@@ -188,7 +188,7 @@ class DdpAdapter:
         return self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
-        return Layout.of([self._names[p] for p in parameters], [p.numel() for p in parameters])
+        return Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
 
     def stats(self, *, ages: bool = False) -> Stats:
         return self.session.stats(ages=ages)

@@ -73,7 +73,7 @@ class ModelVector:
             groups.append(TensorGroup(start, stop, num_trained))
             start = stop
         self.groups = tuple(groups if per != "half" else _halves(groups[0]))
-        self.layout = Layout.of(list(self._tensors), [t.numel() for t in self._tensors.values()])
+        self.layout = Layout.of(list(self._tensors), [t.shape for t in self._tensors.values()])
         self._spans_of = [
             [s for s in self.layout.spans if g.start < s.stop and s.start < g.stop and s.num_entries]
             for g in self.groups
@@ -81,7 +81,7 @@ class ModelVector:
         self._seen: dict[str, tuple[int, Tensor]] = {}  # where a tensor lay, and a view of it there
         self.num_entries = start
         large = [name for name, p in trained.items() if p.numel() >= whole_below]
-        self.chosen_layout = Layout.of(large, [trained[name].numel() for name in large])
+        self.chosen_layout = Layout.of(large, [trained[name].shape for name in large])
         num_trained = sum(p.numel() for p in trained.values())
         self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 

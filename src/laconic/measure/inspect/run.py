@@ -111,7 +111,7 @@ def _train(course: Course, model: nn.Module, session: Session, watch: _Watch) ->
     """One worker's steps; worker 0 returns what it saw."""
     optimizer, last, leads = course.optimizer(model), max(watch.at), session.transport.rank == 0
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    layout = Layout.of(list(trained), [parameter.numel() for parameter in trained.values()])
+    layout = Layout.of(list(trained), [parameter.shape for parameter in trained.values()])
     looks: list[Look] = []
     for step in range(1, last + 1):
         if watch.stop.is_set():

@@ -64,7 +64,7 @@ class _Shop:
         self.model = course.model(torch.device("cpu"))
         self.optimizer = course.optimizer(self.model)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.layout = Layout.of(list(self.trained), [p.numel() for p in self.trained.values()])
+        self.layout = Layout.of(list(self.trained), [p.shape for p in self.trained.values()])
         self.records = Recorder(None)
         self.facts: list[dict[str, Any]] = []
         self.evaluation: dict[str, Any] = {}
