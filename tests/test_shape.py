@@ -1,0 +1,163 @@
+"""The shape of the code: parts answer for themselves, paths and transports are whole, and the library stays small."""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, UnionType
+from typing import get_args
+
+import laconic
+from laconic import exchange, memory, quantize, select, trigger
+
+SOURCE = Path(laconic.__file__).parent
+PARTS = (select, quantize, memory, trigger, exchange)
+TABLES = (
+    select.SELECTORS,
+    quantize.QUANTIZERS,
+    quantize.GRIDS,
+    quantize.RESIDUES,
+    memory.MEMORIES,
+    trigger.TRIGGERS,
+    exchange.PATTERNS,
+)
+ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part
+MOST_QUESTIONS = 20
+
+WHOLE = ("paths", "transport", "server", "session")
+
+NOT_THE_LIBRARY = {"kernels", "measure", "inspect.py", "__main__.py"}
+COUNTED_APART = {"transport/faulty.py", "select/chunked.py"}
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+MOST_TOKENS = 62_500
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def _in_file(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def _types_of_parts() -> set[str]:
+    """The classes in the parts' tables, their bases, and the protocols and unions that their rooms show."""
+    types: set[type] = set()
+    for table in TABLES:
+        for part in table.values():
+            types |= {base for base in part.__mro__ if base.__module__.startswith("laconic.")}
+    names = {one.__name__ for one in types}
+    for room in PARTS:
+        names |= {name for name, shown in _shown(room) if _is_protocol(shown) or types & set(get_args(shown))}
+    return names
+
+
+def _shown(room: ModuleType) -> list[tuple[str, object]]:
+    return [(name, shown) for name, shown in vars(room).items() if isinstance(shown, type | UnionType)]
+
+
+def _is_protocol(shown: object) -> bool:
+    return bool(getattr(shown, "_is_protocol", False))
+
+
+def _end(node: ast.expr) -> str:
+    """The last name of a dotted expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _names_one_of(node: ast.AST, types: set[str]) -> bool:
+    return any(_end(inner) in types for inner in ast.walk(node) if isinstance(inner, ast.expr))
+
+
+def _is_call_of(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _questions(tree: ast.AST, types: set[str]) -> Iterator[int]:
+    """The line of every question of a part's type: isinstance, type() is, class patterns, getattr and hasattr."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _is_call_of(node, "isinstance", "issubclass"):
+            asked = _names_one_of(node.args[1], types)
+        elif isinstance(node, ast.Call) and _is_call_of(node, "getattr", "hasattr"):
+            asked = _end(node.args[0]) in ENDS
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            asked = any(_is_call_of(side, "type") for side in sides) and any(_names_one_of(s, types) for s in sides)
+        else:
+            asked = isinstance(node, ast.MatchClass) and _end(node.cls) in types
+        if asked:
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def test_a_question_of_a_part_is_seen_however_it_is_asked() -> None:
+    asked = """
+isinstance(scheme.select, TopK)
+isinstance(x, (int, quantize.BF16))
+isinstance(x, Period | int)
+type(x) is TopK
+type(scheme.select) in (TopK, RandK)
+getattr(scheme.memory, "decay", 1)
+hasattr(select, "rho")
+match x:
+    case Server(): pass
+    case int(): pass
+"""
+    other = """
+isinstance(x, int)
+type(x) is int
+getattr(module, "memory")
+TopK(rho=0.1)
+"""
+    assert sorted(_questions(ast.parse(asked), _types_of_parts())) == [2, 3, 4, 5, 6, 7, 8, 10]
+    assert not list(_questions(ast.parse(other), _types_of_parts()))
+
+
+def test_parts_are_seldom_asked_for_their_type_outside_their_rooms() -> None:
+    types = _types_of_parts()
+    rooms = {room.__name__.split(".")[-1] for room in PARTS}
+    asked = [
+        f"{_in_file(path)}:{line}"
+        for path in _files()
+        if path.relative_to(SOURCE).parts[0] not in rooms
+        for line in sorted(_questions(ast.parse(path.read_text()), types))
+    ]
+    assert len(asked) <= MOST_QUESTIONS, f"{len(asked)} questions of a part's type:\n" + "\n".join(asked)
+
+
+def test_no_path_and_no_transport_is_half_a_class() -> None:
+    found = []
+    for room in WHOLE:
+        for path in sorted((SOURCE / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                is_cast = isinstance(node, ast.Call) and (_is_call_of(node, "cast") or _is_typing_cast(node.func))
+                if isinstance(node, ast.expr) and (is_cast or _end(node) == "NotImplementedError"):
+                    found.append(f"{_in_file(path)}:{node.lineno}")
+    assert not found, "NotImplementedError or cast in " + ", ".join(found)
+
+
+def _is_typing_cast(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "cast" and _end(node.value) == "typing"
+
+
+def test_the_library_stays_small() -> None:
+    num_tokens: dict[str, int] = {}
+    for path in _files():
+        room = path.relative_to(SOURCE).parts[0]
+        if room in NOT_THE_LIBRARY or _in_file(path) in COUNTED_APART:
+            continue
+        with tokenize.open(path) as file:
+            here = sum(token.type not in NO_CODE for token in tokenize.generate_tokens(file.readline))
+        num_tokens[room] = num_tokens.get(room, 0) + here
+    assert sum(num_tokens.values()) <= MOST_TOKENS, f"{sum(num_tokens.values())} tokens of code: {num_tokens}"
