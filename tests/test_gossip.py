@@ -587,7 +587,7 @@ def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment(h
         never.wait()
         return refusal(num_bytes)
 
-    boxes[3].serve(stuck)
+    boxes[3].listen(stuck)
     turns = range(16)
     side = learner.follower._side
     assert isinstance(side, Paired)

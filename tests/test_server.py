@@ -35,7 +35,7 @@ from laconic.recipes import RECIPES
 from laconic.scheme import part
 from laconic.server.client import ServerClient
 from laconic.server.owner import Owner
-from laconic.server.serve import greeting, meet
+from laconic.server.serve import exchange_addresses, greeting
 from laconic.transport import Count, Group, InProcess, in_process, own_group, push_pull, silent_end, world
 from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.wire import FrameShape, longest_frame
@@ -449,7 +449,8 @@ def test_no_frame_is_longer_than_the_longest(text: str) -> None:
 def _as_worker(text: str, timeout_s: float = 60) -> Session:
     """This rank's session under rank 0, which serves."""
     hello = greeting(made(text), undoes=False, holds_idle=False)
-    transport = ServerClient(dist.get_rank() - 1, dist.get_world_size() - 1, meet([0], None), hello, timeout_s)
+    addresses = exchange_addresses([0], None)
+    transport = ServerClient(dist.get_rank() - 1, dist.get_world_size() - 1, addresses, hello, timeout_s)
     return Session(made(text), transport)
 
 
@@ -545,11 +546,11 @@ def _server_that_ends(text: str) -> str:
     if dist.get_rank() == 0:
         from laconic.server.listener import Listener
 
-        desk = Listener(dist.get_world_size() - 1, 60)
-        meet([0], desk)
-        desk.welcome()
-        desk.hear(lambda rank, message: None)
-        desk.close()
+        listener = Listener(dist.get_world_size() - 1, 60)
+        exchange_addresses([0], listener)
+        listener.accept()
+        listener.hear(lambda rank, message: None)
+        listener.close()
         return "server 0 is gone"
     session = _as_worker(str(made(text)))
     try:

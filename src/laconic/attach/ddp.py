@@ -20,7 +20,7 @@ from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
-from laconic.server.serve import TIMEOUT_S, greeting, meet, served_scheme
+from laconic.server.serve import TIMEOUT_S, exchange_addresses, greeting, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
 from laconic.transport import Group, Transport, own_group, ranks_that_differ, ring_bytes
 
@@ -73,7 +73,7 @@ def attach(
     if servers:
         scheme = served_scheme(scheme)
         terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters)
-        transport = ServerClient(group.rank(), group.size(), meet(servers, None), terms, timeout_s)
+        transport = ServerClient(group.rank(), group.size(), exchange_addresses(servers, None), terms, timeout_s)
     else:
         own = own_group(group, device)
         strangers = ranks_that_differ(own, device, str(scheme))

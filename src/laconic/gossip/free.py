@@ -63,7 +63,7 @@ class Free:
         self._catch_up()
         self._closed = False
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
-        mailbox.serve(self._serve)
+        mailbox.listen(self._serve)
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed, and talk; raises what went wrong in another thread."""
@@ -230,19 +230,20 @@ class Free:
         """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
         for over, _ in list(self._asking.values()):
             over.wait()
-        there = self._mailbox.meet(torch.tensor([self._mailbox.rank]), torch.cat, None)  # from here on nobody asks
+        mine = torch.tensor([self._mailbox.rank])
+        there = self._mailbox.combine_all(mine, torch.cat, None)  # from here on nobody asks
         for peer in set(range(self._mailbox.num_workers)) - set(there.tolist()) - set(self.lost):
             self._drop(peer, f"rank {peer} is gone")
         self._apply()
 
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:
         """The mean over all that are alive."""
-        told = self._mailbox.meet(mine.cpu(), _mean, kind)
+        told = self._mailbox.combine_all(mine.cpu(), _mean, kind)
         return told.to(mine.device)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Those of all that are alive, in rank order; not counted."""
-        return self._mailbox.meet(mine.cpu(), torch.stack, None).view(-1, mine.numel())
+        return self._mailbox.combine_all(mine.cpu(), torch.stack, None).view(-1, mine.numel())
 
     @property
     def owed(self) -> Tensor | None:

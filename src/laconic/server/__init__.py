@@ -3,7 +3,7 @@
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.server.serve import TIMEOUT_S, ServerStats, greeting, meet, serve, served_scheme
+from laconic.server.serve import TIMEOUT_S, ServerStats, exchange_addresses, greeting, serve, served_scheme
 
 __all__ = [
     "TIMEOUT_S",
@@ -11,8 +11,8 @@ __all__ = [
     "Owner",
     "ServerClient",
     "ServerStats",
+    "exchange_addresses",
     "greeting",
-    "meet",
     "serve",
     "served_scheme",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, SchemeError
 from laconic.exchange import Server
@@ -17,22 +18,9 @@ from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 from laconic.server import Owner
+from laconic.server.client import without_layout
 from laconic.server.listener import Listener
-from laconic.transport.connection import (
-    CLOSE,
-    ECHO,
-    LAYOUT,
-    LOAD,
-    PARTS,
-    STATE,
-    STATS,
-    SUM,
-    TOTAL,
-    Message,
-    from_bytes,
-    to_bytes,
-    without_layout,
-)
+from laconic.transport.connection import Address, Kind, Message, payload_of
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -66,24 +54,23 @@ def serve(
     over those from then on. `facts` are told beside the stats to workers that ask.
     """
     scheme = served_scheme(scheme)
-    desk = Listener(dist.get_world_size() - len(servers), timeout_s)
-    meet(servers, desk)
-    greetings = desk.welcome()
-    said = {rank: json.loads(bytes(hello.payload)) for rank, hello in greetings.items()}
-    for rank, terms in said.items():
+    listener = Listener(dist.get_world_size() - len(servers), timeout_s)
+    exchange_addresses(servers, listener)
+    asked = {rank: json.loads(text) for rank, text in listener.accept().items()}
+    for rank, terms in asked.items():
         if terms["scheme"] != str(scheme):
-            desk.fail(
+            listener.fail(
                 FrameError(f"worker {rank} runs {terms['scheme']}, this server {scheme}; give all the same scheme")
             )
-    asked = {name: any(terms[name] for terms in said.values()) for name in ("undoes", "holds_idle")}
-    owner = Owner(scheme, list(servers).index(dist.get_rank()), len(servers), **asked)
-    clerk = _Clerk(desk, owner, facts)
+    wanted = {name: any(terms[name] for terms in asked.values()) for name in ("undoes", "holds_idle")}
+    owner = Owner(scheme, list(servers).index(dist.get_rank()), len(servers), **wanted)
+    handler = _RequestHandler(listener, owner, facts)
     try:
-        while desk.living and clerk.round():
+        while listener.living and handler.handle_round():
             pass
     finally:
-        desk.close()
-    return clerk.stats()
+        listener.close()
+    return handler.stats()
 
 
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
@@ -99,96 +86,92 @@ def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool) -> str:
     return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle})
 
 
-def meet(servers: Sequence[int], desk: Listener | None) -> list[tuple[str, int, str]]:
-    """Where each server is; a call that all ranks make."""
+def exchange_addresses(servers: Sequence[int], listener: Listener | None) -> list[Address]:
+    """Where each server is; a call that all ranks make, servers with their listener."""
     addresses = []
     for server in servers:
-        box: list[Any] = [desk.address if desk is not None and dist.get_rank() == server else None]
+        box: list[Any] = [listener.address if listener is not None and dist.get_rank() == server else None]
         try:
             dist.broadcast_object_list(box, src=server)
         except RuntimeError:  # as Gloo tells of a rank that has ended
-            if desk is None:
+            if listener is None:
                 raise
             raise LaunchError("the workers ended before they met this server; see what they said") from None
         addresses.append(box[0])
     return addresses
 
 
-class _Clerk:
+class _RequestHandler:
     """Does what a round of messages asks for."""
 
-    def __init__(self, desk: Listener, owner: Owner, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._desk, self._owner, self._facts = desk, owner, facts
+    def __init__(self, listener: Listener, owner: Owner, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._listener = listener
+        self._owner = owner
+        self._facts = facts
         self._layouts: dict[int, Layout] = {}
         self._read: dict[int, Contents] = {}  # of the round that is being heard, by worker
         self._steps = 0
 
-    def round(self) -> bool:
+    def handle_round(self) -> bool:
         """Hear one round and answer it; False when the workers are done."""
         self._read = {}
-        heard = self._desk.hear(self._arrived)
+        heard = self._listener.hear(self._arrived)
         if not heard:
             return False
         about = next(iter(heard.values()))
-        self._desk.answer(self._reply(about, heard), about)
-        return about.kind != CLOSE
+        self._listener.answer(self._reply(about, heard), about)
+        return about.kind != Kind.CLOSE
 
-    def _reply(self, about: Message, heard: Mapping[int, Message]) -> bytes | dict[int, bytes]:
-        if about.kind in (LAYOUT, PARTS):
+    def _reply(self, about: Message, heard: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
+        if about.kind in (Kind.LAYOUT, Kind.PARTS):
             self._steps = max(self._steps, about.step + 1)
-            return self._answer(about, heard)
-        elif about.kind in (SUM, TOTAL):
-            return _total(heard)
-        elif about.kind == STATE:
+            told = {rank: self._read[rank] for rank in heard}
+            layout = self._layouts[about.bucket]
+            return self._owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
+        if about.kind in (Kind.SUM, Kind.TOTAL):
+            return add_up(heard)
+        given = next((message.payload for message in heard.values() if message.payload.numel()), payload_of(b""))
+        if about.kind == Kind.ECHO:
+            return given
+        if about.kind == Kind.STATE:
             packed = io.BytesIO()
             torch.save(self._owner.state_dict(), packed)
-            return {rank: packed.getvalue() if place == 0 else b"" for place, rank in enumerate(self._desk.living)}
-        elif about.kind == ECHO:
-            return next((bytes(message.payload) for message in heard.values() if message.payload), b"")
-        elif about.kind == LOAD:
-            given = next((bytes(message.payload) for message in heard.values() if message.payload), None)
-            if given is not None:
-                self._owner.load_state_dict(torch.load(io.BytesIO(given), weights_only=True))
-        elif about.kind == STATS:
-            return json.dumps({**self.stats().as_dict(), **self._facts()}).encode()
-        return b""
+            first = self._listener.living[0]
+            return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self._listener.living}
+        if about.kind == Kind.LOAD and given.numel():
+            self._owner.load_state_dict(torch.load(io.BytesIO(given.numpy().tobytes()), weights_only=True))
+        if about.kind == Kind.STATS:
+            return payload_of(json.dumps({**self.stats().as_dict(), **self._facts()}).encode())
+        return payload_of(b"")
 
     def _arrived(self, rank: int, message: Message) -> None:
         """Read a part while those of others are still on their way."""
-        if message.kind in (LAYOUT, PARTS):
-            part = message.payload
-            if message.kind == LAYOUT:
-                self._layouts[message.bucket], part = without_layout(part)
-            layout = self._layouts[message.bucket]
-            about = {"step": message.step, "bucket": message.bucket}
-            try:
-                self._read[rank] = self._owner.read(from_bytes(part), layout, **about, peer=rank)
-            except FrameError as error:
-                self._desk.fail(error)
-
-    def _answer(self, about: Message, heard: Mapping[int, Message]) -> bytes:
-        told = {rank: self._read[rank] for rank in heard}
-        answer = self._owner.answer_to(told, self._layouts[about.bucket], step=about.step, bucket=about.bucket)
-        return to_bytes(answer)
+        if message.kind not in (Kind.LAYOUT, Kind.PARTS):
+            return
+        part = message.payload
+        if message.kind == Kind.LAYOUT:
+            self._layouts[message.bucket], part = without_layout(part)
+        layout = self._layouts[message.bucket]
+        try:
+            self._read[rank] = self._owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
+        except FrameError as error:
+            self._listener.fail(error)
 
     def stats(self) -> ServerStats:
-        traffic = self._desk.traffic
+        traffic = self._listener.traffic
         return ServerStats(
             steps=self._steps,
-            num_workers=self._desk.num_workers,
-            lost=dict(self._desk.lost),
+            num_workers=self._listener.num_workers,
+            lost=dict(self._listener.lost),
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             held_bytes=self._owner.num_bytes,
         )
 
 
-def _total(heard: Mapping[int, Message]) -> bytes:
-    """The sum of what all sent, in rank order; a payload begins with the name of its type."""
-    total = None
-    for message in heard.values():
-        name = bytes(message.payload[:16]).decode().strip()
-        mine = from_bytes(message.payload[16:], getattr(torch, name))
-        total = mine if total is None else total + mine
-    assert total is not None
-    return to_bytes(total)
+def add_up(heard: Mapping[int, Message]) -> Tensor:
+    """The sum of what all sent, in rank order."""
+    total, *others = (message.payload for message in heard.values())
+    for other in others:
+        total = total + other
+    return total

@@ -7,12 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from laconic.transport.connection import HEAD_BYTES
 from laconic.transport.traffic import Traffic
 
-Answer = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
+Reply = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
 Combine = Callable[[list[Tensor]], Tensor]
 
-QUESTION_HEAD_BYTES = 32  # before a question: what it is, its turn, its length and that of the answer
+QUESTION_HEAD_BYTES = HEAD_BYTES  # before a question: what it is, its turn, its length and that of the answer
 
 
 class Mailbox(Protocol):
@@ -22,13 +23,13 @@ class Mailbox(Protocol):
     num_workers: int
     traffic: Traffic
 
-    def serve(self, answer: Answer) -> None:
+    def listen(self, reply: Reply) -> None:
         """Answer whoever asks from now on, in threads of the mailbox's own."""
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         """The `num_bytes` that `peer` answers; PeerError if it has died. A slow peer is waited for."""
 
-    def meet(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
+    def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
         """combine(the tensors of all that are alive, in rank order), equal on each; uncounted if it has no kind."""
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from laconic.measure.train import Job, verdict
 from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.measure.train.launch import _wait, _who
-from laconic.server.client import ServerClient
+from laconic.server.client import ServerClient, sum_over
 from laconic.server.listener import Listener
-from laconic.server.serve import _total
-from laconic.transport.connection import CLOSE, PARTS, SUM, TOTAL, Message, send
+from laconic.server.serve import add_up
+from laconic.transport.connection import Kind, Message, payload_of
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +30,14 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _talk(num_workers: int, timeout_s: float, work: Callable[[ServerClient], None]) -> tuple[Listener, dict[int, str]]:
-    """(the desk afterwards, what went wrong by rank) of workers that only add up."""
-    desk, wrong = Listener(num_workers, timeout_s, say=lambda text: None), {}
-    server = serve_totals(desk)
+    """(the listener afterwards, what went wrong by rank) of workers that only add up."""
+    listener = Listener(num_workers, timeout_s, say=lambda text: None)
+    wrong: dict[int, str] = {}
+    server = serve_totals(listener)
 
     def one(rank: int) -> None:
         try:
-            served = ServerClient(rank, num_workers, [desk.address], "", timeout_s)
+            served = ServerClient(rank, num_workers, [listener.address], "", timeout_s)
             work(served)
             served.close()
         except Exception as error:
@@ -48,20 +49,21 @@ def _talk(num_workers: int, timeout_s: float, work: Callable[[ServerClient], Non
     for thread in [*workers, server]:
         thread.join(30)
         assert not thread.is_alive()
-    return desk, wrong
+    return listener, wrong
 
 
-def serve_totals(desk: Listener) -> threading.Thread:
+def serve_totals(listener: Listener) -> threading.Thread:
     """A server that adds up until its workers are done."""
 
     def run() -> None:
-        desk.welcome()
-        while heard := desk.hear(lambda rank, message: None):
+        listener.accept()
+        while heard := listener.hear(lambda rank, message: None):
             about = next(iter(heard.values()))
-            desk.answer(_total(heard) if about.kind in (SUM, TOTAL) else b"", about)
-            if about.kind == CLOSE:
+            adds = about.kind in (Kind.SUM, Kind.TOTAL)
+            listener.answer(add_up(heard) if adds else payload_of(b""), about)
+            if about.kind == Kind.CLOSE:
                 break
-        desk.close()
+        listener.close()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -77,9 +79,9 @@ def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -
         time.sleep(3 if served.rank in silent else 0)
         sums[served.rank].append(float(served.total(torch.ones(1))))
 
-    desk, wrong = _talk(4, 1, work)
-    assert set(wrong) == set(desk.lost) == silent
-    assert all(desk.lost[rank] == "was silent for 1 s before the first step" for rank in silent)
+    listener, wrong = _talk(4, 1, work)
+    assert set(wrong) == set(listener.lost) == silent
+    assert all(listener.lost[rank] == "was silent for 1 s before the first step" for rank in silent)
     assert all(sums[rank] == [4, 4 - len(silent)] for rank in {0, 1, 2, 3} - silent)
 
 
@@ -88,16 +90,16 @@ def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None
         time.sleep(1)
         served.total(torch.ones(1))
 
-    desk, wrong = _talk(2, 0.5, work)
-    assert not wrong and not desk.lost
+    listener, wrong = _talk(2, 0.5, work)
+    assert not wrong and not listener.lost
 
 
 def test_who_is_done_does_not_hurry_the_others() -> None:
     def work(served: ServerClient) -> None:
         time.sleep(1 if served.rank else 0)
 
-    desk, wrong = _talk(2, 0.3, work)
-    assert not wrong and 1 not in desk.lost
+    listener, wrong = _talk(2, 0.3, work)
+    assert not wrong and 1 not in listener.lost
 
 
 @pytest.mark.parametrize("early", [{0}, {1}, {0, 1}])
@@ -107,43 +109,24 @@ def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
     def work(served: ServerClient) -> None:
         sums[served.rank] = [float(served.total(torch.ones(1))) for _ in range(1 if served.rank in early else 3)]
 
-    desk, wrong = _talk(3, 20, work)
-    assert not wrong and set(desk.lost) == early
+    listener, wrong = _talk(3, 20, work)
+    assert not wrong and set(listener.lost) == early
     assert all(sums[rank] == [3, 3 - len(early), 3 - len(early)] for rank in {0, 1, 2} - early)
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sBxHHxxiqq", b"LACS", 0, 0, 0, 0, 0, 1 << 60)]
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<2sBBHHiiqq", b"LC", 0, 0, 0, 0, 0, 0, 1 << 60, 0)]
 )
 def test_strangers_at_the_door_are_turned_away(said: bytes) -> None:
-    desk = Listener(1, 20)
-    server = serve_totals(desk)
-    with socket.create_connection(desk.address[:2]) as stranger:
+    listener = Listener(1, 20)
+    server = serve_totals(listener)
+    with socket.create_connection(listener.address[:2]) as stranger:
         stranger.sendall(said)
-    served = ServerClient(0, 1, [desk.address], "", 20)
+    served = ServerClient(0, 1, [listener.address], "", 20)
     assert torch.equal(served.total(torch.ones(3)), torch.ones(3))
     served.close()
     server.join(20)
     assert not server.is_alive()
-
-
-def test_a_slow_reader_is_not_a_silent_one() -> None:
-    here, there = socket.socketpair()
-    here.settimeout(0.5)
-    got = []
-
-    def read() -> None:
-        there.settimeout(20)
-        while len(part := there.recv(1 << 18)):
-            got.append(len(part))
-            time.sleep(0.05)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with here:
-        num_bytes = send(here, Message(PARTS, payload=bytes(8 << 20)))  # some two seconds
-    reader.join(20)
-    assert sum(got) == num_bytes
 
 
 def test_training_alone_is_counted() -> None:
@@ -156,23 +139,16 @@ def test_training_alone_is_counted() -> None:
         served.all_reduce_(torch.ones(1000), "dense")
         counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
 
-    desk, wrong = _talk(1, 20, work)
+    listener, wrong = _talk(1, 20, work)
     assert not wrong
     assert counts[0] == (0, 0) and 4000 < counts[1][0] < 4100 and 4000 < counts[1][1] < 4100
-    assert desk.traffic.bytes_out == counts[1][1] and desk.traffic.bytes_in == counts[1][0]
+    assert listener.traffic.bytes_out == counts[1][1] and listener.traffic.bytes_in == counts[1][0]
 
 
-def test_a_mean_is_over_those_whom_each_server_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Listener(1, 20)
-    server = serve_totals(desk)
-    served = ServerClient(0, 1, [desk.address], "", 20)
-    served.num_workers, served.num_shares = 3, 2
-    heard = [(torch.full((2,), 3.0), 3), (torch.full((2,), 2.0), 2)]  # the second no longer heard the third worker
-    monkeypatch.setattr(served, "_added", lambda tensor, how, kind: heard)
-    served.all_reduce_(flat := torch.ones(4), "dense")
-    assert flat.tolist() == [3, 3, 3, 3]
-    served.close()
-    server.join(20)
+def test_a_mean_is_over_those_whom_each_server_heard() -> None:
+    heard = [3, 2]  # the second no longer heard the third worker
+    replies = [Message(Kind.SUM, payload=torch.full((2,), float(living)), living=living) for living in heard]
+    assert sum_over(replies, 3).tolist() == [3, 3, 3, 3]
 
 
 class _Council:

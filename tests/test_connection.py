@@ -1,0 +1,98 @@
+"""Framed messages over TCP: what is sent is heard, whatever its type and length, and strangers are turned away."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from laconic.errors import FrameError, LaunchError
+from laconic.transport.connection import HEAD_BYTES, Connection, Door, Kind, Message, call, payload_of
+
+TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        here = socket.create_connection(door.getsockname())
+        there = door.accept()[0]
+    with here, there:
+        yield here, there
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_message_arrives_as_it_was_sent(
+    links: tuple[socket.socket, socket.socket], dtype: torch.dtype, timeout_s: float | None
+) -> None:
+    here, there = (Connection(link, timeout_s) for link in links)
+    for count in (0, 1, 50_001):
+        said = Message(Kind.SUM, 5, 3, torch.arange(count).to(dtype), 4, 2, 7)
+        with_thread = threading.Thread(target=here.send, args=(said,))
+        with_thread.start()
+        heard = there.receive()
+        with_thread.join()
+        assert (heard.id, heard.living, heard.place, heard.reply_bytes) == (said.id, 4, 2, 7)
+        assert heard.payload.dtype == dtype and torch.equal(heard.payload, said.payload)
+        assert heard.num_bytes == HEAD_BYTES + count * dtype.itemsize
+
+
+def test_what_is_no_message_is_refused(links: tuple[socket.socket, socket.socket]) -> None:
+    links[0].sendall(b"GET / HTTP/1.1\r\n" * 2)
+    with pytest.raises(FrameError, match="no laconic header"):
+        Connection(links[1]).receive()
+
+
+def test_a_message_longer_than_allowed_is_refused_before_it_is_read(
+    links: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = (Connection(link) for link in links)
+    here.send(Message(Kind.HELLO, payload=payload_of(bytes(9))))
+    with pytest.raises(FrameError):
+        there.receive(longest=8)
+
+
+def test_half_a_message_is_an_error_when_its_sender_is_gone(links: tuple[socket.socket, socket.socket]) -> None:
+    links[0].sendall(b"LC")
+    links[0].close()
+    with pytest.raises(ConnectionError, match="hung up"):
+        Connection(links[1]).receive()
+
+
+def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.socket]) -> None:
+    got = []
+
+    def read() -> None:
+        while len(part := links[1].recv(1 << 18)):
+            got.append(len(part))
+            time.sleep(0.05)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    num_bytes = Connection(links[0], 0.5).send(Message(Kind.PARTS, payload=payload_of(bytes(8 << 20))))  # some 2 s
+    links[0].close()
+    reader.join(20)
+    assert sum(got) == num_bytes
+
+
+def test_only_those_who_were_told_the_token_come_in_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    door = Door(5)
+    told = door.address
+    stranger = told._replace(token="0" * len(told.token))
+    calls = [call(stranger, 0, "the door", 5.0)] + [call(told, rank, "the door", 5.0, f"{rank}!") for rank in (7, 1, 1)]
+    accepted = door.accept(range(2), timeout_s=0.2)  # rank 7 is none of theirs, and rank 0 does not come
+    door.close()
+    assert {rank: terms for rank, (_, terms) in accepted.items()} == {1: "1!"}
+    calls[2].send(Message(Kind.PARTS, step=4))
+    assert str(accepted[1][0].receive()) == "parts of step 4, bucket -1"
+    for connection in (*calls, accepted[1][0]):
+        connection.close()
+    with pytest.raises(LaunchError, match=r"rank 3 cannot reach server 0 at 127.0.0.1:\d+ \(Connection refused\)"):
+        call(told, 3, "server 0", 5.0)
