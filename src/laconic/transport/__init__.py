@@ -5,6 +5,7 @@ from torch.distributed import ProcessGroup
 from laconic.transport.agreement import agree, agreement_bytes
 from laconic.transport.collectives import Group, backend_for, own_group, ranks_that_differ, world
 from laconic.transport.counted_group import CountedGroup
+from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.local_mailbox import LocalMailbox, local_mailboxes
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
@@ -19,6 +20,11 @@ __all__ = [
     "Collectives",
     "Count",
     "CountedGroup",
+    "Fault",
+    "Faults",
+    "FaultyCollectives",
+    "FaultyMailbox",
+    "FaultyTransport",
     "Group",
     "InProcess",
     "LocalMailbox",
@@ -28,6 +34,7 @@ __all__ = [
     "TcpMailbox",
     "Traffic",
     "Transport",
+    "WorkerDiedError",
     "agree",
     "agreement_bytes",
     "backend_for",

@@ -16,7 +16,8 @@ from laconic.errors import FrameError, PeerError
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 
-_UP, _DOWN = 1, 2  # tags of parts and answers
+_UP = 1  # the tag of parts
+_DOWN = 2  # and that of answers
 _LENGTH_BYTES = 8  # int64, so that the words behind it stay aligned
 _LAST_WORDS_S = 5.0
 _GAVE_UP = -1  # in place of a length: nothing follows, and no other message
@@ -29,14 +30,9 @@ class _Expected(NamedTuple):
     room: Tensor
 
     def read(self, sender: int) -> Tensor:
-        """Wait for it; an error names the sender if it gave up, or if the length cannot be."""
+        """Wait for it."""
         self.work.wait()
-        length, most = int(self.room[:_LENGTH_BYTES].view(torch.int64)), self.room.numel() - _LENGTH_BYTES
-        if length == _GAVE_UP:
-            raise PeerError(f"rank {sender} gave up this step, and so does this one; see what it says")
-        if not 0 <= length <= most:
-            raise FrameError(f"a message from rank {sender} says it has {length} bytes of {most}; nothing is applied")
-        return self.room[_LENGTH_BYTES:][:length]
+        return without_length(self.room, sender)
 
 
 class TwoHops:
@@ -49,8 +45,11 @@ class TwoHops:
     """
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
-        self._group, self._wire, self._traffic = group, wire, traffic
-        self._rank, self._num_workers = group.rank(), group.size()
+        self._group = group
+        self._wire = wire
+        self._traffic = traffic
+        self._rank = group.rank()
+        self._num_workers = group.size()
         self._rooms: dict[tuple[int, int], Tensor] = {}  # by tag and sender
         self._owed: list[tuple[int, int]] = []  # tag and peer of the messages that are still to leave
         self._works: list[dist.Work] = []  # of the last consultation: Gloo drops what nobody holds
@@ -72,7 +71,7 @@ class TwoHops:
         ahead = [(me + hop) % self._num_workers for hop in range(1, self._num_workers)]
         coming = {peer: self._expect(peer, _UP, longest[me]) for peer in reversed(ahead)}
         answers = {peer: self._expect(peer, _DOWN, longest[peer]) for peer in reversed(ahead)}
-        sent = [self._send(_message(parts[peer], longest[peer]), peer, _UP) for peer in ahead]
+        sent = [self._send(with_length(parts[peer], longest[peer]), peer, _UP) for peer in ahead]
         heard = [0] * self._num_workers
 
         def arriving() -> Iterator[tuple[int, Tensor]]:
@@ -83,7 +82,7 @@ class TwoHops:
                 yield peer, part
 
         own = push.answer(arriving())
-        message = _message(own, longest[me])
+        message = with_length(own, longest[me])
         sent += [self._send(message, peer, _DOWN) for peer in ahead]
         told = {me: own} | {peer: expected.read(peer) for peer, expected in answers.items()}
         for work in sent:
@@ -127,7 +126,9 @@ class Rounds:
     """Over NCCL, which receives a message into room of its own length: four collectives, of which two tell lengths."""
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.device, traffic: Traffic) -> None:
-        self._group, self._wire, self._traffic = group, wire, traffic
+        self._group = group
+        self._wire = wire
+        self._traffic = traffic
 
     def push_pull(self, push: Push) -> list[Tensor]:
         assert push.answer is not None
@@ -153,7 +154,18 @@ class Rounds:
         return [part.clone() for part in torch.split(incoming, list(heard))]
 
 
-def _message(frame: Tensor, longest: int) -> Tensor:
+def without_length(room: Tensor, sender: int) -> Tensor:
+    """The frame in a room; an error names the sender if it gave up, or if the length cannot be."""
+    length = int(room[:_LENGTH_BYTES].view(torch.int64))
+    longest = room.numel() - _LENGTH_BYTES
+    if length == _GAVE_UP:
+        raise PeerError(f"rank {sender} gave up this step, and so does this one; see what it says")
+    if not 0 <= length <= longest:
+        raise FrameError(f"a message from rank {sender} says it has {length} bytes of {longest}; nothing is applied")
+    return room[_LENGTH_BYTES:][:length]
+
+
+def with_length(frame: Tensor, longest: int) -> Tensor:
     """What is sent of a frame: its length before it."""
     assert frame.numel() <= longest, "its receiver has no room for it"
     return torch.cat([torch.tensor([frame.numel()], device=frame.device).view(torch.uint8), frame])

@@ -1,0 +1,183 @@
+"""Networks that fail on purpose: messages that are lost, late, cut short or heard again, and a worker that dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from laconic.errors import PeerError
+from laconic.transport.mailbox import Combine, Mailbox, Reply
+from laconic.transport.transport import Collectives, Push, Transport
+
+
+class Fault(Enum):
+    """What befalls a message."""
+
+    DROP = auto()  # nothing of it arrives; of a length that all know, zeros do
+    DELAY = auto()
+    TRUNCATE = auto()  # its first half arrives
+    DUPLICATE = auto()  # it arrives again, in place of the next one
+    DIE = auto()  # its sender says nothing any more
+
+
+class WorkerDiedError(RuntimeError):
+    """This worker was to die here; no error of the library, so that nothing takes it for a peer's death."""
+
+
+@dataclass
+class Faults:
+    """Which of a worker's messages go wrong: by number, from 0 in the order in which they leave it."""
+
+    by_number: Mapping[int, Fault]
+    delay_s: float = 0.0
+    sleep: Callable[[float], None] = time.sleep
+    num_messages: int = 0
+    _last: list[Tensor] = field(default_factory=list)  # which is heard again
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def strike(self) -> Fault | None:
+        """What befalls the next message."""
+        with self._lock:
+            number = self.num_messages
+            self.num_messages += 1
+        fault = self.by_number.get(number)
+        if fault == Fault.DELAY:
+            self.sleep(self.delay_s)
+        if any(number >= at for at, each in self.by_number.items() if each == Fault.DIE):
+            raise WorkerDiedError(f"message {number} is not sent: this worker was to die")
+        return fault
+
+    def arriving(self, frames: Sequence[Tensor]) -> list[Tensor]:
+        """What arrives of these flat frames, which are one message."""
+        fault = self.strike()
+        last = self._last
+        self._last = [frame.clone() for frame in frames] if fault == Fault.DUPLICATE else []
+        if fault == Fault.DROP:
+            return [frame[:0] for frame in frames]
+        if fault == Fault.TRUNCATE:
+            return [frame[: frame.numel() // 2] for frame in frames]
+        return last if len(last) == len(frames) else list(frames)
+
+    def filled(self, frame: Tensor) -> Tensor:
+        """What arrives where the length is known to all: zeros in place of what does not."""
+        (arrived,) = self.arriving([frame.reshape(-1)])
+        whole = torch.zeros_like(frame).view(-1)
+        length = min(arrived.numel(), whole.numel())
+        whole[:length] = arrived[:length]
+        return whole.view(frame.shape)
+
+
+class FaultyTransport:
+    """One worker's end of any transport, of which some calls go wrong; a call is a message, whatever it is split into.
+
+    Who only hears a broadcast says nothing.
+    """
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self.rank = inner.rank
+        self.num_workers = inner.num_workers
+        self.num_shares = inner.num_shares
+        self.owned_share = inner.owned_share
+        self.wire = inner.wire
+        self.traffic = inner.traffic
+        self.faults = faults
+        self._inner = inner
+
+    @property
+    def num_living(self) -> int:
+        return self._inner.num_living
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        tensor.copy_(self.faults.filled(tensor))
+        self._inner.all_reduce_(tensor, kind)
+
+    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+        if frame is not None and self.rank == speaker:
+            (frame,) = self.faults.arriving([frame])
+        return self._inner.broadcast(frame, speaker)
+
+    def push_pull(self, push: Push) -> list[Tensor]:
+        arriving = zip(self.faults.arriving(push.parts), push.longest, strict=True)
+        return self._inner.push_pull(replace(push, parts=[part[:longest] for part, longest in arriving]))
+
+    def owner_states(self) -> list[bytes]:
+        return self._inner.owner_states()
+
+    def load_owner_states(self, states: Sequence[bytes]) -> None:
+        self._inner.load_owner_states(states)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyCollectives(FaultyTransport):
+    """The same of a transport on which workers hear each other."""
+
+    def __init__(self, inner: Collectives, faults: Faults) -> None:
+        super().__init__(inner, faults)
+        self._collectives = inner
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        return self._collectives.all_gather(self.faults.filled(frame), kind)
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        return self._collectives.all_to_all(self.faults.filled(rows), kind)
+
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        return self._collectives.swap(self.faults.filled(frame), peer, kind, num_back)
+
+
+class FaultyMailbox:
+    """One worker's mailbox: `questions` befall what it asks and gives to combine, `replies` what it answers.
+
+    A question that is lost takes its connection with it, so who asks is told that the peer is gone. One that is heard
+    twice is answered twice, and its second answer is the one that counts. Who dies closes its mailbox.
+    """
+
+    def __init__(self, inner: Mailbox, questions: Faults, replies: Faults) -> None:
+        self.rank = inner.rank
+        self.num_workers = inner.num_workers
+        self.traffic = inner.traffic
+        self._inner = inner
+        self._questions = questions
+        self._replies = replies
+
+    def listen(self, reply: Reply) -> None:
+        def faulty(peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
+            return self._replies.filled(reply(peer, turn, said, num_bytes))
+
+        self._inner.listen(faulty)
+
+    def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
+        with self._dying():
+            fault = self._questions.strike()
+        if fault == Fault.DROP:
+            raise PeerError(f"rank {peer} is gone (a question was lost)")
+        if fault == Fault.DUPLICATE:
+            self._inner.ask(peer, turn, said, num_bytes)
+        if fault == Fault.TRUNCATE:
+            said = said[: said.numel() // 2]
+        return self._inner.ask(peer, turn, said, num_bytes)
+
+    def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
+        with self._dying():
+            mine = self._questions.filled(mine)
+        return self._inner.combine_all(mine, combine, kind)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @contextmanager
+    def _dying(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerDiedError:
+            self._inner.close()
+            raise
