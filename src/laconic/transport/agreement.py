@@ -19,7 +19,8 @@ def agree(transport: Collectives, mine: Tensor, combine: Callable[[Tensor], Tens
 
     A longer vector is combined in shares, one by each worker, who sends it to all: the bytes of a ring.
     """
-    num_workers, count = transport.num_workers, mine.numel()
+    num_workers = transport.num_workers
+    count = mine.numel()
     if (num_workers - 1) * mine.nbytes <= _DIRECT_BYTES:
         return combine(_all_to_all(transport, mine.expand(num_workers, count).contiguous(), kind))
     rows = mine.new_zeros(num_workers, _share(count, num_workers))

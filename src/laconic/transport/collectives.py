@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,38 +41,22 @@ class Group:
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
-        if not self._stages(tensor):
-            dist.all_reduce(tensor, group=self._group)
-            return
-        host = self._host("all-reduce", tensor.numel(), tensor.dtype)
-        host.copy_(tensor)  # waits for the session's stream
-        dist.all_reduce(host, group=self._group)
-        tensor.copy_(host)
+        mine = self._on_wire(tensor)
+        dist.all_reduce(mine, group=self._group)
+        if mine is not tensor:
+            tensor.copy_(mine)
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
-        shape = (self.num_workers, frame.numel())
-        if not self._stages(frame):
-            gathered = frame.new_empty(shape)
-            dist.all_gather(list(gathered), frame, group=self._group)
-            return gathered
-        mine = self._host("mine", frame.numel(), frame.dtype)
-        mine.copy_(frame)
-        everyone = self._host("everyone", self.num_workers * frame.numel(), frame.dtype).view(shape)
-        dist.all_gather(list(everyone), mine, group=self._group)
+        everyone = self._room_for((self.num_workers, frame.numel()), frame)
+        dist.all_gather(list(everyone), self._on_wire(frame), group=self._group)
         return everyone.to(frame.device)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
-        if not self._stages(rows):
-            heard = torch.empty_like(rows)
-            dist.all_to_all_single(heard, rows, group=self._group)
-            return heard
-        mine = self._host("mine", rows.numel(), rows.dtype).view(rows.shape)
-        mine.copy_(rows)
-        others = self._host("everyone", rows.numel(), rows.dtype).view(rows.shape)
-        dist.all_to_all_single(others, mine, group=self._group)
-        return others.to(rows.device)
+        heard = self._room_for(rows.shape, rows)
+        dist.all_to_all_single(heard, self._on_wire(rows), group=self._group)
+        return heard.to(rows.device)
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         speaks = self.rank == speaker
@@ -98,10 +83,7 @@ class Group:
         if peer == self.rank:
             return frame
         self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
-        mine = frame
-        if self._stages(frame):
-            mine = self._host("mine", frame.numel(), frame.dtype)
-            mine.copy_(frame)
+        mine = self._on_wire(frame)
         theirs = mine.new_empty(num_back)
         ops = [
             dist.P2POp(move, tensor, group=self._group, group_peer=peer)
@@ -131,6 +113,19 @@ class Group:
 
     def _stages(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self.wire == torch.device("cpu")
+
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        """The tensor where the backend takes it: itself, or a copy on the host."""
+        if not self._stages(tensor):
+            return tensor
+        mine = self._host("mine", tensor.numel(), tensor.dtype).view(tensor.shape)
+        return mine.copy_(tensor)  # waits for the session's stream
+
+    def _room_for(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Where the backend is to put so many entries of the type of another tensor."""
+        if not self._stages(like):
+            return like.new_empty(shape)
+        return self._host("everyone", math.prod(shape), like.dtype).view(shape)
 
     def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """A pinned host buffer for one role, grown when it is too small."""

@@ -18,7 +18,7 @@ class _Network:
     def __init__(self, num_workers: int) -> None:
         self.replies: list[Reply | None] = [None] * num_workers
         self.boxes: list[LocalMailbox] = []
-        self.laid: list[Tensor | None] = [None] * num_workers
+        self.given: list[Tensor | None] = [None] * num_workers
         self.barrier = threading.Barrier(num_workers)
 
 
@@ -49,9 +49,9 @@ class LocalMailbox:
 
     def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
         """A call that all make, the closed ones too."""
-        self._network.laid[self.rank] = mine
+        self._network.given[self.rank] = mine
         self._network.barrier.wait()
-        result = combine([laid for laid in self._network.laid if laid is not None])
+        result = combine([given for given in self._network.given if given is not None])
         self._network.barrier.wait()
         return result
 
