@@ -155,7 +155,9 @@ class _Council:
     """Workers of whom one may die while a checkpoint is written."""
 
     def __init__(self, place: int, deaths: list[int]) -> None:
-        self.place, self.num_living, self._deaths = place, 3, deaths
+        self.place = place
+        self.num_living = 3
+        self._deaths = deaths
 
     def total(self, tensor: Tensor) -> Tensor:
         self.num_living -= self._deaths.pop(0)

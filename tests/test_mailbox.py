@@ -35,7 +35,8 @@ def _linked(
     num_workers: int, patience_s: float = 1.0
 ) -> Iterator[tuple[list[TcpMailbox], dict[tuple[int, int], socket.socket]]]:
     """Mailboxes, and by (who asks, whom) the asker's end of each TCP connection between them."""
-    links, accepted = {}, {}
+    links: dict[tuple[int, int], socket.socket] = {}
+    accepted: dict[tuple[int, int], socket.socket] = {}
     with socket.create_server(("127.0.0.1", 0)) as door:
         for pair in itertools.permutations(range(num_workers), 2):
             links[pair] = socket.create_connection(door.getsockname())
@@ -68,7 +69,8 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
         assert torch.equal(boxes[2].ask(0, 7, _bytes(count), count), _bytes(count, 2))
         assert torch.equal(boxes[0].ask(2, 7, _bytes(count), count // 2), _bytes(count // 2))
         head = QUESTION_HEAD_BYTES
-        out, back = 2 * (head + count), count + count // 2
+        out = 2 * (head + count)
+        back = count + count // 2
         counted = []
         for _ in range(1000):  # who answers counts a moment after it was heard
             counted = [sum(box.traffic.bytes_out for box in boxes), sum(box.traffic.bytes_in for box in boxes)]

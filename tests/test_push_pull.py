@@ -1,12 +1,31 @@
-"""Messages between workers that own shares: a length before each, and what is said of one that cannot be."""
+"""Where workers own shares: two ways to the owners that give the same, and what is said of a message that cannot be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from laconic.errors import FrameError, PeerError
-from laconic.transport.push_pull import with_length, without_length
+from laconic import FrameError, PeerError, Scheme, Session, parse
+from laconic.layout import Layout
+from laconic.transport import (
+    Count,
+    Fault,
+    Faults,
+    FaultyCollectives,
+    Group,
+    InProcess,
+    Push,
+    in_process,
+    own_group,
+    world,
+)
+from laconic.transport.push_pull import Rounds, TwoHops, with_length, without_length
+from virtual import gradients, one_step
+from workers import WorkerPool
 
 FRAME = torch.arange(40).to(torch.uint8)
 
@@ -30,3 +49,83 @@ def test_a_length_that_cannot_be_names_its_sender(length: int) -> None:
 def test_who_gave_up_is_named() -> None:
     with pytest.raises(PeerError, match="rank 3 gave up"):
         without_length(torch.tensor([-1]).view(torch.uint8), 3)
+
+
+def made(text: str) -> Scheme:
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    return scheme
+
+
+class _Via(Group):
+    """A group over Gloo that pushes and pulls in a given way."""
+
+    def __init__(self, way: type[TwoHops | Rounds]) -> None:
+        cpu = torch.device("cpu")
+        group = own_group(world(), cpu)
+        super().__init__(group, cpu)
+        self._given_way = way(group, cpu, self.traffic)
+
+    def push_pull(self, push: Push) -> list[Tensor]:
+        return self._given_way.push_pull(push)
+
+
+def _sharded(text: str, way: type[TwoHops | Rounds]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+    """Four steps over Gloo, consulting in this way; what one worker applied and counted."""
+    transport = _Via(way)
+    session = Session(made(text), transport)
+    return [one_step(session, gradients(dist.get_rank(), step)) for step in range(4)], transport.traffic.copy()
+
+
+@pytest.mark.parametrize("text", ["overlap:rho=0.05", "sparse-sign", "topk:rho=0.9,quantize=none,exchange=server"])
+def test_two_hops_and_rounds_give_the_same_and_count_the_same(four_workers: WorkerPool, text: str) -> None:
+    def work(transport: InProcess) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+        session = Session(made(text), transport)
+        return [one_step(session, gradients(transport.rank, step)) for step in range(4)], transport.traffic.copy()
+
+    ways = [four_workers.run(_sharded, text, TwoHops), four_workers.run(_sharded, text, Rounds), in_process(4, work)]
+    for rank in range(4):
+        (hops, counted), *others = (way[rank] for way in ways)
+        for applied, count in others:
+            assert count == counted
+            for mine, theirs in zip(hops, applied, strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def _faulty(fault: Fault) -> str:
+    """What a worker says when the second message of rank 2 goes wrong."""
+    cpu = torch.device("cpu")
+    faults = Faults({1: fault} if dist.get_rank() == 2 else {})
+    transport = FaultyCollectives(Group(own_group(world(), cpu), cpu), faults)
+    session = Session(made("topk:rho=0.05,exchange=server"), transport)
+    with pytest.raises((FrameError, PeerError)) as error:
+        one_step(session, gradients(dist.get_rank(), 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("fault", [Fault.DROP, Fault.TRUNCATE, Fault.DUPLICATE])
+def test_who_hears_a_damaged_message_names_its_sender(four_workers: WorkerPool, fault: Fault) -> None:
+    for said in four_workers.run(_faulty, fault):
+        assert "from rank 2" in said and "\n" not in said
+
+
+def _one_gives_up() -> str:
+    """What a worker says when one of them fails before it answers."""
+    cpu = torch.device("cpu")
+
+    def answer(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
+        if dist.get_rank() == 2:
+            raise FrameError("rank 2 fails")
+        return torch.cat([part for _, part in parts])
+
+    group = Group(own_group(world(), cpu), cpu)
+    push = Push(Layout.of(["w"], [4]), 0, 0, [torch.ones(8, dtype=torch.uint8)] * 4, answer, [32] * 4)
+    with pytest.raises((FrameError, PeerError)) as error:
+        group.push_pull(push)
+    return str(error.value)
+
+
+def test_who_fails_says_so_to_those_who_wait_for_it(four_workers: WorkerPool) -> None:
+    said = four_workers.run(_one_gives_up, timeout_s=60)
+    assert said.pop(2) == "rank 2 fails"
+    assert all("gave up" in other for other in said)
