@@ -73,11 +73,14 @@ def serve_totals(listener: Listener) -> threading.Thread:
 @pytest.mark.parametrize("silent", [{0}, {3}, {0, 1}, {2, 3}])
 def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -> None:
     sums: dict[int, list[float]] = {}
+    others_go_on = threading.Barrier(4)
 
     def work(served: ServerClient) -> None:
         sums[served.rank] = [float(served.total(torch.ones(1)))]
-        time.sleep(3 if served.rank in silent else 0)
+        if served.rank in silent:
+            others_go_on.wait(20)
         sums[served.rank].append(float(served.total(torch.ones(1))))
+        others_go_on.wait(20)
 
     listener, wrong = _talk(4, 1, work)
     assert set(wrong) == set(listener.lost) == silent
