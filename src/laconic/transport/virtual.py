@@ -118,7 +118,7 @@ class InProcess:
 
 def silent_end(num_workers: int, *, num_servers: int = 0) -> InProcess:
     """One of M workers' ends of a network on which nobody talks: to foretell what would be said on it."""
-    return InProcess(0, _Table(num_workers, num_servers))
+    return InProcess(0, _Shared(num_workers, num_servers))
 
 
 def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
