@@ -79,3 +79,8 @@ class Chooser(Selector, Protocol):
         The chosen entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from step
         to step where to look first.
         """
+
+
+def share_of(num_entries: int, density: float) -> int:
+    """k = round(density * n), at least 1 and at most n."""
+    return min(num_entries, max(1, round(density * num_entries)))

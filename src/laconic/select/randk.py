@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.draws import hash_64
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Window
+from laconic.select.plan import Plan, Window, share_of
 
 _MODES = ("independent", "cycle")
 _FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
@@ -59,7 +59,7 @@ class RandK:
     def plan(self, layout: Layout, density: float) -> Plan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         num_large = layout.num_entries - sum(span.num_entries for span in small)
-        windows = [Window(0, layout.num_entries, _share(num_large, density))] if num_large else []
+        windows = [Window(0, layout.num_entries, share_of(num_large, density))] if num_large else []
         return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
 
     def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
@@ -78,10 +78,6 @@ class RandK:
             return rank
         sizes, counts = (torch.from_numpy(each).to(device) for each in (before, draws))
         return rank.add_(sizes.repeat_interleave(counts, output_size=plan.k))
-
-
-def _share(num_entries: int, density: float) -> int:
-    return min(num_entries, max(1, round(density * num_entries)))
 
 
 def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:

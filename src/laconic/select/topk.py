@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Window
+from laconic.select.plan import Plan, Window, share_of
 
 _SCOPES = ("bucket", "parameter")
 
@@ -62,10 +62,10 @@ class TopK:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         large = [span for span in layout.spans if span.num_entries >= self.dense_below and span.num_entries > 0]
         if self.per_parameter:
-            windows = [Window(span.start, span.stop, _share(span.num_entries, density)) for span in large]
+            windows = [Window(span.start, span.stop, share_of(span.num_entries, density)) for span in large]
         else:
             num_large = sum(span.num_entries for span in large)
-            windows = [Window(0, layout.num_entries, _share(num_large, density))] if large else []
+            windows = [Window(0, layout.num_entries, share_of(num_large, density))] if large else []
         return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
 
     def withdraw_(
@@ -80,7 +80,3 @@ class TopK:
             chosen.append(at + window.start)
             values.append(what)
         return torch.cat(chosen), torch.cat(values)
-
-
-def _share(num_entries: int, density: float) -> int:
-    return min(num_entries, max(1, round(density * num_entries)))
