@@ -11,6 +11,7 @@ RECIPE_TEXTS = {
     "bf16": "bf16",
     "silent": "silent",
     "topk": "topk:rho=0.05",
+    "chunked": "chunked:rho=0.1,chunk=512",
     "laplace": "laplace:rho=0.05,search=bisection",
     "dgc": "dgc:rho=0.05,ramp=2",
     "overlap": "overlap:rho=0.05",

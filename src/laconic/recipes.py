@@ -16,7 +16,7 @@ from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, Scheme, TorchHook, build, compose, part
-from laconic.select import Everything, Overlap, RandK, TopK
+from laconic.select import ChunkedTopK, Everything, Overlap, RandK, TopK
 from laconic.text import pairs, write_pairs
 from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
@@ -84,6 +84,20 @@ def topk(
     """Exact top-k with error feedback, all-gathered or by a server; the first `warmup` steps go dense."""
     return Scheme(
         select=TopK(rho=rho, per=per, search=search),
+        quantize=part("quantize", quantize),
+        memory=Residual(),
+        exchange=part("exchange", exchange),
+        trigger=_warmed(warmup),
+    )
+
+
+@recipe
+def chunked(
+    *, rho: float = 1 / 64, chunk: int = 4096, quantize: str = "bf16", warmup: int = 0, exchange: str = "all-gather"
+) -> Scheme:
+    """Exact top-k of every `chunk` entries, with error feedback: no part of a tensor is passed over."""
+    return Scheme(
+        select=ChunkedTopK(rho=rho, chunk=chunk),
         quantize=part("quantize", quantize),
         memory=Residual(),
         exchange=part("exchange", exchange),

@@ -1,6 +1,7 @@
 """What is sent: which positions of a bucket go out this step."""
 
 from laconic.kernels.searches import SEARCHES
+from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
 from laconic.select.overlap import Overlap
 from laconic.select.plan import Chooser, Plan, Selector, SharedSelector, Window
@@ -11,6 +12,7 @@ from laconic.select.topk import TopK
 SELECTORS: dict[str, type[Selector]] = {
     "everything": Everything,
     "topk": TopK,
+    "chunked": ChunkedTopK,
     "overlap": Overlap,
     "randk": RandK,
 }
@@ -20,6 +22,7 @@ __all__ = [
     "SEARCHES",
     "SELECTORS",
     "Chooser",
+    "ChunkedTopK",
     "Everything",
     "Overlap",
     "Plan",

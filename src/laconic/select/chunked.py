@@ -1,0 +1,78 @@
+"""Top-k by chunks: the same share of every few thousand entries, so that no part of a tensor is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import SchemeError
+from laconic.kernels.chunks import withdraw_of_chunks_
+from laconic.layout import Layout
+from laconic.select.plan import Plan, Window, share_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedTopK:
+    """The k = max(1, round(rho*C)) largest |r| of each C entries of a parameter, ties to the lower position.
+
+    Chunks are cut within parameters, so the result does not depend on how DDP cuts its buckets; the last chunk of a
+    parameter, if it is shorter, sends its own share (after SparseLoCo, arXiv 2508.15706).
+    """
+
+    is_shared: ClassVar[bool] = False
+
+    rho: float  # share of entries sent; smaller sends less
+    chunk: int = 4096
+    dense_below: int = 1000  # parameters with fewer entries go whole: choosing would cost more than it saves
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rho <= 1:
+            raise SchemeError(f"ChunkedTopK.rho is {self.rho}; give a share in (0, 1]")
+        if self.chunk < 1:
+            raise SchemeError(f"ChunkedTopK.chunk is {self.chunk}; give a number of entries, 1 or more")
+        if self.dense_below < 0:
+            raise SchemeError(f"ChunkedTopK.dense_below is {self.dense_below}; give a number of entries, 0 or more")
+
+    @property
+    def density(self) -> float:
+        return self.rho
+
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
+    def density_among(self, num_workers: int) -> float:
+        return self.rho
+
+    def plan(self, layout: Layout, density: float) -> Plan:
+        small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
+        large = [span for span in layout.spans if span.num_entries >= max(1, self.dense_below)]
+        windows = []
+        for span in large:
+            rest = span.stop - span.num_entries % self.chunk  # where a last, shorter chunk begins
+            num_whole = (rest - span.start) // self.chunk
+            windows.append(Window(span.start, rest, num_whole * share_of(self.chunk, density)))
+            windows.append(Window(rest, span.stop, share_of(span.stop - rest, density)))
+        return Plan(layout.num_entries, fixed=small, windows=tuple(w for w in windows if w.start < w.stop))
+
+    def withdraw_(
+        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
+        values = [balance[:0]]
+        for window, search in zip(plan.windows, searches, strict=True):
+            inside = balance[window.start : window.stop]
+            if addend is not None:
+                inside.add_(addend[window.start : window.stop], alpha=factor)
+            chunk = min(self.chunk, inside.numel())
+            at, what = withdraw_of_chunks_(inside, chunk, window.k * chunk // inside.numel())
+            chosen.append(at + window.start)
+            values.append(what)
+            search[kernels.PASSES] += 1
+            search[kernels.CALLS] += 1
+        return torch.cat(chosen), torch.cat(values)
