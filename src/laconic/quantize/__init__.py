@@ -7,7 +7,7 @@ from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
 from laconic.quantize.quantizer import FloatCode, Quantizer
-from laconic.quantize.residue import Difference, Residue, Told, exponents_for, num_blocks, steps_of
+from laconic.quantize.residue import Difference, Residue, Told, exponents_for, is_residue, num_blocks, steps_of
 from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
@@ -38,6 +38,7 @@ __all__ = [
     "Trits",
     "carrier_for",
     "exponents_for",
+    "is_residue",
     "largest_levels",
     "levels_of",
     "num_blocks",

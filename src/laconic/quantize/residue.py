@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.kernels.host import end_to_end
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
+from laconic.quantize.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _EXPONENTS_PER_OCTAVE = 4  # so that a step is at most a fifth larger than it need be
 _SUM_BYTES = 4
@@ -131,12 +135,17 @@ class Difference:
         return Compared(peaks.view(torch.int8), rest.contiguous(), float(scale))
 
 
+def is_residue(quantize: Quantizer | Residue) -> TypeIs[Residue]:
+    """Whether remainders are told, for which a reader must hold nearly the same values."""
+    return quantize.code_id == Residue.code_id
+
+
 def num_blocks(count: int) -> int:
     """The steps that so many values take."""
     return -(-count // RESIDUE_BLOCK)
 
 
-# By numpy: letters are written on the host, and on the few steps of a small model torch takes four times as long.
+# By numpy: messages are written on the host, and on the few steps of a small model torch takes four times as long.
 
 
 def exponents_for(steps: Tensor) -> Tensor:

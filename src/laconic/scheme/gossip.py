@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from laconic.errors import SchemeError
 from laconic.exchange import Gossip
 from laconic.layout import Layout, halves_of
 from laconic.memory import Memory, Nothing, Residual
-from laconic.quantize import Exact, FloatCode, Quantizer, Residue
+from laconic.quantize import Exact, FloatCode, Quantizer, Residue, is_residue
 from laconic.scheme.parts import COMPOSED, write_part
 from laconic.select import Chooser, Everything, Overlap, RandK
 from laconic.text import write_pairs
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
-from laconic.trigger import EveryStep, Period, Speech, TargetRate
-from laconic.wire import FrameShape
+from laconic.trigger import EveryStep, Period, Speech
+from laconic.wire import CodesShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +50,14 @@ class GossipScheme:
         if not isinstance(self.quantize, FloatCode | Residue):
             raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
         paired = self.exchange.mode == "paired"
-        if paired and not isinstance(self.trigger, EveryStep | Period):
+        if paired and self.trigger.measure is not None:
             raise SchemeError(f"pairs meet by the clock, and {name} is none; use Period(), or Gossip(mode='free')")
         if not paired and isinstance(self.trigger, Period) and self.trigger.steps < 1:
             raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
-        tells_remainders = isinstance(self.quantize, Residue)
+        tells_remainders = is_residue(self.quantize)
         if self.chooses and tells_remainders:
             raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
-        if (self.chooses or tells_remainders) and getattr(self.trigger, "per", "model") != "model":
+        if (self.chooses or tells_remainders) and self.trigger.per != "model":
             raise SchemeError(f"what is said is of the whole model, so it speaks as one; use {name}(per='model')")
 
     @property
@@ -80,21 +80,22 @@ class GossipScheme:
     def bytes_out(self, layout: Layout, num_workers: int) -> int:
         """What leaves one worker for a model of this layout per step, asked and answering; not known under Change."""
         plan = self.select.plan(layout, self.select.density_among(num_workers))
-        asked = cast(Quantizer, self.quantize)
-        told = cast(Quantizer, self.quantize.answer if isinstance(self.quantize, Residue) else asked)
+        asked = self.quantize
+        told = asked.answer if is_residue(asked) else asked
         count = plan.num_fixed + plan.k
-        turns = {EveryStep: 1.0, Period: 1 / getattr(self.trigger, "steps", 1)}.get(type(self.trigger), math.nan)
         mode = self.exchange.mode
         paired = 1 - num_workers % 2 / num_workers  # the share of workers that have a partner at a turn
-        messages = turns * paired if mode in ("matched", "paired") else 2 * turns
-        if isinstance(self.trigger, TargetRate):
-            messages = self.trigger.rate * plan.num_entries / count
+        messages = self.trigger.messages_per_step(
+            paired if mode in ("matched", "paired") else 2, plan.num_entries / count
+        )
+        if math.isnan(messages):
+            raise SchemeError(f"what {self} sends depends on how its models change; measure it")
         parts = [(plan.num_entries, plan.k, plan.num_fixed)]
         if mode == "paired" and not self.chooses:  # each of the two asks about one half
             parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
         head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
-        questions = sum(head + FrameShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)
-        answers = sum(FrameShape(fixed + k, fixed + k, 0, told).num_bytes for _, k, fixed in parts)
+        questions = sum(head + CodesShape(n, k, fixed, asked).num_bytes for n, k, fixed in parts)
+        answers = sum(CodesShape(fixed + k, fixed + k, 0, told).num_bytes for _, k, fixed in parts)
         return round(messages * (questions + answers) / 2)
 
     def bits_per_entry(self, layout: Layout, num_workers: int) -> float:

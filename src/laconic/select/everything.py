@@ -18,6 +18,7 @@ class Everything:
     """Every entry, every time."""
 
     is_shared: ClassVar[bool] = True
+    dense_below: ClassVar[int] = 0
 
     @property
     def density(self) -> float:

@@ -71,6 +71,10 @@ class SharedSelector(Selector, Protocol):
 class Chooser(Selector, Protocol):
     """One that looks at the entries, so that every worker has a choice of its own."""
 
+    @property
+    def dense_below(self) -> int:
+        """Parameters with fewer entries go whole."""
+
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:

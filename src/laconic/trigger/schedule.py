@@ -21,12 +21,27 @@ class Trigger(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EveryStep:
-    """The same share at every step."""
+    """The same share at every step; in gossip a worker speaks at each."""
+
+    per: ClassVar[str] = "model"
+    measure: ClassVar[None] = None
 
     thins_out: ClassVar[bool] = False
 
     def density(self, step: int, target: float) -> float:
         return target
+
+    def speaks(self, step: int, gap: int, phase: float) -> bool:
+        """See Period."""
+        return True
+
+    def turns(self, step: int) -> range:
+        """See Period."""
+        return range(step, step + 1)
+
+    def messages_per_step(self, per_turn: float, per_model: float) -> float:
+        """See Period."""
+        return per_turn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from laconic.errors import SchemeError
 
@@ -25,6 +25,8 @@ class Period:
     """
 
     thins_out: ClassVar[bool] = False
+    per: ClassVar[str] = "model"  # what speaks on its own
+    measure: ClassVar[None] = None  # what says how far a group has moved, where that decides
 
     steps: float
 
@@ -34,6 +36,18 @@ class Period:
 
     def density(self, step: int, target: float) -> float:
         return target
+
+    def speaks(self, step: int, gap: int, phase: float) -> bool:
+        """Whether a group speaks, `gap` steps after its last exchange; a worker's own `phase` is in [0, 1)."""
+        return math.floor((step + 1) / self.steps + phase) > math.floor(step / self.steps + phase)
+
+    def turns(self, step: int) -> range:
+        """The turns, by number, that come with this step by the clock that all workers share."""
+        return range(math.floor(step / self.steps), math.floor((step + 1) / self.steps))
+
+    def messages_per_step(self, per_turn: float, per_model: float) -> float:
+        """What leaves a worker, of `per_turn` messages at a turn, each 1/`per_model` of a model; NaN: not known."""
+        return per_turn / self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +59,6 @@ class Gaps:
     longest: int = 200  # and at most
     warmup: int = 0  # steps at the start, in each of which everything speaks
     thins_out: ClassVar[bool] = False
-    moves: ClassVar[bool] = False  # whether the bar follows what is spent
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -62,10 +75,20 @@ class Gaps:
         return target
 
     def must(self, step: int, gap: int) -> bool | None:
+        return self.speaks(step, gap, 0.0)
+
+    @property
+    def measure(self) -> Self:
+        return self
+
+    def speaks(self, step: int, gap: int, phase: float) -> bool | None:
         """Whether a group speaks whatever it changed, `gap` steps after its last exchange; None: look at it."""
         if step < self.warmup or gap >= self.longest:
             return True
         return False if gap < self.shortest else None
+
+    def turns(self, step: int) -> range:
+        return range(step, step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +111,15 @@ class Change(Gaps):
 
     @property
     def bar(self) -> float:
+        """Above which a group is loud enough to speak."""
         return self.threshold**2
+
+    def moved(self, bar: float, share_sent: float) -> float:
+        """The bar does not follow what is spent."""
+        return bar
+
+    def messages_per_step(self, per_turn: float, per_model: float) -> float:
+        return math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +130,7 @@ class TargetRate(Gaps):
     which an entry sent does most; small tensors weigh more than their entries, hence 1.5. bar *= 4^(sent - rate).
     """
 
-    moves: ClassVar[bool] = True
+    bar: ClassVar[None] = None  # found by the first measurement
 
     per: str = "tensor"
     rate: float = 0.12
@@ -116,6 +147,9 @@ class TargetRate(Gaps):
     def moved(self, bar: float, share_sent: float) -> float:
         """The bar after a step in which this worker sent `share_sent` models, asked or answering."""
         return bar * math.pow(_GAIN, share_sent - self.rate)
+
+    def messages_per_step(self, per_turn: float, per_model: float) -> float:
+        return self.rate * per_model
 
 
 Speech = Period | Change | TargetRate
