@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from laconic import layout
 from workers import WorkerPool
 
 
@@ -27,3 +28,9 @@ def fresh_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the smallest model is exchanged in halves."""
+    monkeypatch.setattr(layout, "WORTH_HALVING", 2)

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from laconic import Follower, GossipScheme, parse
 from laconic.transport import InProcess, LocalMailbox, in_process, local_mailboxes
+from parts import gossip_texts
 from virtual import one_core
+
+MATCHED_TEXTS = [text for text in gossip_texts() if "mode=matched" in text]
+FREE_TEXTS = [text for text in gossip_texts() if "mode=matched" not in text]
 
 _drawing = threading.Lock()
 
@@ -117,3 +121,7 @@ def free(
 
 def learner_at(box: LocalMailbox, scheme: str, lr: float) -> Learner:
     return Learner(scheme, box.rank, lambda m, o, s: Follower(m, o, s, box), lr)
+
+
+def vectors_of(learners: list[Learner]) -> Tensor:
+    return torch.stack([learner.follower.read() for learner in learners])

@@ -125,7 +125,7 @@ def _gossip(text: str, worth_halving: int) -> dict[str, Any]:
     before = follower.read().cpu()
     for _ in range(40):
         follower.step()
-    follower._side.settle()
+    follower.settle()
     stats, after = follower.stats(), follower.read().cpu()
     follower.close()
     return {"before": before, "after": after, "exchanges": stats.asked + stats.answered}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gossiping import Learner, learner_at, matched
 from laconic.errors import SchemeError
-from laconic.gossip.momentum import Momentum
+from laconic.gossip.momentum import QuasiGlobalMomentum
 from laconic.recipes import parse
 from laconic.scheme import GossipScheme
 from laconic.transport import local_mailboxes
@@ -28,7 +28,7 @@ def test_a_way_counts_as_a_step_that_the_optimizer_made() -> None:
     optimizer.add_param_group({"params": [slow], "lr": 0.01})
     _stepped(optimizer, [moved, still, slow])
     way, buffer = torch.tensor([1.0, 0.0, -2.0]), torch.zeros(3)
-    Momentum(optimizer).heed_([(moved, way), (buffer, way), (slow, way)], 1, 1.0)
+    QuasiGlobalMomentum(optimizer).heed_([(moved, way), (buffer, way), (slow, way)], 1, 1.0)
     expected = {moved: 1 - 0.1 * way / 0.1, still: torch.ones(3), slow: 1 - 0.1 * way / 0.01}
     for parameter, velocity in expected.items():
         torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"], velocity)
@@ -46,7 +46,7 @@ def test_what_has_no_momentum_to_heed_with_is_left_alone(made: str) -> None:
         rows(torch.tensor([1])).sum().backward()
         optimizer.step()
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    Momentum(optimizer).heed_([(rows.weight, torch.ones(3, 2))], 1, 0.001 if made == "a low rate" else 1.0)
+    QuasiGlobalMomentum(optimizer).heed_([(rows.weight, torch.ones(3, 2))], 1, 0.001 if made == "a low rate" else 1.0)
     after = optimizer.state_dict()["state"]
     assert str(after) == str(before) and (made != "no step yet" or not after)
 
@@ -67,7 +67,7 @@ def test_two_that_exchange_seldom_do_not_run_past_each_other(gap: int, mu: float
         apart.append(abs(2 * float(way)))
         for end, optimizer, own in zip(ends, optimizers, (way, -way), strict=True):
             end.data += own
-            Momentum(optimizer).heed_([(end, own)], gap, 1.0)
+            QuasiGlobalMomentum(optimizer).heed_([(end, own)], gap, 1.0)
     assert apart[0] == 2 and apart[1] < 0.4 * apart[0] and apart[2] < 0.9 * apart[1] + 1e-6
 
 

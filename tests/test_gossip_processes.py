@@ -14,12 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from gossiping import Learner, drifted
-from parts import gossip_texts
+from gossiping import FREE_TEXTS, MATCHED_TEXTS, Learner, drifted
 from workers import WorkerPool
-
-MATCHED = [text for text in gossip_texts() if "mode=matched" in text]
-FREE = [text for text in gossip_texts() if "mode=matched" not in text]
 
 
 def _learner(text: str, lr: float = 0.1) -> Learner:
@@ -35,7 +31,7 @@ def _matched(text: str, steps: int) -> tuple[Tensor, int]:
     return found
 
 
-@pytest.mark.parametrize("text", MATCHED)
+@pytest.mark.parametrize("text", MATCHED_TEXTS)
 def test_processes_and_virtual_workers_gossip_the_same_numbers(fresh_workers: WorkerPool, text: str) -> None:
     over_gloo = fresh_workers.run(_matched, text, 12)
     virtual = [(one.follower.read(), one.follower.stats().bytes_out) for one in drifted(text, 4, 12)]
@@ -52,13 +48,13 @@ def _frozen(text: str, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         learner.follower.step()
         time.sleep(0.001 * dist.get_rank())  # uneven speed
-    learner.follower._side.settle()
+    learner.follower.settle()
     stats = learner.follower.stats()
     learner.follower.close()
     return {"before": before, "after": learner.follower.read(), "asked": stats.asked, "answered": stats.answered}
 
 
-@pytest.mark.parametrize("text", FREE)
+@pytest.mark.parametrize("text", FREE_TEXTS)
 def test_frozen_processes_keep_the_mean_of_all_models(fresh_workers: WorkerPool, text: str) -> None:
     found = fresh_workers.run(_frozen, text, 40)
     before, after = (torch.stack([one[when] for one in found]).double() for when in ("before", "after"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.exchange import check_peers
+from laconic.gossip.changed_entries import ChangedEntries
 from laconic.gossip.free import Free
-from laconic.gossip.letter import Letters
 from laconic.gossip.matched import Matched
-from laconic.gossip.momentum import Momentum
+from laconic.gossip.messages import EntryMessages, GroupMessages, MessageWriter
+from laconic.gossip.momentum import Momentum, QuasiGlobalMomentum
 from laconic.gossip.paired import Paired
-from laconic.gossip.parts import Parts
-from laconic.gossip.remainders import Remainders
+from laconic.gossip.remainders import RemainderMessages
+from laconic.gossip.replica import Replica
 from laconic.gossip.stats import FollowerStats
-from laconic.gossip.unsaid import Unsaid
+from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
-from laconic.gossip.watch import Watch
-from laconic.quantize import Quantizer, Residue
+from laconic.quantize import is_residue
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme
 from laconic.session import PHASES
@@ -40,6 +40,7 @@ from laconic.transport import (
 )
 
 _FORMAT = 4
+_KEPT = ("last", "remainders")  # by message writers, under these names
 _SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
 
 
@@ -54,25 +55,21 @@ class Follower:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Transport | Mailbox
     ) -> None:
-        pattern, trigger = scheme.exchange, scheme.trigger
+        pattern = scheme.exchange
         check_peers(pattern.peers, end.num_workers)
-        self.scheme, self.rank, self.num_workers = scheme, end.rank, end.num_workers
+        self.scheme = scheme
+        self.rank = end.rank
+        self.num_workers = end.num_workers
         self._optimizer = optimizer
-        select, quantize = scheme.select, scheme.quantize
-        halves = pattern.mode == "paired" and select.density == 1
-        per = "half" if halves else getattr(trigger, "per", "model")
-        self._vector = ModelVector(model, per, getattr(select, "dense_below", 0))
-        self._watch = Watch(trigger, self._vector, pattern.seed, end.rank)
-        self._unsaid = Unsaid(select, self._vector, end.num_workers) if select.density < 1 else None
-        self._remainders = None
-        if isinstance(quantize, Residue):
-            self._remainders = Remainders(self._vector, quantize, pattern.seed, end.rank)
-        letters = self._remainders or Letters(self._vector, cast(Quantizer, quantize), self._unsaid)
-        side = _SIDES[pattern.mode]
-        momentum = Momentum(optimizer) if pattern.momentum == "quasi-global" else None
-        parts = Parts(pattern, self._vector, letters, self._watch, self._unsaid, momentum)
-        self._side: Matched | Free = side(end, parts)
-        self._steps, self._seconds = 0, 0.0
+        in_halves = pattern.mode == "paired" and not scheme.chooses
+        self._vector = ModelVector(model, "half" if in_halves else scheme.trigger.per, scheme.select.dense_below)
+        self._messages = _message_writer(scheme, self._vector, end)
+        self._tracker = ChangeTracker(scheme.trigger, self._vector, pattern.seed, end.rank)
+        momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else Momentum()
+        self._replica = Replica(pattern, self._vector, self._messages, self._tracker, momentum)
+        self._side: Matched | Free = _SIDES[pattern.mode](end, self._replica)
+        self._steps = 0
+        self._seconds = 0.0
         self._first_step = 0  # since a state was loaded: what is counted begins there
         self._closed = False
 
@@ -89,16 +86,13 @@ class Follower:
         """Give every worker the mean of the models of all that are alive; a call that all of those make."""
         mean = self._settled_mean("average")
         self._vector.write_(mean)
-        self._note_all_said()
+        self._replica.note_all_said_()
         self._side.settle()  # nobody is told of a model from before
 
-    def _note_all_said(self) -> None:
-        """Take the model as it is for what peers know of it."""
-        self._watch.exchanged(range(len(self._vector.groups)))
-        if self._unsaid is not None:
-            self._unsaid.last.copy_(self._vector.read())
-        if self._remainders is not None:
-            self._remainders.last.copy_(self._vector.read())
+    def settle(self) -> None:
+        """Wait until nothing is under way anywhere, and move by what exchanges owe; a call that all workers make."""
+        self._check_open()
+        self._side.settle()
 
     def consensus(self) -> tuple[Tensor, float]:
         """(the mean of all models as one vector, this one's distance to it over its norm); a call that all make.
@@ -114,8 +108,7 @@ class Follower:
             raise StateError("this follower is closed; step and average before close()")
 
     def _settled_mean(self, kind: str | None) -> Tensor:
-        self._check_open()
-        self._side.settle()
+        self.settle()
         return self._side.mean(self._vector.read(), kind)
 
     def write_(self, values: Tensor) -> None:
@@ -132,7 +125,8 @@ class Follower:
 
     def stats(self, *, ages: bool = False) -> FollowerStats:
         """Bytes out and in, by kind; exchanges; peers lost."""
-        side, traffic = self._side, self._side.traffic
+        side = self._side
+        traffic = side.traffic
         num_steps = self._steps - self._first_step
         dense = ring_bytes(4 * self._vector.num_entries, self.num_workers) * num_steps
         return FollowerStats(
@@ -147,7 +141,7 @@ class Follower:
             dense_bytes_out=dense,
             by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
-            passes=self._watch.passes / max(1, num_steps),
+            passes=self._tracker.passes / max(1, num_steps),
             asked=side.asked,
             answered=side.answered,
             refused=side.refused,
@@ -164,10 +158,9 @@ class Follower:
             "rank": self.rank,
             "num_workers": self.num_workers,
             "groups": [group.num_entries for group in self._vector.groups],
-            "watch": self._watch.state_dict(),
-            "last": None if self._unsaid is None else self._unsaid.last.clone(),
-            "remainders": None if self._remainders is None else self._remainders.state_dict(),
+            "watch": self._tracker.state_dict(),
             "owed": self._side.owed,
+            **self._messages.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -187,24 +180,30 @@ class Follower:
             )
         self._steps = self._first_step = int(states[0]["step"])
         if had_died:
-            self._note_all_said()
+            self._replica.note_all_said_()
             return
-        kept = {"last": self._unsaid, "remainders": self._remainders}
-        if any((mine[0][part] is None) != (own is None) for part, own in kept.items()):
+        kept = {name for name in _KEPT if mine[0].get(name) is not None}
+        if kept != self._messages.state_dict().keys():
             raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
         if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
-        self._watch.load_state_dict(mine[0]["watch"])
-        if self._unsaid is not None:
-            self._unsaid.last.copy_(mine[0]["last"])
-        if self._remainders is not None:
-            self._remainders.load_state_dict(mine[0]["remainders"])
+        self._tracker.load_state_dict(mine[0]["watch"])
+        self._messages.load_state_dict(mine[0])
         self._side.owe(mine[0]["owed"])
 
     def close(self) -> None:
         """Ask nobody any more."""
         self._closed = True
         self._side.close()
+
+
+def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | Mailbox) -> MessageWriter[Any]:
+    quantize = scheme.quantize
+    if is_residue(quantize):
+        return RemainderMessages(vector, quantize, scheme.exchange.seed, end.rank)
+    if scheme.chooses:
+        return EntryMessages(vector, quantize, ChangedEntries(scheme.select, vector, end.num_workers))
+    return GroupMessages(vector, quantize)
 
 
 def follow(

@@ -7,17 +7,16 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import neighbours, pick
-from laconic.gossip.grace import Grace
-from laconic.gossip.letter import check_finite, refusal
-from laconic.gossip.parts import Parts
-from laconic.gossip.vector import Topic
+from laconic.gossip.messages import check_finite, refusal
+from laconic.gossip.replica import Replica
+from laconic.gossip.topic import Topic
+from laconic.gossip.wait_budget import WaitBudget
 from laconic.kernels.host import add_on_host
 from laconic.transport import Mailbox
 
@@ -35,26 +34,27 @@ class Free:
     unchanged, because both move by what was told.
     """
 
-    def __init__(self, mailbox: Mailbox, parts: Parts) -> None:
+    def __init__(self, mailbox: Mailbox, replica: Replica) -> None:
         self.traffic = mailbox.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
         self._mailbox = mailbox
-        self._parts = parts
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid, _ = parts
-        vector = parts.vector
+        self._replica = replica
+        self._pattern = replica.pattern
+        self._messages = replica.messages
+        self._tracker = replica.tracker
+        vector = replica.vector
         self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
         self._lock = threading.Lock()
         self._owed: Tensor | None = None  # what exchanges owe to the model
         self._owed_room = torch.empty(vector.num_entries, dtype=torch.float32)  # where it lies if it came in parts
         self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
-        self._room = vector.room(vector.num_entries)  # the model as told last; under the lock
         self._asking: dict[int, tuple[threading.Event, float]] = {}  # peer -> (set when it is over, since when)
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
-        self._grace = Grace(self._pattern)
+        self._wait_budget = WaitBudget(self._pattern)
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         self._failed: Exception | None = None  # what no thread but the training one can end a worker with
@@ -69,18 +69,19 @@ class Free:
         """Move by what is owed, and talk; raises what went wrong in another thread."""
         if self._failed is not None:
             raise self._failed
-        self._grace.trained()
+        self._wait_budget.note_trained_()
         self._apply()
         self._talk(step, lr)
-        self._grace.trains()
+        self._wait_budget.note_training_()
 
     def _talk(self, step: int, lr: float) -> None:
         """Ask somebody if there is something to say and nobody is being asked."""
-        self._due |= set(self._watch.wants(step, lr, patiently=False, held_up=bool(self._due)))
+        self._due |= set(self._tracker.wants(step, lr, patiently=False, held_up=bool(self._due)))
         if not self._count_asking() and self._due:
             peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
             if peer is not None:
-                groups, self._due = sorted(self._due), set()
+                groups = sorted(self._due)
+                self._due = set()
                 self._catch_up()
                 self._wait(peer, self._begin(peer, step, groups))
 
@@ -99,7 +100,7 @@ class Free:
 
     def _wait(self, peer: int, *over: threading.Event) -> None:
         """Wait for a peer while there is time for it, and move by what came of it."""
-        self._grace.wait(peer, over)
+        self._wait_budget.wait(peer, over)
         self._apply()
 
     def _count_asking(self) -> int:
@@ -125,14 +126,15 @@ class Free:
         since = time.monotonic()
         try:
             with self._lock:
-                topic, values = self._choose(groups)
-                mine = self._letters.ask(topic, values)
-            reply = self._mailbox.ask(peer, turn, mine.message, self._letters.answer_bytes(topic))
+                about = self._messages.about(groups)
+                topic, values = self._messages.choose_(about, check_finite(self._tell(about)))
+                mine = self._messages.ask(topic, values)
+            reply = self._mailbox.ask(peer, turn, mine.message, self._messages.answer_bytes(groups))
             with self._lock:
-                way = self._letters.settle(topic, mine, reply, peer)
+                way = self._messages.settle(topic, mine, reply, peer)
                 self.asked += 1
                 self._owe(topic, values, way)
-                self._grace.exchanged(time.monotonic() - since)
+                self._wait_budget.note_exchanged_(time.monotonic() - since)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
@@ -141,15 +143,6 @@ class Free:
             with self._lock:
                 over, _ = self._asking.pop(peer)
             over.set()
-
-    def _choose(self, groups: list[int]) -> tuple[Topic, Tensor]:
-        """(what is said: these groups, or the positions of what has changed most; the values there)."""
-        if self._unsaid is None:
-            return groups, check_finite(self._tell(groups))
-        model = self._read(None, self._room)
-        if self._owed is not None:
-            add_on_host(model, self._owed, out=model)
-        return self._unsaid.choose_(check_finite(model))
 
     def _serve(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         try:
@@ -161,13 +154,13 @@ class Free:
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
         try:
-            topic, question = self._letters.open(message, peer)
+            topic, question = self._messages.open(message, peer)
         except FrameError as error:
             self._refused(peer, error)
             return refusal(num_bytes)
         with self._lock:
             values = self._tell(topic)
-            answer, way = self._letters.reply(question, topic, values)
+            answer, way = self._messages.reply(question, topic, values)
             if way is not None:
                 self.answered += 1
                 self._owe(topic, values, way)
@@ -175,43 +168,42 @@ class Free:
 
     def _tell(self, topic: Topic) -> Tensor:
         """The model with all that is owed."""
-        values = self._read(None, self._room).index_select(0, topic) if isinstance(topic, Tensor) else self._read(topic)
-        return values if self._owed is None else add_on_host(values, self._vector.cut(self._owed, topic), out=values)
+        values = self._read(topic)
+        return values if self._owed is None else add_on_host(values, topic.cut(self._owed), out=values)
 
     def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
         if self._owed is None:
-            self._owed = self._vector.spread(topic, way, out=self._owed_room)
+            self._owed = topic.spread(way, out=self._owed_room)
         else:
-            self._vector.add_into_(self._owed, topic, way)
-        self._touched |= {0} if isinstance(topic, Tensor) else set(topic)
-        self._num_sent += self._vector.count(topic)
-        if self._unsaid is not None and isinstance(topic, Tensor):
-            self._unsaid.exchanged(topic, told + way)
+            topic.add_into_(self._owed, way)
+        self._touched |= set(topic.groups)
+        self._num_sent += topic.num_entries
+        self._messages.note_exchanged_(topic, told, way)
 
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""
         with self._lock:
             if self._owed is not None:
-                groups = sorted(self._touched)
-                self._parts.move_(self._owed, groups)
-                if self._watch.looks:
+                self._replica.move_(self._owed, sorted(self._touched))
+                if self._tracker.looks:
                     self._due -= self._touched
-                self._owed, self._touched = None, set()
+                self._owed = None
+                self._touched = set()
                 self._catch_up()
-            self._watch.sent(self._num_sent)
+            self._tracker.note_sent_(self._num_sent)
             self._num_sent = 0
 
     def _catch_up(self) -> None:
         """What is read next is the model after all that this thread has told the device to do."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._vector.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._replica.vector.device))
 
-    def _read(self, groups: Sequence[int] | None, out: Tensor | None = None) -> Tensor:
+    def _read(self, topic: Topic) -> Tensor:
         """The model as it is; on CUDA by a stream of our own, so that training is not waited for."""
         if self._stream is None:
-            return self._vector.read(groups, out=out)
-        with torch.cuda.device(self._vector.device), torch.cuda.stream(self._stream):
-            return self._vector.read(groups, out=out)
+            return topic.read()
+        with torch.cuda.device(self._replica.vector.device), torch.cuda.stream(self._stream):
+            return topic.read()
 
     def _refused(self, peer: int, error: FrameError) -> None:
         self.refused += 1
@@ -253,7 +245,7 @@ class Free:
     def owe(self, owed: Tensor | None) -> None:
         """Take over what was owed when a state was saved."""
         with self._lock:
-            self._touched = set() if owed is None else set(range(len(self._vector.groups)))
+            self._touched = set() if owed is None else set(range(len(self._replica.vector.groups)))
             self._owed = None if owed is None else owed.to("cpu", torch.float32, copy=True)
 
     def close(self) -> None:

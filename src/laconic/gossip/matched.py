@@ -8,9 +8,9 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.exchange import asks_of, matching
-from laconic.gossip.letter import refusal
-from laconic.gossip.parts import Parts
-from laconic.gossip.vector import Topic
+from laconic.gossip.messages import refusal
+from laconic.gossip.replica import Replica
+from laconic.gossip.topic import Topic
 from laconic.transport import Collectives
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -19,18 +19,20 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class Matched:
     """One worker's side; every worker calls each method at the same time."""
 
-    def __init__(self, transport: Collectives, parts: Parts) -> None:
+    def __init__(self, transport: Collectives, replica: Replica) -> None:
         self.transport = transport
         self.traffic = transport.traffic
         self.asked = self.answered = self.refused = self.late = 0
         self.lost: dict[int, str] = {}
-        self._parts = parts
-        self._pattern, self._vector, self._letters, self._watch, self._unsaid, _ = parts
+        self._replica = replica
+        self._vector = replica.vector
+        self._messages = replica.messages
 
     def step(self, step: int, lr: float) -> None:
         """x += (x_peer - x)/2 for what one of a pair wants to exchange."""
-        transport, pattern = self.transport, self._pattern
-        wanted = self._watch.wants(step, lr, patiently=True)
+        transport = self.transport
+        pattern = self._replica.pattern
+        wanted = self._replica.tracker.wants(step, lr, patiently=True)
         flags = torch.zeros(len(self._vector.groups), dtype=torch.uint8)
         flags[torch.tensor(wanted, dtype=torch.int64)] = 1
         everyone = transport.all_gather(flags.to(self._vector.device), "flags").cpu()
@@ -42,45 +44,40 @@ class Matched:
             return
         asks = asks_of(pattern.seed, step, transport.rank, partner)
         topic, values, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
-        self._moved(topic, values, way, groups)
+        self._replica.tracker.note_sent_(topic.num_entries)
+        self._messages.note_exchanged_(topic, values, way)
+        self._replica.move_(topic.spread(way), groups)
         self.asked += asks
         self.answered += not asks
 
     def _ask(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
         """(what it was about, this worker's values of it, the way to the middle)."""
-        values = self._vector.read(None if self._unsaid else groups)
-        topic: Topic = groups
+        about = self._messages.about(groups)
+        values = about.read()
         if not kernels.all_finite(values):
-            self._swap(refusal(self._letters.question_bytes(topic)), partner, 0)
-            self._swap(_NOTHING, partner, self._letters.answer_bytes(topic))
+            self._swap(refusal(self._messages.question_bytes(groups)), partner, 0)
+            self._swap(_NOTHING, partner, self._messages.answer_bytes(groups))
             raise FrameError(f"the model of rank {self.transport.rank} is not finite")
-        if self._unsaid is not None:
-            topic, values = self._unsaid.choose_(values)
-        letter = self._letters.ask(topic, values)
-        self._swap(letter.message, partner, 0)
-        reply = self._swap(_NOTHING, partner, self._letters.answer_bytes(topic))
-        return topic, values, self._letters.settle(topic, letter, reply, partner)
+        topic, values = self._messages.choose_(about, values)
+        question = self._messages.ask(topic, values)
+        self._swap(question.message, partner, 0)
+        reply = self._swap(_NOTHING, partner, self._messages.answer_bytes(groups))
+        return topic, values, self._messages.settle(topic, question, reply, partner)
 
     def _answer(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
         """The same at the other end."""
-        message = self._swap(_NOTHING, partner, self._letters.question_bytes(groups))
+        message = self._swap(_NOTHING, partner, self._messages.question_bytes(groups))
         try:
-            topic, question = self._letters.open(message, partner)
+            topic, question = self._messages.open(message, partner)
         except FrameError as error:
-            self._swap(refusal(self._letters.answer_bytes(groups)), partner, 0)
+            self._swap(refusal(self._messages.answer_bytes(groups)), partner, 0)
             raise FrameError(f"rank {partner} sent no question that can be answered: {error}") from None
-        values = self._vector.read(topic)
-        reply, way = self._letters.reply(question, topic, values)
+        values = topic.read()
+        reply, way = self._messages.reply(question, topic, values)
         self._swap(reply, partner, 0)
         if way is None:
             raise FrameError(f"the model of rank {self.transport.rank} is not finite")
         return topic, values, way
-
-    def _moved(self, topic: Topic, values: Tensor, way: Tensor, groups: list[int]) -> None:
-        self._watch.sent(self._vector.count(topic))
-        if self._unsaid is not None and isinstance(topic, Tensor):
-            self._unsaid.exchanged(topic, values + way)
-        self._parts.move_(self._vector.spread(topic, way), groups)
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
         return self.transport.swap(message.to(self._vector.device), partner, "model", num_back).cpu()

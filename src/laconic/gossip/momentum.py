@@ -9,6 +9,16 @@ _LEAST_LR_SHARE = 0.01  # of the largest so far: below, way/lr says more of wher
 
 
 class Momentum:
+    """It stays this worker's own."""
+
+    def heed_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
+        """Overwrite the momenta of parameters that were moved, here none: (parameter or buffer, way) of each.
+
+        `gap` is how many steps the ways are about, `lr_share` the learning rate over the largest so far.
+        """
+
+
+class QuasiGlobalMomentum(Momentum):
     """v -= (1 - mu^g)/g * way/lr, where SGD does v = mu*v + gradient, x -= lr*v, and after g steps x += way.
 
     So what peers do to a model counts as steps that it made, and two momenta draw near to each other as the models do,
@@ -22,15 +32,12 @@ class Momentum:
 
     @torch.no_grad()
     def heed_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
-        """Overwrite the momenta of parameters that were moved: (parameter or buffer, way) of each.
-
-        `gap` is how many steps the ways are about, `lr_share` the learning rate over the largest so far.
-        """
         if not isinstance(self._optimizer, torch.optim.SGD) or lr_share < _LEAST_LR_SHARE:
             return
         ways = {id(tensor): way for tensor, way in moved}
         for group in self._optimizer.param_groups:
-            lr, mu = float(group["lr"]), group["momentum"]
+            lr = float(group["lr"])
+            mu = group["momentum"]
             heeding: list[Tensor] = []
             heard: list[Tensor] = []
             for parameter in group["params"] if lr and mu else []:

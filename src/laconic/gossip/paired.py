@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic.exchange import asks_of, matching
 from laconic.gossip.free import Free
-from laconic.gossip.parts import Parts
+from laconic.gossip.replica import Replica
 from laconic.transport import Mailbox
 
 
@@ -23,26 +23,26 @@ class Paired(Free):
     is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
     """
 
-    def __init__(self, mailbox: Mailbox, parts: Parts) -> None:
+    def __init__(self, mailbox: Mailbox, replica: Replica) -> None:
         self._heard: dict[int, int] = {}  # peer -> the last turn at which it asked
         self._expected: dict[int, tuple[int, threading.Event]] = {}  # peer -> (turn, set when it has asked)
-        super().__init__(mailbox, parts)
+        super().__init__(mailbox, replica)
 
     def _talk(self, step: int, lr: float) -> None:
         """Keep the appointments of this step, one after the other."""
-        pattern, rank = self._pattern, self._mailbox.rank
+        pattern = self._pattern
         self._count_asking()  # for the stats: a late answer keeps a worker from no other appointment
-        for turn in self._watch.turns(step, lr):
-            partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[rank]
+        for turn in self._tracker.turns(step, lr):
+            partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[self._mailbox.rank]
             if partner in self._reachable and partner not in self._asking:
                 self._meet(partner, turn)
 
     def _meet(self, partner: int, turn: int) -> None:
         """Ask about one part of the model and be asked about the other; where there is but one, one of the two asks."""
-        everything = list(range(len(self._vector.groups)))
-        mine, theirs = everything[::2], everything[1::2]
-        if not asks_of(self._pattern.seed, turn, self._mailbox.rank, partner):
-            mine, theirs = theirs, mine
+        everything = list(range(len(self._replica.vector.groups)))
+        first = 0 if asks_of(self._pattern.seed, turn, self._mailbox.rank, partner) else 1
+        mine = everything[first::2]
+        theirs = everything[1 - first :: 2]
         self._catch_up()  # what either is told is this step's model
         asked = [self._expect(partner, turn)] if theirs else []
         answered = [self._begin(partner, turn, mine)] if mine else []
@@ -54,7 +54,7 @@ class Paired(Free):
             asked = threading.Event()
             if self._heard.get(peer, -1) >= turn:
                 asked.set()
-            self._expected[peer] = turn, asked
+            self._expected[peer] = (turn, asked)
         return asked
 
     def _drop(self, peer: int, why: str) -> None:
@@ -67,7 +67,8 @@ class Paired(Free):
     def owe(self, owed: Tensor | None) -> None:
         super().owe(owed)
         with self._lock:
-            self._heard, self._expected = {}, {}
+            self._heard = {}
+            self._expected = {}
 
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         answer = super()._answer(peer, turn, message, num_bytes)

@@ -1,8 +1,8 @@
-"""Letters between models that are nearly alike: of each value only a remainder goes."""
+"""Messages between models that are nearly alike: of each value only a remainder goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.gossip.letter import NO_POSITIONS, NotFiniteError, check_taken
-from laconic.gossip.vector import ModelVector, Topic
+from laconic.gossip.messages import NO_POSITIONS, MessageWriter, NotFiniteError, check_taken
+from laconic.gossip.topic import Groups
+from laconic.gossip.vector import ModelVector
 from laconic.kernels.draws import hash_64
 from laconic.kernels.host import add_on_host
 from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
@@ -25,7 +26,7 @@ _FIRST_SHARE = 1 / 128  # of the largest entry: what is expected before anything
 _FINEST_SHARE = 2.0**-20  # of the largest entry: below that float32 has no finer steps
 
 
-class Remainder(NamedTuple):
+class RemainderQuestion(NamedTuple):
     """A question as it goes out, and what it was made of."""
 
     message: Tensor
@@ -33,8 +34,8 @@ class Remainder(NamedTuple):
     told: Told
 
 
-class Remainders:
-    """Writes and reads letters about one group of the model each, and learns how far apart two models are.
+class RemainderMessages(MessageWriter[Groups]):
+    """Writes and reads messages about one group of the model each, and learns how far apart two models are.
 
     A question tells remainders; its reader answers how far those are from its own values, in steps, and both move by
     half of that, in opposite directions to the last bit.
@@ -45,8 +46,9 @@ class Remainders:
     """
 
     def __init__(self, vector: ModelVector, residue: Residue, seed: int, rank: int) -> None:
-        self._vector, self._residue = vector, residue
-        self._draw = seed, rank
+        super().__init__(vector)
+        self._residue = residue
+        self._draw = (seed, rank)
         self._num_asked = 0
         self.last = vector.read()
         sizes = [group.num_entries for group in vector.groups]
@@ -54,53 +56,56 @@ class Remainders:
         self._questions = [CodesShape(n, n, 0, residue) for n in sizes]
         self._answers = [CodesShape(n, n, 0, residue.answer) for n in sizes]
 
-    def ask(self, topic: Topic, values: Tensor) -> Remainder:
+    def choose_(self, about: Groups, values: Tensor) -> tuple[Groups, Tensor]:
+        return about, values
+
+    def ask(self, topic: Groups, values: Tensor) -> RemainderQuestion:
         """A question about a group; its frame names it, where a session's would name a bucket."""
-        (k,) = topic
+        (k,) = topic.groups
         self._num_asked += 1
         told = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_asked))
         frame = self._questions[k].write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=k)
-        return Remainder(frame, values, told)
+        return RemainderQuestion(frame, values, told)
 
     def _exponents(self, k: int, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
         change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self._last(k)))
-        reach, change = self.reach[k].numpy(), np.float32(_CHANGE_WEIGHT) * change
-        expected = np.maximum(change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size))
+        reach = self.reach[k].numpy()
+        expected = np.maximum(
+            np.float32(_CHANGE_WEIGHT) * change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size)
+        )
         steps = np.maximum(np.float32(_MARGIN / self._residue.half_range) * expected, np.float32(_FINEST_SHARE) * size)
         return exponents_for(torch.from_numpy(steps))
 
-    def question_bytes(self, topic: Topic) -> int:
-        """The length of a question."""
-        return self._questions[topic[0]].num_bytes
+    def question_bytes(self, groups: Sequence[int]) -> int:
+        return self._questions[groups[0]].num_bytes
 
-    def answer_bytes(self, topic: Topic) -> int:
-        """The length of an answer."""
-        return self._answers[topic[0]].num_bytes
+    def answer_bytes(self, groups: Sequence[int]) -> int:
+        return self._answers[groups[0]].num_bytes
 
-    def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
-        """What a question says; FrameError, which names the peer, if nothing of it may be applied."""
+    def open(self, message: Tensor, peer: int) -> tuple[Groups, Told]:
         k = bucket_of(message)
         if not 0 <= k < len(self._questions):
             raise FrameError(f"rank {peer} asked about part {k} of {len(self._questions)}")
-        told = self._residue.read(*_written(self._questions[k], message, k, peer), self._vector.count([k]))
+        topic = self.about([k])
+        told = self._residue.read(*_written(self._questions[k], message, k, peer), topic.num_entries)
         if not 0 <= told.offset < 1:
             raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
-        return [k], told
+        return topic, told
 
-    def reply(self, question: Told, topic: Topic, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(an answer, the way to the middle from `values`); the answer says so, and no way, if those are not finite."""
-        (k,) = topic
+    def reply(self, question: Told, topic: Groups, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        (k,) = topic.groups
         if not kernels.all_finite(values):
             return self._answers[k].write_overflow(values.device, step=0, bucket=k), None
         way, compared = self._residue.compare(values, question)
         self._learn(k, compared.peaks, question.exponents, values, way)
         return self._answers[k].write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=k), way
 
-    def settle(self, topic: Topic, mine: Remainder, reply: Tensor, peer: int) -> Tensor:
-        """The way to the middle from the values that were told, after an answer; FrameError as above."""
-        (k,) = topic
-        count, exponents, answer = self._vector.count(topic), mine.told.exponents, self._residue.answer
+    def settle(self, topic: Groups, mine: RemainderQuestion, reply: Tensor, peer: int) -> Tensor:
+        (k,) = topic.groups
+        count = topic.num_entries
+        exponents = mine.told.exponents
+        answer = self._residue.answer
         compared = answer.read(*_written(self._answers[k], reply, k, peer), count)
         if compared.offset != mine.told.offset:
             raise FrameError(f"rank {peer} answered another question")
@@ -109,24 +114,28 @@ class Remainders:
         return way
 
     def _last(self, k: int) -> Tensor:
-        return self._vector.cut(self.last, [k])
+        return self.about([k]).cut(self.last)
 
     def _learn(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
-        away, steps = peaks.numpy().astype(np.float32), steps_of(exponents).numpy()
+        away = peaks.numpy().astype(np.float32)
+        steps = steps_of(exponents).numpy()
         seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
         self.reach[k] = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach[k].numpy()))
         add_on_host(values, way, out=self._last(k))
 
+    def note_all_said_(self) -> None:
+        self.last.copy_(self._vector.read())
+
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain tensors."""
-        return {"last": self.last.clone(), "reach": [reach.clone() for reach in self.reach], "asked": self._num_asked}
+        learned = {"last": self.last.clone(), "reach": [each.clone() for each in self.reach], "asked": self._num_asked}
+        return {"remainders": learned}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.last.copy_(saved["last"])
-        for reach, kept in zip(self.reach, saved["reach"], strict=True):
+        learned = saved["remainders"]
+        self.last.copy_(learned["last"])
+        for reach, kept in zip(self.reach, learned["reach"], strict=True):
             reach.copy_(kept)
-        self._num_asked = int(saved["asked"])
+        self._num_asked = int(learned["asked"])
 
 
 def _offset_of(*numbers: int) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.kernels.host import add_on_host, end_to_end
+from laconic.kernels.host import end_to_end
 from laconic.layout import Layout, Span, halves_of
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
@@ -36,15 +36,12 @@ class TensorGroup:
         return slice(self.start, self.start + self.num_trained)
 
 
-Topic = Sequence[int] | Tensor  # what an exchange is about: whole groups, or entries at int64 positions
-
-
 class ModelVector:
     """The floating-point parameters and buffers of a model; counters like num_batches_tracked stay local.
 
     So do buffers that are not part of the model's state or not finite, like a mask, and tensors without entries.
 
-    Vectors lie on the host, where letters are written: of a model on CUDA one copy comes over, and one goes back.
+    Vectors lie on the host, where messages are written: of a model on CUDA one copy comes over, and one goes back.
     Groups are tensors (`per="tensor"`), the two halves of a large vector (`"half"`), or all of it (`"model"`).
 
     Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
@@ -65,7 +62,8 @@ class ModelVector:
         self.device = devices.pop()
         families = _by_tensor(trained, running) if per == "tensor" else [(list(trained), list(running))]
         self._tensors: dict[str, Tensor] = {}
-        groups, start = [], 0
+        groups = []
+        start = 0
         for weights, buffers in families:
             self._tensors |= {name: trained[name] for name in weights} | {name: running[name] for name in buffers}
             num_trained = sum(trained[name].numel() for name in weights)
@@ -85,13 +83,12 @@ class ModelVector:
         num_trained = sum(p.numel() for p in trained.values())
         self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 
-    def read(self, topic: Topic | None = None, *, out: Tensor | None = None) -> Tensor:
-        """A float32 copy of what is named, end to end, in `out` if given; of the whole model if nothing is named."""
-        if isinstance(topic, Tensor):
-            return self.read().index_select(0, topic)
+    def read(self, groups: Sequence[int] | None = None, *, out: Tensor | None = None) -> Tensor:
+        """A float32 copy of these groups, end to end, in `out` if given; of the whole model if none are named."""
         pieces = []
-        for k in range(len(self.groups)) if topic is None else topic:
-            group, spans = self.groups[k], self._spans_of[k]
+        for k in range(len(self.groups)) if groups is None else groups:
+            group = self.groups[k]
+            spans = self._spans_of[k]
             for span, row in zip(spans, self._rows(spans), strict=True):
                 inside = slice(max(0, group.start - span.start), group.stop - span.start)
                 pieces.append(row.reshape(-1)[inside].to(torch.float32))
@@ -148,42 +145,6 @@ class ModelVector:
             tensor = self._tensors[span.name]
             tensor.copy_(values[span.start : span.stop].view(tensor.shape))
 
-    def cut(self, flat: Tensor, topic: Topic) -> Tensor:
-        """What is named, end to end, out of a vector of the whole model; a copy, unless it is one group."""
-        if isinstance(topic, Tensor):
-            return flat.index_select(0, topic)
-        if len(topic) == 1:
-            return flat[self.groups[topic[0]].start : self.groups[topic[0]].stop]
-        return end_to_end([flat[self.groups[k].start : self.groups[k].stop] for k in topic])
-
-    def spread(self, topic: Topic, delta: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """A vector of the whole model that holds this where it belongs, and zero elsewhere.
-
-        It lies in `out`, if given; what is of the whole model already stays where it is.
-        """
-        if delta.numel() == self.num_entries and not isinstance(topic, Tensor):
-            return delta
-        whole = torch.empty(self.num_entries, dtype=torch.float32) if out is None else out
-        whole.numpy().fill(0)
-        self.add_into_(whole, topic, delta)
-        return whole
-
-    def add_into_(self, flat: Tensor, topic: Topic, delta: Tensor) -> None:
-        """Add to what is named in a vector of the whole model."""
-        if isinstance(topic, Tensor):
-            flat.index_add_(0, topic, delta)
-            return
-        start = 0
-        for k in topic:
-            group = self.groups[k]
-            part = flat[group.start : group.stop]
-            add_on_host(part, delta[start : start + group.num_entries], out=part)
-            start += group.num_entries
-
-    def count(self, topic: Topic) -> int:
-        """The entries that are named."""
-        return topic.numel() if isinstance(topic, Tensor) else sum(self.groups[k].num_entries for k in topic)
-
     def _rows(self, spans: Sequence[Span]) -> list[Tensor]:
         """Each tensor end to end, or in its shape where it does not lie so: views, made anew where one has moved."""
         rows = []
@@ -193,7 +154,7 @@ class ModelVector:
             if place != tensor.data_ptr():
                 row = tensor.detach()
                 row = row.view(-1) if row.is_contiguous() else row
-                self._seen[span.name] = tensor.data_ptr(), row
+                self._seen[span.name] = (tensor.data_ptr(), row)
             rows.append(row)
         return rows
 
@@ -205,7 +166,7 @@ def _travels(buffer: Tensor) -> bool:
 def _within_half(delta: Tensor, variance: Tensor) -> Tensor:
     """A change by at most half of what is there, so that a variance stays one.
 
-    A letter's steps fit the largest entry of a block, and are coarse for the smallest. A mean over workers that this
+    A message's steps fit the largest entry of a block, and are coarse for the smallest. A mean over workers that this
     does not keep matters little here: a norm estimates its variance anew at every step.
     """
     half = variance.to(delta.dtype) / 2

@@ -74,9 +74,6 @@ class Gaps:
     def density(self, step: int, target: float) -> float:
         return target
 
-    def must(self, step: int, gap: int) -> bool | None:
-        return self.speaks(step, gap, 0.0)
-
     @property
     def measure(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.gossip.vector import ModelVector
 from laconic.kernels.draws import hash_64
-from laconic.trigger import Change, EveryStep, Period, TargetRate
+from laconic.trigger import EveryStep, Speech
 
 _FIRST_BAR = 4.0  # a moving bar begins at this multiple of the first step's mean change
 
@@ -28,7 +28,7 @@ class _Look:
     arrived: torch.cuda.Event | None
 
 
-class Watch:
+class ChangeTracker:
     """Says at each step which groups have something to say.
 
     A group is looked at only when it may have reached the bar: what is d away after g steps is foretold to be at most
@@ -36,23 +36,22 @@ class Watch:
     is looked at. On CUDA the figures arrive a step or so later, and nothing waits for them.
     """
 
-    def __init__(
-        self, trigger: EveryStep | Period | Change | TargetRate, vector: ModelVector, seed: int, rank: int
-    ) -> None:
-        self._trigger, self._vector = trigger, vector
+    def __init__(self, trigger: EveryStep | Speech, vector: ModelVector, seed: int, rank: int) -> None:
+        self._trigger = trigger
+        self._measure = trigger.measure
+        self._vector = vector
         self._phase = hash_64(seed, rank) / 2.0**64
         num_groups = len(vector.groups)
         self._everything = list(range(num_groups))
         self._gaps = [0] * num_groups
         self._asleep_until = [0] * num_groups  # the gap at which a group is looked at next
-        self._bar: float | None = None if isinstance(trigger, TargetRate) else getattr(trigger, "bar", None)
+        self._bar: float | None = None if self._measure is None else self._measure.bar
         self._peak_lr = 0.0
         self.lr_share = 1.0  # the learning rate over the largest so far
         self._share_sent = 0.0  # models sent since the last step
         self._look: _Look | None = None
         # What each group was after its last exchange, or a sample of it.
-        looks = isinstance(trigger, Change | TargetRate)
-        self._last = [vector.sample(k) for k in self._everything] if looks else None
+        self._last = [vector.sample(k) for k in self._everything] if self._measure else []
         self.passes = 0.0  # over the model, in all
 
     def wants(self, step: int, lr: float, *, patiently: bool, held_up: bool = False) -> list[int]:
@@ -61,28 +60,21 @@ class Watch:
         While what was said before is `held_up`, a moving bar does not fall: it would not be heard for long afterwards.
         """
         self._note_step(lr)
-        trigger = self._trigger
-        if isinstance(trigger, EveryStep):
-            return self._everything
-        if isinstance(trigger, Period):
-            turns = [math.floor((step + ahead) / trigger.steps + self._phase) for ahead in (0, 1)]
-            return self._everything if turns[1] > turns[0] else []
-        if isinstance(trigger, TargetRate) and self._bar is not None:
-            moved = trigger.moved(self._bar, self._share_sent)
+        if self._measure is not None and self._bar is not None:
+            moved = self._measure.moved(self._bar, self._share_sent)
             self._bar = max(self._bar, moved) if held_up else moved
         self._share_sent = 0.0
-        must = [trigger.must(step, gap) for gap in self._gaps]
-        due = [k for k in self._everything if must[k] is None and self._gaps[k] >= self._asleep_until[k]]
+        speaks = [self._trigger.speaks(step, gap, self._phase) for gap in self._gaps]
+        due = [k for k in self._everything if speaks[k] is None and self._gaps[k] >= self._asleep_until[k]]
         if due and self._look is None:
             self._look = self._begin(due, self.lr_share)
         loud = self._loud(patiently)
-        return [k for k in self._everything if must[k] or (k in loud and must[k] is None)]
+        return [k for k in self._everything if speaks[k] or (k in loud and speaks[k] is None)]
 
     def turns(self, step: int, lr: float) -> range:
         """The turns, by number, that come with this step by the clock that all workers share."""
         self._note_step(lr)
-        steps = self._trigger.steps if isinstance(self._trigger, Period) else 1
-        return range(math.floor(step / steps), math.floor((step + 1) / steps))
+        return self._trigger.turns(step)
 
     def _note_step(self, lr: float) -> None:
         self._peak_lr = max(self._peak_lr, lr)
@@ -91,7 +83,6 @@ class Watch:
 
     def _begin(self, groups: list[int], lr_ratio: float) -> _Look:
         """Start measuring; nothing here waits for the device."""
-        assert self._last is not None
         lasts = [self._last[k] for k in groups]
         moved = [self._vector.sample(k) - last for k, last in zip(groups, lasts, strict=True)]
         self.passes += sum(last.numel() for last in lasts) / self._vector.num_entries
@@ -105,8 +96,8 @@ class Watch:
 
     def _loud(self, patiently: bool) -> set[int]:
         """The groups whose measurement, if it has arrived, is above the bar; the others sleep on."""
-        look, trigger = self._look, self._trigger
-        if look is None or self._last is None or isinstance(trigger, EveryStep | Period):
+        look = self._look
+        if look is None or self._measure is None:
             return set()
         if look.arrived is not None and not look.arrived.query():  # type: ignore[no-untyped-call]
             if not patiently:
@@ -117,7 +108,7 @@ class Watch:
         levels = []
         for k, n, change, size in zip(look.groups, counts, *look.figures.tolist(), strict=True):
             looked_at = self._last[k].numel() / n
-            levels.append(trigger.loudness(change / looked_at, size / looked_at, n, look.lr_ratio))
+            levels.append(self._measure.loudness(change / looked_at, size / looked_at, n, look.lr_ratio))
         if self._bar is None:
             mean = sum(level * n for level, n in zip(levels, counts, strict=True)) / sum(counts)
             self._bar = _FIRST_BAR * mean or None  # a first step at a learning rate of zero tells nothing
@@ -138,21 +129,22 @@ class Watch:
     @property
     def looks(self) -> bool:
         """Whether what a group has to say is settled by an exchange, whoever began it."""
-        return self._last is not None
+        return self._measure is not None
 
-    def sent(self, num_entries: int) -> None:
+    def note_sent_(self, num_entries: int) -> None:
         """Note that this worker has sent so many entries, asked or answering."""
         self._share_sent += num_entries / self._vector.num_entries
 
-    def exchanged(self, groups: Sequence[int], last: Tensor | None = None) -> None:
+    def note_exchanged_(self, groups: Sequence[int], sample: Callable[[int], Tensor]) -> None:
         """Note that these groups of the model have just been moved by an exchange.
 
-        `last` is what each entry was after its last exchange, where that is not the model as it is now.
+        `sample` gives, of a group, what its entries were after their last exchange.
         """
         for k in groups:
-            self._gaps[k] = self._asleep_until[k] = 0
-            if self._last is not None:
-                self._last[k] = self._vector.sample(k, last)
+            self._gaps[k] = 0
+            self._asleep_until[k] = 0
+            if self._measure is not None:
+                self._last[k] = sample(k)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; a measurement under way is made again after loading."""
@@ -162,14 +154,17 @@ class Watch:
             "bar": self._bar,
             "peak_lr": self._peak_lr,
             "share_sent": self._share_sent,
-            "last": None if self._last is None else [last.to("cpu", copy=True) for last in self._last],
+            "last": [last.to("cpu", copy=True) for last in self._last],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._gaps, self._asleep_until = list(saved["gaps"]), list(saved["asleep_until"])
-        self._bar, self._peak_lr, self._share_sent = saved["bar"], saved["peak_lr"], saved["share_sent"]
+        self._gaps = list(saved["gaps"])
+        self._asleep_until = list(saved["asleep_until"])
+        self._bar = saved["bar"]
+        self._peak_lr = saved["peak_lr"]
+        self._share_sent = saved["share_sent"]
         self._look = None
-        if self._last is not None and saved["last"] is not None:
+        if self._measure is not None and saved["last"]:
             self._last = [last.to(self._vector.device) for last in saved["last"]]
 
 

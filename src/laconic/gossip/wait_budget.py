@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Event
 
 from laconic.exchange import Gossip
 
@@ -15,7 +15,7 @@ _QUICK = 4  # of those, the first of so many parts: a slow neighbour, one of two
 _USUAL = 2.0  # times what a quick one takes; with less, chance makes workers late for each other for ever
 
 
-class Grace:
+class WaitBudget:
     """Waits for peers while there is time for it: a model that moves a step late learns less from the others.
 
     What an exchange may take on the link is waited for at no charge. What is beyond that, and waiting in vain, is paid
@@ -23,43 +23,44 @@ class Grace:
     that a slow peer slows nobody down for long.
     """
 
-    def __init__(self, pattern: Gossip) -> None:
+    def __init__(self, pattern: Gossip, clock: Callable[[], float] = time.monotonic) -> None:
         self.left_s = 0.0
         self.usual_s = 0.0  # what an exchange may take where the peer is no slower than others, once that is known
         self.tardy: set[int] = set()  # who was waited for in vain
         self._pattern = pattern
+        self._clock = clock
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
-        self._trains_since = time.monotonic()
+        self._training_since = clock()
 
-    def trained(self) -> None:
+    def note_trained_(self) -> None:
         """A step of training is over."""
-        earned_s = self._pattern.grace * (time.monotonic() - self._trains_since)
+        earned_s = self._pattern.grace * (self._clock() - self._training_since)
         self.left_s = min(self.left_s + earned_s, _SAVED_STEPS * earned_s)
 
-    def trains(self) -> None:
+    def note_training_(self) -> None:
         """The next one begins."""
-        self._trains_since = time.monotonic()
+        self._training_since = self._clock()
 
-    def exchanged(self, seconds: float) -> None:
+    def note_exchanged_(self, seconds: float) -> None:
         """An exchange took so long."""
         self._took_s.append(seconds)
         self.usual_s = _USUAL * sorted(self._took_s)[len(self._took_s) // _QUICK]
 
-    def wait(self, peer: int, over: Sequence[threading.Event]) -> None:
+    def wait(self, peer: int, over: Sequence[Event]) -> None:
         """Wait for a peer until all of these are set, or it is enough."""
         patience = self._pattern.patience
-        since, free_s = time.monotonic(), self.usual_s if self.usual_s < patience else 0.0
+        since = self._clock()
+        free_s = self.usual_s if self.usual_s < patience else 0.0
         if self._pattern.mode == "wait":
-            _all_set(over, patience)
+            self._all_set(over, patience)
         elif peer in self.tardy:
             self.tardy.discard(peer)
-        elif self._pattern.grace and not _all_set(over, min(free_s + max(0.0, self.left_s), patience)):
+        elif self._pattern.grace and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
             self.tardy.add(peer)
             free_s = 0.0
-        self.left_s -= max(0.0, time.monotonic() - since - free_s)
+        self.left_s -= max(0.0, self._clock() - since - free_s)
 
-
-def _all_set(events: Sequence[threading.Event], longest_s: float) -> bool:
-    """Wait for all of them, so long in all; whether they are set."""
-    until = time.monotonic() + longest_s
-    return all(event.wait(max(0.0, until - time.monotonic())) for event in events)
+    def _all_set(self, events: Sequence[Event], longest_s: float) -> bool:
+        """Wait for all of them, so long in all; whether they are set."""
+        until = self._clock() + longest_s
+        return all(event.wait(max(0.0, until - self._clock())) for event in events)

@@ -10,7 +10,7 @@ from laconic.gossip.vector import ModelVector
 from laconic.select import Chooser
 
 
-class Unsaid:
+class ChangedEntries:
     """x - last, where last is what each entry was after the last exchange that it took part in, asked or answered.
 
     The k that changed most are said; the others keep their change until it is large enough, so nothing is forgotten.
@@ -18,7 +18,8 @@ class Unsaid:
     """
 
     def __init__(self, select: Chooser, vector: ModelVector, num_workers: int) -> None:
-        self._select, self._vector = select, vector
+        self._select = select
+        self._vector = vector
         self._plan = select.plan(vector.chosen_layout, select.density_among(num_workers))
         self._searches = [kernels.new_search(w.stop - w.start, w.k, torch.device("cpu")) for w in self._plan.windows]
         self._whole = torch.ones(vector.num_entries, dtype=torch.bool)
@@ -53,7 +54,3 @@ class Unsaid:
     def chosen(self, positions: Tensor) -> Tensor:
         """The chosen ones among such positions, as frames have them."""
         return positions[self.num_whole :].to(torch.int32)
-
-    def exchanged(self, positions: Tensor, values: Tensor) -> None:
-        """Note what these entries are after an exchange."""
-        self.last.index_copy_(0, positions, values)
