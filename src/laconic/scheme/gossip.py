@@ -12,7 +12,7 @@ from laconic.layout import Layout, halves_of
 from laconic.memory import Memory, Nothing, Residual
 from laconic.quantize import Exact, FloatCode, Quantizer, Residue, is_residue
 from laconic.scheme.parts import COMPOSED, write_part
-from laconic.select import Chooser, Everything, Overlap, RandK
+from laconic.select import Chooser, Everything, Overlap
 from laconic.text import write_pairs
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, Period, Speech
@@ -39,9 +39,9 @@ class GossipScheme:
 
     def __post_init__(self) -> None:
         name = type(self.trigger).__name__
-        if not isinstance(self.exchange, Gossip):
+        if self.exchange.of_what != self.of_what:
             raise SchemeError(f"{type(self.exchange).__name__} is for gradients, and gossip sends models; use Gossip()")
-        if isinstance(self.select, RandK):
+        if self.select.is_shared and self.chooses:
             raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
         if isinstance(self.select, Overlap):
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
@@ -67,7 +67,7 @@ class GossipScheme:
 
     def check_memory(self, memory: Memory) -> None:
         """SchemeError unless this is the memory that a text of an older version had to name."""
-        if type(memory) is not (Residual if self.chooses else Nothing):
+        if memory != (Residual() if self.chooses else Nothing()):
             raise SchemeError(
                 "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
                 f"nothing; use {'Residual()' if self.chooses else 'Nothing()'}, or leave memory out"

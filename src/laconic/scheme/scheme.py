@@ -113,7 +113,7 @@ class Scheme:
     @property
     def frame_code(self) -> Quantizer:
         """How values are written, where every worker sends a frame of its own."""
-        assert not isinstance(self.quantize, Grid)
+        assert isinstance(self.quantize, Quantizer)
         return self.quantize
 
     @property

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, SchemeError
-from laconic.exchange import Server
 from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -76,7 +75,7 @@ def serve(
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
     """The scheme, if dedicated servers can answer it."""
     made = parse(scheme) if isinstance(scheme, str) else scheme
-    if not isinstance(made, Scheme) or not isinstance(made.exchange, Server):
+    if not isinstance(made, Scheme) or not made.has_owners:
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
     return made
 
