@@ -3,8 +3,6 @@
 A recipe is a short function; its keyword parameters are what the command line takes after the colon.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

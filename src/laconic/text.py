@@ -1,7 +1,5 @@
 """Schemes as text: `name:key=value,key=other(key=value)`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args, get_type_hints

@@ -1,5 +1,3 @@
 """The one line a training script adds."""
 
 from laconic.attach.ddp import Attached, attach
-
-__all__ = ["Attached", "attach"]

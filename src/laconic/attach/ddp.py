@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,22 +12,3 @@ PATTERNS: dict[str, type[Pattern]] = {
     "gossip": Gossip,
     "silent": Silent,
 }
-
-__all__ = [
-    "PATTERNS",
-    "AllGather",
-    "AllReduce",
-    "Gossip",
-    "InProcess",
-    "Pattern",
-    "Server",
-    "Shares",
-    "Silent",
-    "asks_of",
-    "check_peers",
-    "in_process",
-    "matching",
-    "neighbours",
-    "pick",
-    "piece_borders",
-]

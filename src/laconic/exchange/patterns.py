@@ -1,7 +1,5 @@
 """The frozen answer to *where it goes*: who hears what a worker sends."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

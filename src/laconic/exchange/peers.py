@@ -1,7 +1,5 @@
 """Who talks to whom in gossip: pure functions of (seed, step, rank), the same on every worker."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from laconic.errors import SchemeError

@@ -1,7 +1,5 @@
 """Who answers for which entries of a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -2,5 +2,3 @@
 
 from laconic.gossip.follower import Follower, follow
 from laconic.gossip.stats import FollowerStats
-
-__all__ = ["Follower", "FollowerStats", "follow"]

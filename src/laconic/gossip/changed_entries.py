@@ -1,7 +1,5 @@
 """What is said of a model of which only a part goes: the entries that have changed most since they last went."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """follow(model, optimizer, scheme): train alone, and exchange models with peers when there is something to say."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Gossip without a barrier: ask a peer, train on, and move when the answer comes; answer whoever asks."""
 
-from __future__ import annotations
-
 import atexit
 import queue
 import sys

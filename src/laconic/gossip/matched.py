@@ -1,7 +1,5 @@
 """Gossip in step, for runs that can be had again bit for bit: flags are gathered, pairs drawn from (seed, step)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What two workers write to each other: which entries, and their values in a checked frame."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar

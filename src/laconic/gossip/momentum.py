@@ -1,7 +1,5 @@
 """The optimizer's momentum, which otherwise would go on as if no peer had moved the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Gossip by appointment: who meets whom at which turn is known to all, and nobody waits for long."""
 
-from __future__ import annotations
-
 import threading
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Messages between models that are nearly alike: of each value only a remainder goes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """One worker's model, and all that its exchanges go through, whichever way they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a follower did so far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from laconic.session import Stats

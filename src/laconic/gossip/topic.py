@@ -1,7 +1,5 @@
 """What an exchange is about: whole groups of a model, or entries of it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The running half of *when*: how far each group has moved since its last exchange, looked at as rarely as will do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model as one vector, cut into groups that may travel on their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

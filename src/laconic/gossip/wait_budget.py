@@ -1,7 +1,5 @@
 """How long a worker waits for its peers."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ used or is an error. Where none is named, a tensor's device decides, and `backen
 """
 
 # mypy: implicit-reexport
-# ruff: noqa: F401, F403 - a kernel is declared where it is defined, and nowhere again
+# ruff: noqa: F403 - a kernel is declared where it is defined, and nowhere again
 
 import functools
 import importlib.util

@@ -13,5 +13,3 @@ MEMORIES: dict[str, type[Memory]] = {
     "momentum": MomentumResidual,
     "accumulated": Accumulated,
 }
-
-__all__ = ["MEMORIES", "Account", "Accumulated", "Due", "Ledger", "Memory", "MomentumResidual", "Nothing", "Residual"]

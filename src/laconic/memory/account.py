@@ -1,7 +1,5 @@
 """The account of one bucket: deposit the gradient, withdraw what is sent, take back what rounding lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 

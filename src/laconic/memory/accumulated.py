@@ -1,7 +1,5 @@
 """Accumulation without refunds: where something was sent, however coarsely, the account is cleared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """All accounts of a session: kept by parameter name, computed on by bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Generic, Protocol, TypeVar
 

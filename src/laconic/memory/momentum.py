@@ -1,7 +1,5 @@
 """Momentum correction and factor masking, as in Deep Gradient Compression."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

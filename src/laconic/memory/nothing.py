@@ -1,7 +1,5 @@
 """Keep nothing: what is not sent is gone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

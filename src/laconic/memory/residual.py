@@ -1,7 +1,5 @@
 """Error feedback: what is not sent now is owed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

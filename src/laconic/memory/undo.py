@@ -1,7 +1,5 @@
 """Tensors as they were before a step, for a step that is taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

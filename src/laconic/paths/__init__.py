@@ -3,16 +3,3 @@
 from laconic.paths.clock import PHASES, PhaseClock
 from laconic.paths.path import Path, Said, Taken, Work
 from laconic.paths.table import bits_per_entry, bytes_out, dense_path, path_for
-
-__all__ = [
-    "PHASES",
-    "Path",
-    "PhaseClock",
-    "Said",
-    "Taken",
-    "Work",
-    "bits_per_entry",
-    "bytes_out",
-    "dense_path",
-    "path_for",
-]

@@ -1,7 +1,5 @@
 """Everyone gets everyone's frame and adds by itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Seconds by phase of a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

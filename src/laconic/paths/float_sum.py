@@ -1,7 +1,5 @@
 """Floats that a network adds, out of accounts: what rounding loses is owed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

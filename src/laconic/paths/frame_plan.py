@@ -1,7 +1,5 @@
 """What is known about the frames of one bucket beforehand, and what remembers from step to step where to look."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

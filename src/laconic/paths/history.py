@@ -1,7 +1,5 @@
 """What a worker remembers of the answers it heard: the same on all workers, but for when it sent an entry itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Integers that add up: agree on a grid, round onto it, let the network add the codes, read the mean."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What differs between exchanges: a path takes a bucket's values, says them, hears everyone's and applies those."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

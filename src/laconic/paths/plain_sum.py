@@ -1,7 +1,5 @@
 """The plain all-reduce: nothing is kept and nothing is copied that need not be."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar

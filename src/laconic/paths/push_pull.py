@@ -1,7 +1,5 @@
 """Each entry's owner hears of it from all workers and answers all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Push and pull of choices that have something in common: by a score of what all heard, or led by one worker."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What all workers take alike: every entry, or this step's draw of positions that they share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

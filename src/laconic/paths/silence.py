@@ -1,7 +1,5 @@
 """Nothing is sent: every worker keeps its own gradient."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from laconic.paths.path import Path

@@ -1,7 +1,5 @@
 """Which path a scheme takes."""
 
-from __future__ import annotations
-
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce
 from laconic.layout import Layout

@@ -13,35 +13,3 @@ from laconic.quantize.signs import Marks, Sign, Trits
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
 RESIDUES: dict[str, type[Residue]] = {"residue": Residue}
-
-__all__ = [
-    "BF16",
-    "CODE_BITS",
-    "FP16",
-    "GRIDS",
-    "QUANTIZERS",
-    "RESIDUES",
-    "Carrier",
-    "Difference",
-    "Exact",
-    "FloatCode",
-    "Grid",
-    "Levels",
-    "Marks",
-    "MaxNorm",
-    "MultiScale",
-    "Quantizer",
-    "Residue",
-    "Sign",
-    "Steps",
-    "Told",
-    "Trits",
-    "carrier_for",
-    "exponents_for",
-    "is_residue",
-    "largest_levels",
-    "levels_of",
-    "num_blocks",
-    "round_up",
-    "steps_of",
-]

@@ -1,7 +1,5 @@
 """Words that a network can add: many small integers side by side in each, without carries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

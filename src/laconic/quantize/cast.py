@@ -1,7 +1,5 @@
 """Floating-point types as codes: nothing lost, bf16, fp16."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

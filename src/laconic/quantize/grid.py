@@ -1,7 +1,5 @@
 """Whole multiples of a step that all workers share, so that the sum of the codes is the code of the sum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Max-norm levels in a frame: the grid of maxnorm, with a norm of the frame's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Max-norm levels: one grid for a bucket, or for each block of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from laconic.quantize.grid import Grid

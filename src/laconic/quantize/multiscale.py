@@ -1,7 +1,5 @@
 """Several grids under one norm: small entries get a finer one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from laconic.errors import SchemeError

@@ -1,7 +1,5 @@
 """The frozen answer to *how a value is written*."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch

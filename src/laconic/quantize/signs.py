@@ -1,7 +1,5 @@
 """Signs: one bit each, or a trit where there may be none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -18,17 +18,3 @@ def compose(**answers: str) -> Scheme | GossipScheme:
     if memory is not None:  # texts of an older version say it
         scheme.check_memory(memory)
     return scheme
-
-
-__all__ = [
-    "COMPOSED",
-    "PARTS",
-    "AnyScheme",
-    "GossipScheme",
-    "Scheme",
-    "TorchHook",
-    "build",
-    "compose",
-    "part",
-    "write_part",
-]

@@ -1,7 +1,5 @@
 """The frozen scheme of models that gossip: four answers, since what a worker keeps is its own model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Every answer to every question by the name that a text gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any

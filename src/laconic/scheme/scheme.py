@@ -1,7 +1,5 @@
 """The frozen half: five answers, checked together when they are composed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

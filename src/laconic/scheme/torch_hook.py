@@ -1,7 +1,5 @@
 """PyTorch's own DDP hooks, as something to compare a composition with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

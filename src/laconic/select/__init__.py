@@ -16,19 +16,3 @@ SELECTORS: dict[str, type[Selector]] = {
     "overlap": Overlap,
     "randk": RandK,
 }
-
-__all__ = [
-    "SCORES",
-    "SEARCHES",
-    "SELECTORS",
-    "Chooser",
-    "ChunkedTopK",
-    "Everything",
-    "Overlap",
-    "Plan",
-    "RandK",
-    "Selector",
-    "SharedSelector",
-    "TopK",
-    "Window",
-]

@@ -1,7 +1,5 @@
 """Top-k by chunks: the same share of every few thousand entries, so that no part of a tensor is passed over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

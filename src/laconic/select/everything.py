@@ -1,7 +1,5 @@
 """Send everything: the dense schemes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Top-k by a score that pulls the workers' choices together, so that their union is small."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from zlib import crc32

@@ -1,7 +1,5 @@
 """A selector's plan for one bucket: known before any gradient is, and the same on every worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Shared random k: positions that all workers draw alike, so that a network can add what lies there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 An entry that the past says nothing of has the score |r|, so only those it does speak of need another look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

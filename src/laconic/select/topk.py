@@ -1,7 +1,5 @@
 """Exact top-k: the entries that matter most now."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,15 +4,3 @@ from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.server.serve import TIMEOUT_S, ServerStats, exchange_addresses, greeting, serve, served_scheme
-
-__all__ = [
-    "TIMEOUT_S",
-    "Listener",
-    "Owner",
-    "ServerClient",
-    "ServerStats",
-    "exchange_addresses",
-    "greeting",
-    "serve",
-    "served_scheme",
-]

@@ -1,7 +1,5 @@
 """A worker's end towards dedicated servers."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

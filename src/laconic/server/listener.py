@@ -1,7 +1,5 @@
 """A dedicated server's end: hears every living worker, answers them, and goes on without those who are gone."""
 
-from __future__ import annotations
-
 import math
 import selectors
 import sys

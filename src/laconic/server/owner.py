@@ -1,7 +1,5 @@
 """The owner of a share: adds up what the workers send of it, or takes their vote, and answers in the smallest form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """serve(scheme): what a rank does that holds no data, and answers for entries instead."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence

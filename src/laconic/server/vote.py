@@ -1,7 +1,5 @@
 """A vote: the sign of the sum of the workers' signs, or of their signs weighted by how often each was right."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 

@@ -4,5 +4,3 @@ from laconic.paths import PHASES
 from laconic.session.background import Background, belongs_on_host
 from laconic.session.session import Session
 from laconic.session.stats import Stats
-
-__all__ = ["PHASES", "Background", "Session", "Stats", "belongs_on_host"]

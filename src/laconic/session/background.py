@@ -1,7 +1,5 @@
 """The session's one thread: buckets are exchanged in order there while the backward pass goes on."""
 
-from __future__ import annotations
-
 import atexit
 import queue
 import threading

@@ -1,7 +1,5 @@
 """What becomes of a step in which some worker's gradient is Inf or NaN: the one rule, for all paths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Buckets of one step, cut another way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

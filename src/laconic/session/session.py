@@ -1,7 +1,5 @@
 """One worker's running scheme: one step, one body, whatever path the buckets take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A session's state in a checkpoint: plain tensors, numbers and texts, which weights_only loading takes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

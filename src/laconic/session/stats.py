@@ -1,7 +1,5 @@
 """What a session did so far: bytes, seconds, steps."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where messages leave: one after the other, in an order that all workers share."""
 
-from __future__ import annotations
-
 from laconic.paths import PhaseClock, Said, Work
 from laconic.paths.path import Speech
 

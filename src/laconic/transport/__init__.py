@@ -12,38 +12,3 @@ from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
 from laconic.transport.transport import Answer, Collectives, Push, Transport
 from laconic.transport.virtual import InProcess, in_process, silent_end
-
-__all__ = [
-    "BESIDE",
-    "QUESTION_HEAD_BYTES",
-    "Answer",
-    "Collectives",
-    "Count",
-    "CountedGroup",
-    "Fault",
-    "Faults",
-    "FaultyCollectives",
-    "FaultyMailbox",
-    "FaultyTransport",
-    "Group",
-    "InProcess",
-    "LocalMailbox",
-    "Mailbox",
-    "ProcessGroup",
-    "Push",
-    "TcpMailbox",
-    "Traffic",
-    "Transport",
-    "WorkerDiedError",
-    "agree",
-    "agreement_bytes",
-    "backend_for",
-    "in_process",
-    "local_mailboxes",
-    "open_mailbox",
-    "own_group",
-    "ranks_that_differ",
-    "ring_bytes",
-    "silent_end",
-    "world",
-]

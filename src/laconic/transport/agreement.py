@@ -1,7 +1,5 @@
 """Agreeing on something small: everyone hears everyone's, and combines it alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

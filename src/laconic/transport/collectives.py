@@ -1,7 +1,5 @@
 """Workers are processes: a torch.distributed process group of the session's own."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import math

@@ -5,8 +5,6 @@ half-way is waited for for ever, and a question takes three hand-shakes and two 
 8 in all (75,770 entries, two busy processes on two cores).
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

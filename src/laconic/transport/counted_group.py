@@ -1,7 +1,5 @@
 """A process group that counts: how traffic of PyTorch's own hooks is measured, not estimated."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Networks that fail on purpose: messages that are lost, late, cut short or heard again, and a worker that dies."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

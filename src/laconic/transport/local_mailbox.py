@@ -1,7 +1,5 @@
 """Mailboxes of virtual workers in one process: for tests of what delays may not change, and for teaching."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

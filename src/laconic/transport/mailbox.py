@@ -1,7 +1,5 @@
 """Point to point, without a barrier: one worker asks another, who answers while it trains on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Where each worker owns a share: parts go to their owners and answers to all, of lengths that only senders know."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

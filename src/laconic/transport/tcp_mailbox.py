@@ -1,7 +1,5 @@
 """A mailbox between processes, over TCP connections of its own."""
 
-from __future__ import annotations
-
 import json
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Bytes, counted where they are handed to the network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

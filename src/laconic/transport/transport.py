@@ -1,7 +1,5 @@
 """What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """M virtual workers in one process, each in a thread of its own: for tests, teaching and large M."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -11,5 +11,3 @@ TRIGGERS: dict[str, type[Trigger]] = {
     "change": Change,
     "target-rate": TargetRate,
 }
-
-__all__ = ["TRIGGERS", "Change", "EveryStep", "Period", "Ramp", "Speech", "TargetRate", "Trigger", "WarmUp"]

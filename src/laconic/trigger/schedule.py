@@ -1,7 +1,5 @@
 """Schedules of density: the share of entries that may go at a step; 1 means a dense step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 

@@ -4,8 +4,6 @@ Distances are squares: change_k = ||x_k - last_k||^2 and size_k = ||last_k||^2 o
 where last_k is the group after its last exchange; `lr_ratio` is the learning rate over its largest so far.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Self

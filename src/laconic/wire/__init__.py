@@ -8,21 +8,3 @@ from laconic.wire.implied import Implied
 from laconic.wire.index_codec import IndexCodec
 from laconic.wire.rice import Rice
 from laconic.wire.value_code import ValueCode, ValueCodec
-
-__all__ = [
-    "INDEX_CODECS",
-    "Bitmap",
-    "CodesShape",
-    "Contents",
-    "EliasFano",
-    "FrameShape",
-    "Implied",
-    "IndexCodec",
-    "Rice",
-    "ValueCode",
-    "ValueCodec",
-    "bucket_of",
-    "floor_bits",
-    "longest_frame",
-    "smallest_index_codec",
-]

@@ -1,7 +1,5 @@
 """One bit per entry: the smallest fixed-size code once more than about a quarter of the entries go."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

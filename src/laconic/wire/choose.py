@@ -1,7 +1,5 @@
 """Every index codec, the choice among them, and the floor they are held against."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Elias-Fano: about 2 + log2(n/k) bits a position, at a length that follows from (n, k)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import ClassVar
 

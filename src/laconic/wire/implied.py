@@ -1,7 +1,5 @@
 """Positions that need no code."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

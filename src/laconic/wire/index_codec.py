@@ -1,7 +1,5 @@
 """Codes for k sorted positions out of n."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol
 
 from torch import Tensor

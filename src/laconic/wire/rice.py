@@ -1,7 +1,5 @@
 """Rice's code of the gaps between positions: smaller than Elias-Fano, at a length that depends on them."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What a frame asks of the code in which its values are written."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol
 
 import torch
