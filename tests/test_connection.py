@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import HEAD_BYTES, Connection, Door, Kind, Message, call, payload_of
+from laconic.transport.connection import HEAD_BYTES, Acceptor, Connection, Kind, Message, connect, payload_of
 
 TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -19,9 +19,9 @@ TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, t
 @pytest.fixture
 def links() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        here = socket.create_connection(door.getsockname())
-        there = door.accept()[0]
+    with socket.create_server(("127.0.0.1", 0)) as acceptor:
+        here = socket.create_connection(acceptor.getsockname())
+        there = acceptor.accept()[0]
     with here, there:
         yield here, there
 
@@ -83,16 +83,16 @@ def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.so
 
 def test_only_those_who_were_told_the_token_come_in_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    door = Door(5)
-    told = door.address
+    acceptor = Acceptor(5)
+    told = acceptor.address
     stranger = told._replace(token="0" * len(told.token))
-    calls = [call(stranger, 0, "the door", 5.0)] + [call(told, rank, "the door", 5.0, f"{rank}!") for rank in (7, 1, 1)]
-    accepted = door.accept(range(2), timeout_s=0.2)  # rank 7 is none of theirs, and rank 0 does not come
-    door.close()
+    calls = [connect(stranger, 0, "it", 5.0)] + [connect(told, rank, "it", 5.0, f"{rank}!") for rank in (7, 1, 1)]
+    accepted = acceptor.accept(range(2), timeout_s=0.2)  # rank 7 is none of theirs, and rank 0 does not come
+    acceptor.close()
     assert {rank: terms for rank, (_, terms) in accepted.items()} == {1: "1!"}
     calls[2].send(Message(Kind.PARTS, step=4))
     assert str(accepted[1][0].receive()) == "parts of step 4, bucket -1"
     for connection in (*calls, accepted[1][0]):
         connection.close()
     with pytest.raises(LaunchError, match=r"rank 3 cannot reach server 0 at 127.0.0.1:\d+ \(Connection refused\)"):
-        call(told, 3, "server 0", 5.0)
+        connect(told, 3, "server 0", 5.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
 from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
-from laconic.transport.connection import Address, Connection, call
+from laconic.transport.connection import Address, Connection, connect
 
 
 @contextmanager
@@ -37,10 +37,10 @@ def _linked(
     """Mailboxes, and by (who asks, whom) the asker's end of each TCP connection between them."""
     links: dict[tuple[int, int], socket.socket] = {}
     accepted: dict[tuple[int, int], socket.socket] = {}
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as acceptor:
         for pair in itertools.permutations(range(num_workers), 2):
-            links[pair] = socket.create_connection(door.getsockname())
-            accepted[pair] = door.accept()[0]
+            links[pair] = socket.create_connection(acceptor.getsockname())
+            accepted[pair] = acceptor.accept()[0]
     boxes = []
     for rank in range(num_workers):
         to = {peer: Connection(link) for (asks, peer), link in links.items() if asks == rank}
@@ -193,7 +193,7 @@ class _Overheard(InProcess):
 def test_a_stranger_is_not_let_in() -> None:
     def tell(rank: int, everyone: list[Address]) -> list[Address]:
         if rank == 1:
-            call(everyone[0]._replace(token="0" * 32), 1, "rank 0", 5.0).close()
+            connect(everyone[0]._replace(token="0" * 32), 1, "rank 0", 5.0).close()
             socket.create_connection(everyone[0][:2]).close()
         return everyone
 
@@ -205,8 +205,8 @@ def test_a_stranger_is_not_let_in() -> None:
 
 
 def test_who_cannot_be_reached_is_named_with_what_to_set() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        nobody = Address("127.0.0.1", door.getsockname()[1], "0" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as acceptor:
+        nobody = Address("127.0.0.1", acceptor.getsockname()[1], "0" * 32)
     match = r"cannot reach rank \d at 127.0.0.1:\d+ \(Connection refused\); set GLOO_SOCKET_IFNAME"
     with pytest.raises(LaunchError, match=match):
         in_process(2, lambda transport: open_mailbox(_Overheard(transport, lambda rank, all_: [nobody] * 2), 1.0))

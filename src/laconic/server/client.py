@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
-from laconic.transport.connection import Address, Kind, Message, call, payload_of
+from laconic.transport.connection import Address, Kind, Message, connect, payload_of
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 
@@ -40,7 +40,7 @@ class ServerClient:
         self._told: dict[int, Layout] = {}  # by bucket
         self._connections = []
         for number, address in enumerate(addresses):
-            connection = call(address, rank, f"server {number}", timeout_s, greeting)
+            connection = connect(address, rank, f"server {number}", timeout_s, greeting)
             connection.set_timeout(self._patience_s)
             self._connections.append(connection)
 

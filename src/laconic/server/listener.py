@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import Address, Connection, Door, Kind, Message, payload_of
+from laconic.transport.connection import Acceptor, Address, Connection, Kind, Message, payload_of
 from laconic.transport.traffic import BESIDE, Traffic
 
 _JOIN_TIMEOUT_S = 300.0  # for workers to come
@@ -28,8 +28,8 @@ class Listener:
         self._say = say or (lambda text: print(f"laconic: {text}", file=sys.stderr, flush=True))
         self._connections: dict[int, Connection] = {}
         self._step = -1
-        self._door = Door(num_workers)
-        self.address: Address = self._door.address
+        self._acceptor = Acceptor(num_workers)
+        self.address: Address = self._acceptor.address
 
     @property
     def living(self) -> list[int]:
@@ -38,8 +38,8 @@ class Listener:
 
     def accept(self) -> dict[int, str]:
         """Let all workers in; what each said by way of greeting."""
-        accepted = self._door.accept(range(self.num_workers), _JOIN_TIMEOUT_S)
-        self._door.close()
+        accepted = self._acceptor.accept(range(self.num_workers), _JOIN_TIMEOUT_S)
+        self._acceptor.close()
         if len(accepted) < self.num_workers:
             raise LaunchError(
                 f"{len(accepted)} of {self.num_workers} workers came to this server; see what the others said"

@@ -192,7 +192,7 @@ class Connection:
             view = view[fresh:]
         return received
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End it for both; a thread that waits on it finds that out."""
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
@@ -202,7 +202,7 @@ class Connection:
         self._link.close()
 
 
-class Door:
+class Acceptor:
     """Where others call this process: on the interface that Gloo was told, or at its address towards MASTER_ADDR."""
 
     def __init__(self, backlog: int) -> None:
@@ -222,7 +222,7 @@ class Door:
         return Address(host, port, self._token)
 
     def accept(self, ranks: Collection[int], timeout_s: float) -> dict[int, tuple[Connection, str]]:
-        """The connection and terms of each of these that calls before nobody has for so long; strangers are sent away.
+        """The connection and terms of each of these that connects before nobody has for so long; strangers are closed.
 
         What is waited for on those connections has no timeout.
         """
@@ -249,8 +249,8 @@ class Door:
         self._link.close()
 
 
-def call(address: Address, rank: int, whom: str, timeout_s: float, terms: str = "") -> Connection:
-    """A connection to a door, greeted as `rank`; what is waited for on it has no timeout."""
+def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str = "") -> Connection:
+    """A connection to an acceptor, greeted as `rank`; what is waited for on it has no timeout."""
     try:
         connection = Connection(socket.create_connection((address.host, address.port), timeout_s))
         connection.send(Message(Kind.HELLO, payload=payload_of((address.token + terms).encode()), place=rank))

@@ -40,7 +40,7 @@ class Faults:
     _last: list[Tensor] = field(default_factory=list)  # which is heard again
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def strike(self) -> Fault | None:
+    def next_fault(self) -> Fault | None:
         """What befalls the next message."""
         with self._lock:
             number = self.num_messages
@@ -54,7 +54,7 @@ class Faults:
 
     def arriving(self, frames: Sequence[Tensor]) -> list[Tensor]:
         """What arrives of these flat frames, which are one message."""
-        fault = self.strike()
+        fault = self.next_fault()
         last = self._last
         self._last = [frame.clone() for frame in frames] if fault == Fault.DUPLICATE else []
         if fault == Fault.DROP:
@@ -154,8 +154,8 @@ class FaultyMailbox:
         self._inner.listen(faulty)
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
-        with self._dying():
-            fault = self._questions.strike()
+        with self._closed_at_death():
+            fault = self._questions.next_fault()
         if fault == Fault.DROP:
             raise PeerError(f"rank {peer} is gone (a question was lost)")
         if fault == Fault.DUPLICATE:
@@ -165,7 +165,7 @@ class FaultyMailbox:
         return self._inner.ask(peer, turn, said, num_bytes)
 
     def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
-        with self._dying():
+        with self._closed_at_death():
             mine = self._questions.filled(mine)
         return self._inner.combine_all(mine, combine, kind)
 
@@ -173,7 +173,7 @@ class FaultyMailbox:
         self._inner.close()
 
     @contextmanager
-    def _dying(self) -> Iterator[None]:
+    def _closed_at_death(self) -> Iterator[None]:
         try:
             yield
         except WorkerDiedError:

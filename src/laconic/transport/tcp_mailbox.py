@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError
-from laconic.transport.connection import Address, Connection, Door, Kind, Message, call
+from laconic.transport.connection import Acceptor, Address, Connection, Kind, Message, connect
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
@@ -74,7 +74,7 @@ class TcpMailbox:
             pass
         finally:
             self._given[peer].put(None)
-            connection.hang_up()
+            connection.shut_down()
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         with self._connected(peer) as connection:
@@ -148,7 +148,7 @@ class TcpMailbox:
         """Hang up; threads that wait for a peer find that out."""
         connections = (*self._to.values(), *self._of.values())
         for connection in connections:
-            connection.hang_up()
+            connection.shut_down()
         for thread in self._threads:  # one that outlives the interpreter by a moment would abort the process
             thread.join(_GOODBYE_S)
         for connection in connections:
@@ -175,17 +175,17 @@ class TcpMailbox:
 def open_mailbox(transport: Collectives, patience_s: float) -> TcpMailbox:
     """A mailbox among the workers of a transport; a call that all of them make."""
     rank = transport.rank
-    door = Door(transport.num_workers)
+    acceptor = Acceptor(transport.num_workers)
     try:
-        addresses = _all_addresses(transport, door.address)
+        addresses = _all_addresses(transport, acceptor.address)
         to = {
-            peer: call(address, rank, f"rank {peer}", _JOIN_TIMEOUT_S)
+            peer: connect(address, rank, f"rank {peer}", _JOIN_TIMEOUT_S)
             for peer, address in enumerate(addresses)
             if peer != rank
         }
-        accepted = door.accept(to.keys(), _JOIN_TIMEOUT_S)
+        accepted = acceptor.accept(to.keys(), _JOIN_TIMEOUT_S)
     finally:
-        door.close()
+        acceptor.close()
     if late := to.keys() - accepted.keys():
         raise LaunchError(f"rank {min(late)} has not called rank {rank} for {_JOIN_TIMEOUT_S:.0f} s")
     return TcpMailbox(rank, to, {peer: connection for peer, (connection, _) in accepted.items()}, patience_s)
