@@ -29,14 +29,14 @@ KILLED_AFTER_ITS_FIRST_CHECKPOINT = """
 import os, signal, sys
 import torch.distributed as dist
 from laconic.measure.cli import main
-from laconic.measure.train.trainer import Trainer
-save = Trainer.save
-def save_and_die(self):
-    save(self)
-    if self.steps_done:
+from laconic.measure.train import worker
+save = worker.save
+def save_and_die(loop):
+    save(loop)
+    if loop.steps_done:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-Trainer.save = save_and_die
+worker.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 # Gloo's threads get what time the main thread leaves them, so they free the last tensors when that is at its end.
@@ -58,9 +58,9 @@ STARVED_WORKER = """
 from laconic.measure.cli import run
 from laconic.measure.train import worker
 summarize = worker.summarize
-def starve_and_summarize(trainer):
+def starve_and_summarize(loop):
     starve()
-    return summarize(trainer)
+    return summarize(loop)
 worker.summarize = starve_and_summarize
 run()
 """

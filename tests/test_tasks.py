@@ -9,7 +9,8 @@ import torch.distributed as dist
 from laconic.measure.tasks import TASKS, Data, cifar10
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
-from laconic.measure.train.trainer import Trainer
+from laconic.measure.train.loop import TrainingLoop
+from laconic.measure.train.worker import make_learner
 from workers import WorkerPool
 
 
@@ -49,9 +50,9 @@ def _running_mean_after_a_step(scheme: str) -> float:
     images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     data = Data(images, labels, images, labels, cifar10._prepare)
     job = Job(task="cifar10", model="resnet8", scheme=scheme, workers=2, batch=2, steps=1)
-    trainer = Trainer(job, data, torch.device("cpu"))
-    norm = trainer.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())
-    trainer.step(0)
+    learner = make_learner(job, data, torch.device("cpu"))
+    norm = learner.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())
+    TrainingLoop(job, learner.course, learner, learner.group).step_()
     return float(norm.mean())
 
 

@@ -7,9 +7,8 @@ import inspect
 
 from laconic.errors import TaskError
 from laconic.layout import Layout
-from laconic.paths import bits_per_entry
 from laconic.recipes import RECIPES, parse
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme, TorchHook
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, Scheme
 
 _BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to show
 
@@ -51,9 +50,7 @@ def _print_all(num_workers: int) -> None:
 
 def _bits(scheme: AnyScheme, num_workers: int) -> str:
     """What a scheme takes of the wire; PyTorch's hooks do not tell beforehand."""
-    if isinstance(scheme, Scheme):
-        return f"{bits_per_entry(scheme, _BUCKET, num_workers):.4g}"
-    return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}" if not isinstance(scheme, TorchHook) else "-"
+    return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}" if isinstance(scheme, Scheme) else "-"
 
 
 def _parameters(name: str) -> str:

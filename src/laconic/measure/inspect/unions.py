@@ -47,12 +47,12 @@ def _union(job: Job, rho: float, score: str) -> Union:
     seen: list[tuple[int, int, int, int]] = []
     results: list[Result] = []
 
-    def watch(step: int, session: Session) -> None:
-        stats = session.stats()
-        up = stats.by_kind["up"].bytes_out
-        seen.append((stats.num_answered, stats.num_pushed, stats.by_kind["down"].bytes_in, up))
+    def after_step(step: int, session: Session) -> None:
+        by_kind = session.stats().by_kind
+        sizes = session.unions.num_answered, session.unions.num_sent
+        seen.append((*sizes, by_kind["down"].bytes_in, by_kind["up"].bytes_out))
 
-    work_in_process(job, results.append, lambda said: None, watch)
+    work_in_process(job, results.append, lambda said: None, after_step)
     answered, sent, down, up = (last - first for last, first in zip(seen[-1], seen[_FIRST_STEPS - 1], strict=True))
     steps = len(seen) - _FIRST_STEPS
     return Union(

@@ -10,26 +10,28 @@ from typing import Any
 import torch
 
 from laconic.errors import TaskError
-from laconic.measure.train.council import Council
+from laconic.measure.train.worker_group import WorkerGroup
 
-_FOLDER, _LATEST = "checkpoint", "latest"
+_FOLDER = "checkpoint"
+_LATEST = "latest"
 
 
-def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any], council: Council) -> None:
+def save_checkpoint(folder: Path, step: int, rank: int, state: dict[str, Any], group: WorkerGroup) -> None:
     """Write this worker's part; all of them call it, and only when all parts are there does the checkpoint count.
 
     Where one dies meanwhile it does not, and the one before is kept.
     """
     home = folder / _FOLDER
     target = home / f"step-{step}"
-    leads, num_living = council.place == 0, council.num_living
+    leads = group.place == 0
+    num_living = group.num_living
     if leads:
         shutil.rmtree(target, ignore_errors=True)  # an earlier run may have had more ranks
-    council.total(torch.zeros(1))  # till the folder is clear
+    group.total(torch.zeros(1))  # till the folder is clear
     target.mkdir(parents=True, exist_ok=True)
     torch.save(state, target / f"rank-{rank}.pt")
-    council.total(torch.zeros(1))  # till all have written
-    if leads and council.num_living == num_living:
+    group.total(torch.zeros(1))  # till all have written
+    if leads and group.num_living == num_living:
         fresh = home / "latest.new"
         fresh.write_text(target.name)
         fresh.replace(home / _LATEST)

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laconic.errors import TaskError
-from laconic.exchange import Server
 from laconic.measure.tasks import TASKS, Data
 from laconic.measure.tasks.task import shard
 from laconic.measure.train.job import Job
-from laconic.memory import MomentumResidual
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 
@@ -29,7 +27,11 @@ class Course:
     """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
 
     def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
-        self._job, self.data, self._rank = job, data, rank
+        self._job = job
+        self.rank = rank
+        self.data = data
+        self.num_workers = num_workers
+        self.flips = rank >= num_workers - job.flipped  # whether this worker sends gradients with the wrong sign
         self._task = TASKS[job.task]
         self.batch = job.batch or self._task.batch
         momentum = self._task.momentum if job.momentum is None else job.momentum
@@ -64,13 +66,20 @@ class Course:
         batches_per_round = max(1, len(self._mine) // self.batch)
         turn, place = divmod(step, batches_per_round)
         if self._shuffled[0] != turn:
-            shuffle = _generator(self._job.seed, self._rank, turn)
+            shuffle = _generator(self._job.seed, self.rank, turn)
             self._shuffled = turn, self._mine[torch.randperm(len(self._mine), generator=shuffle)]
         chosen = self._shuffled[1][place * self.batch :][: self.batch]
         inputs = self.data.prepare(self.data.train_inputs.index_select(0, chosen).to(device))
         if self.data.augment is not None:
-            inputs = self.data.augment(inputs, _generator(self._job.seed, self._rank, step, 1))
+            inputs = self.data.augment(inputs, _generator(self._job.seed, self.rank, step, 1))
         return inputs, self.data.train_targets.index_select(0, chosen).to(device)
+
+    def backward_(self, net: nn.Module, step: int, device: torch.device) -> Tensor:
+        """The backward pass of a step, into the gradients of what `net` trains; the loss."""
+        inputs, targets = self.examples(step, device)
+        loss = loss_of(net(inputs), targets)
+        (-loss if self.flips else loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -112,9 +121,10 @@ def _carried(scheme: AnyScheme, asked_lr: float | None, lr: float, momentum: flo
     Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in
     every entry: it takes no momentum, and then SGD's weight decay is decoupled, w -= lr*(vote + decay*w).
     """
-    if isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server) and scheme.exchange.votes:
+    if not isinstance(scheme, Scheme):
+        return asked_lr or lr, momentum
+    if scheme.exchange.votes:
         return asked_lr or _VOTE_LR, 0.0
-    lr = asked_lr or lr
-    if isinstance(scheme, Scheme) and isinstance(scheme.memory, MomentumResidual):
-        return lr * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
-    return lr, momentum
+    if scheme.memory.momentum:
+        return (asked_lr or lr) * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
+    return asked_lr or lr, momentum

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.exchange import Server, Silent
+from laconic.exchange import Gossip
 from laconic.measure.tasks import TASKS
 from laconic.recipes import parse
-from laconic.scheme import Scheme
+from laconic.scheme import AnyScheme, Scheme
 from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
@@ -88,7 +88,7 @@ class Job:
                 "--in-process runs on the CPU from its first step, with no more --servers than --workers and without "
                 "--tensorboard"
             )
-        if self.in_process and (self.is_gossip or isinstance(getattr(parse(self.scheme), "exchange", None), Silent)):
+        if self.in_process and (self.is_gossip or not parse(self.scheme).talks):
             raise TaskError(
                 f"{self.scheme} trains a model on each worker; leave --in-process out, or give another scheme"
             )
@@ -96,13 +96,12 @@ class Job:
     @cached_property  # launchers ask many times a second, and reading a scheme takes a millisecond
     def asks_servers(self) -> bool:
         """Whether the servers of this job have something to do."""
-        scheme = parse(self.scheme)
-        return self.servers > 0 and isinstance(scheme, Scheme) and isinstance(scheme.exchange, Server)
+        return self.servers > 0 and parse(self.scheme).has_owners
 
     @cached_property
     def is_gossip(self) -> bool:
         """Whether each worker trains a model of its own."""
-        return parse(self.scheme).of_what == "models"
+        return exchanges_models(parse(self.scheme))
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""
@@ -119,12 +118,18 @@ class Job:
         """The command-line arguments that make this job again."""
         words = []
         for option in fields(self):
-            value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
+            value = getattr(self, option.name)
+            name = f"--{option.name.replace('_', '-')}"
             if value is True:
                 words.append(name)
             elif value is not None and value is not False:
                 words += [name, str(value)]
         return words
+
+
+def exchanges_models(scheme: AnyScheme) -> bool:
+    """Whether a scheme's workers each train a model of their own."""
+    return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
 
 
 def _plain(value: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.errors import TaskError
 from laconic.measure.train.job import Job
+from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.result import beside_dense
-from laconic.measure.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 class Progress:
     """Shows a run as it goes; `shown` is for rank 0."""
 
-    def __init__(self, job: Job, trainer: Trainer, *, shown: bool) -> None:
-        self._job, self._trainer, self._shown = job, trainer, shown
+    def __init__(self, job: Job, loop: TrainingLoop, *, shown: bool) -> None:
+        self._job = job
+        self._loop = loop
+        self._shown = shown
         self._bar = _bar() if shown else None
-        self._line = self._bar.add_task(job.scheme, total=trainer.num_steps, fact="") if self._bar else None
+        self._line = self._bar.add_task(job.scheme, total=loop.course.num_steps, fact="") if self._bar else None
         self._events = _events(job) if shown and job.tensorboard else None
 
     def __enter__(self) -> Progress:
@@ -50,16 +52,16 @@ class Progress:
             for name in ("accuracy", "loss"):
                 self._events.add_scalar(f"test/{name}", fact[name], fact["step"])
         if self._shown and not self._bar:
-            last = f", {self._text(self._trainer.facts[-1])}" if self._trainer.facts else ""
+            last = f", {self._text(self._loop.facts[-1])}" if self._loop.facts else ""
             print(
-                f"{self._job.scheme}: step {fact['step']}/{self._trainer.num_steps}, "
+                f"{self._job.scheme}: step {fact['step']}/{self._loop.course.num_steps}, "
                 f"accuracy {100 * fact['accuracy']:.2f} %{last}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _text(self, fact: dict[str, Any]) -> str:
-        beside = beside_dense(self._trainer.session.stats().ratio)
+        beside = beside_dense(self._loop.learner.stats().ratio)
         said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
         return f"loss {fact['loss']:.3f}, {fact['ms']:.0f} ms, {said}"
 

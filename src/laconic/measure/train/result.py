@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from laconic.measure.train.facts import median_times
-from laconic.measure.train.trainer import Trainer
+from laconic.measure.train.loop import TrainingLoop
+from laconic.measure.train.measured import median_times
 
 DIVERGED = 3  # exit code of a run whose loss was no number in the end
 
@@ -59,23 +59,25 @@ def _sum(servers: Sequence[dict[str, Any]], name: str) -> int | None:
     return sum(found) if found else None
 
 
-def summarize(trainer: Trainer) -> Result:
-    """Sum up a run; all ranks call it."""
-    stats = trainer.stats(ages=True)
+def summarize(loop: TrainingLoop) -> Result:
+    """Sum up a run; all workers call it."""
+    stats = loop.learner.stats(ages=True)
+    evaluation = loop.last_evaluation
     # The interface's count begins with this process, so it has no match where a resumed run's bytes go further back.
-    facts = trainer.facts if not trainer.bytes_before["dense"] else []
+    facts = loop.facts if not loop.bytes_before["dense"] else []
     seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in facts) for way in ("out", "in")]
-    mine = [*trainer.bytes_so_far().values(), *seen]
-    total = trainer.council.total(torch.tensor(mine, dtype=torch.float64))
-    out, into, dense, seen_out, seen_in = (round(each / trainer.council.num_living) for each in total.tolist())
-    servers = trainer.council.server_facts()
-    step_ms, split_ms = median_times(trainer.facts)
+    mine = [*loop.bytes_so_far().values(), *seen]
+    total = loop.group.total(torch.tensor(mine, dtype=torch.float64))
+    out, into, dense, seen_out, seen_in = (round(each / loop.group.num_living) for each in total.tolist())
+    end = loop.group.end_facts()
+    slowest = max(seconds for (seconds,) in loop.group.gather([loop.seconds]))
+    step_ms, split_ms = median_times(loop.facts)
     return Result(
         scheme=str(stats.scheme),
-        accuracy=trainer.last_evaluation["accuracy"],
-        loss=trainer.last_evaluation["loss"],
-        steps=trainer.steps_done,
-        seconds=trainer.seconds,
+        accuracy=evaluation["accuracy"],
+        loss=evaluation["loss"],
+        steps=loop.steps_done,
+        seconds=loop.seconds,
         step_ms=step_ms,
         split_ms=split_ms,
         bytes_out=out,
@@ -84,15 +86,15 @@ def summarize(trainer: Trainer) -> Result:
         link_bytes_in=seen_in or None,
         ratio=dense / out if out else None,
         skipped_steps=stats.skipped_steps,
-        seconds_slowest=max(seconds for (seconds,) in trainer.council.gather([trainer.seconds])),
-        worst_accuracy=trainer.last_evaluation.get("worst_accuracy"),
-        consensus_distance=trainer.last_evaluation.get("consensus_distance"),
-        diverged_at=trainer.diverged_at,
+        seconds_slowest=None if loop.group.shares_clock else slowest,
+        worst_accuracy=evaluation.get("worst_accuracy"),
+        consensus_distance=evaluation.get("consensus_distance"),
+        diverged_at=loop.diverged_at,
         union=stats.union,
         oldest_residual=stats.oldest_residual,
         never_sent=stats.never_sent,
-        server_bytes_out=_sum(servers, "bytes_out"),
-        server_link_bytes_out=_sum(servers, "link_bytes_out"),
-        server_held_bytes=_sum(servers, "held_bytes"),
-        lost_workers=servers[0]["lost"] if servers else {str(r): why for r, why in getattr(stats, "lost", {}).items()},
+        server_bytes_out=_sum(end.servers, "bytes_out"),
+        server_link_bytes_out=_sum(end.servers, "link_bytes_out"),
+        server_held_bytes=_sum(end.servers, "held_bytes"),
+        lost_workers=end.lost_workers,
     )

@@ -1,17 +1,58 @@
-"""A checkpoint beside the run that would go on from it: what does not fit, and what is worth a remark."""
+"""Saving a run and going on with it: what does not fit is refused, and what is worth a remark is said."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS
-from laconic.measure.train.job import Job
+from laconic.measure.train.checkpoint import load_checkpoint, save_checkpoint
+from laconic.measure.train.job import Job, exchanges_models
+from laconic.measure.train.loop import TrainingLoop
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 
 _MUST_BE_THE_SAME = ("task", "model")
+
+
+def save(loop: TrainingLoop) -> None:
+    """Write a checkpoint to --out, if there is one; that of a run which then diverged is kept."""
+    job = loop.job
+    if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
+        return
+    learner = loop.learner
+    state: dict[str, Any] = {"session": learner.session.state_dict(), "bytes": loop.bytes_so_far()}
+    if loop.group.place == 0 or learner.owns_model:
+        state |= {"model": learner.model.state_dict(), "optimizer": learner.optimizer.state_dict()}
+        state |= {"seconds": loop.seconds, "settings": settings(job)}
+    save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group)
+
+
+def resume_(loop: TrainingLoop) -> None:
+    """Load the newest checkpoint in --out into the loop, its model, optimizer and session."""
+    job = loop.job
+    learner = loop.learner
+    rank = loop.course.rank
+    assert job.out is not None
+    step, states = load_checkpoint(job.out)
+    check_resume(job, loop.course.num_steps, step, states)
+    if rank == 0 and (changed := remark(job, states)):
+        print(f"laconic: {changed}", file=sys.stderr, flush=True)
+    lead = next(state for state in states if "model" in state)
+    if learner.owns_model:
+        lead = next((state for state in states if state["session"].get("rank") == rank), lead)
+    learner.model.load_state_dict(lead["model"])
+    learner.optimizer.load_state_dict(lead["optimizer"])
+    learner.session.load_state_dict([state["session"] for state in states])
+    loop.seconds = lead["seconds"]
+    loop.steps_done = step
+    for way in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
+        loop.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
+    loop.group.total(torch.zeros(1))  # nobody is asked about a model that is still to be loaded
 
 
 def settings(job: Job) -> dict[str, Any]:
@@ -48,7 +89,8 @@ def check_resume(job: Job, num_steps: int, step: int, states: Sequence[Mapping[s
 
 def remark(job: Job, states: Sequence[Mapping[str, Any]]) -> str:
     """The settings that are no longer those the run began with, in one line; nothing where there are none."""
-    before, now = _settings_of(states), settings(job)
+    before = _settings_of(states)
+    now = settings(job)
     changed = [name for name in before if name in now and before[name] != now[name]]
     if not changed:
         return ""
@@ -63,6 +105,6 @@ def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:
     """The kinds of tensors a session keeps; PyTorch's own hooks go on under the very same scheme only."""
-    if scheme.of_what == "models":
+    if exchanges_models(scheme):
         return ("a model of each worker's own",)
     return scheme.memory.kinds if isinstance(scheme, Scheme) else (str(scheme),)

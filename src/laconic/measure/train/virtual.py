@@ -1,36 +1,40 @@
-"""A job's workers as threads of one process, around one model: what they would send is studied without sending it."""
+"""A job's workers as threads of one process: what they would send is studied without sending it."""
 
 from __future__ import annotations
 
-import math
+import copy
 import statistics
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
 from laconic.measure.records import Recorder
-from laconic.measure.tasks import TASKS
+from laconic.measure.tasks import TASKS, Data
 from laconic.measure.train.course import Course, loss_of, score
-from laconic.measure.train.facts import median_times, step_fact
 from laconic.measure.train.job import Job
-from laconic.measure.train.result import DIVERGED, Result
+from laconic.measure.train.loop import NoObserver, TrainingLoop
+from laconic.measure.train.measured import Spent
+from laconic.measure.train.result import DIVERGED, Result, summarize
+from laconic.measure.train.worker_group import EndFacts
 from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import Session, Stats
 from laconic.transport import InProcess, in_process
 
-Watch = Callable[[int, Session], None]  # called by worker 0 after each step, counted from 1
+T = TypeVar("T")
+Say = Callable[[str], None]
+AfterStep = Callable[[int, Session], None]  # called by worker 0 after each step, counted from 1
+OnGradient = Callable[[int, Bucket, Session], None]  # called by a worker before it exchanges, with its own gradient
+_CPU = torch.device("cpu")
 
 
-def work_in_process(
-    job: Job, tell: Callable[[Result], None], say: Callable[[str], None], watch: Watch | None = None
-) -> int:
+def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_step: AfterStep | None = None) -> int:
     """Train and measure; 0, or DIVERGED.
 
     Replicas are equal bit for bit, so one model stands for all of them: the workers take turns with it, each for its
@@ -40,127 +44,210 @@ def work_in_process(
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} lives inside PyTorch's DDP; leave --in-process out, or give another scheme")
     data = TASKS[job.task].load(job.data)
-    torch.manual_seed(job.seed)
-    shop = _Shop(job, Course(job, data, 0, job.workers))
+    with Recorder(job.out) as records:
+        records.write("job", **job.facts(), workers_seen=job.workers, first_step=0)
 
-    def work(transport: InProcess) -> Stats:
-        session = Session(scheme, transport)
-        shop.work(Course(job, data, transport.rank, transport.num_workers), session, transport.rank, say, watch)
-        return session.stats(ages=True)
+        def train(loop: TrainingLoop, session: Session) -> Result:
+            leads = loop.group.place == 0
+            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else NoObserver())
+            return summarize(loop)
 
-    with Recorder(job.out) as shop.records:
-        shop.records.write("job", **job.facts(), workers_seen=job.workers, first_step=0)
-        result = _result(shop, in_process(job.workers, work, num_servers=job.servers))
-        shop.records.write("result", **result.as_dict())
+        result = run_virtual(job, scheme, data, train, shares_model=True)[0]
+        records.write("result", **result.as_dict())
     tell(result)
     return 0 if result.diverged_at is None else DIVERGED
 
 
-class _Shop:
-    """The one model, its optimizer, and who may touch it."""
+def run_virtual(
+    job: Job,
+    scheme: Scheme,
+    data: Data,
+    train: Callable[[TrainingLoop, Session], T],
+    *,
+    shares_model: bool,
+    on_gradient: OnGradient | None = None,
+) -> list[T]:
+    """train() for each of job.workers virtual workers, around one model or with a copy each; results by rank.
 
-    def __init__(self, job: Job, course: Course) -> None:
-        self.job, self.course = job, course
-        self.model = course.model(torch.device("cpu"))
+    `on_gradient` is called by the first worker alone. Ctrl-C ends them all between two steps: an interrupted join of
+    the workers themselves would leave them computing while the interpreter goes away.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        first = Replica(Course(job, data, 0, job.workers))
+    rows: list[list[float]] = [[] for _ in range(job.workers)]
+    interrupted = threading.Event()
+
+    def work(transport: InProcess) -> T:
+        leads = transport.rank == 0
+        course = Course(job, data, transport.rank, transport.num_workers)
+        replica = first if shares_model or leads else first.copy(course)
+        group = VirtualWorkers(transport, rows, has_servers=job.asks_servers)
+        session = Session(scheme, transport)
+
+        def before_exchange(step: int, bucket: Bucket) -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            if on_gradient is not None and leads:
+                on_gradient(step, bucket, session)
+
+        learner = VirtualLearner(
+            course, replica, session, group, applies=leads or not shares_model, before_exchange=before_exchange
+        )
+        return train(TrainingLoop(job, course, learner, group), session)
+
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(in_process, job.workers, work, num_servers=job.servers)
+        try:
+            return results.result()
+        except KeyboardInterrupt:
+            interrupted.set()
+            raise
+
+
+class VirtualWorkers:
+    """Threads that meet where their transport does; nothing of it is counted."""
+
+    shares_clock: ClassVar[bool] = True
+
+    def __init__(self, transport: InProcess, rows: list[list[float]], *, has_servers: bool) -> None:
+        self._transport = transport
+        self._rows = rows
+        self._has_servers = has_servers
+        self.place = transport.rank
+        self.num_living = transport.num_workers
+
+    def wait(self) -> None:
+        """Go on when all are here."""
+        self._transport.broadcast(torch.empty(0, dtype=torch.uint8), 0)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        rows = self.gather(tensor.flatten().tolist())
+        return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        self._rows[self.place] = list(mine)
+        self.wait()
+        rows = list(self._rows)
+        self.wait()  # nobody overwrites what another still reads
+        return rows
+
+    def share_(self, buffers: Iterable[Tensor]) -> None:
+        """The model is one."""
+
+    def end_facts(self) -> EndFacts:
+        """A server's bytes are those that all workers heard."""
+        if not self._has_servers:
+            return EndFacts()
+        heard = self.gather([self._transport.traffic.bytes_in])
+        return EndFacts([{"bytes_out": round(sum(num_bytes for (num_bytes,) in heard))}])
+
+
+class Replica:
+    """A model and its optimizer, with which one worker computes at a time."""
+
+    def __init__(self, course: Course, model: nn.Module | None = None) -> None:
+        self.model = model or course.model(_CPU)
         self.optimizer = course.optimizer(self.model)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.layout = Layout.of(list(self.trained), [p.shape for p in self.trained.values()])
-        self.records = Recorder(None)
-        self.facts: list[dict[str, Any]] = []
-        self.evaluation: dict[str, Any] = {}
-        self.seconds = 0.0
-        self.diverged_at: int | None = None
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.layout = Layout.of(names, [p.numel() for p in self.trained])
         self._turn = threading.Lock()
         self._losses: list[float] = []
 
-    def work(
-        self, course: Course, session: Session, rank: int, say: Callable[[str], None], watch: Watch | None
-    ) -> None:
-        """One worker's steps; worker 0 also applies, evaluates and records."""
-        leads, everyone = rank == 0, session.transport
-        if leads:
-            self._evaluate(0, session, say)
-        for step in range(course.num_steps):
-            start, before = time.perf_counter(), session.stats() if leads else None
-            flat = self._gradient(course, step)
-            if rank >= self.job.workers - self.job.flipped:
-                flat.neg_()
-            session.exchange_(Bucket(0, self.layout, flat, is_last=True))
-            if leads and before is not None:
-                self._apply(flat, step)
-                self._record(step + 1, time.perf_counter() - start, before, session.stats())
-                if (step + 1) % self.job.eval_every == 0 or step + 1 == course.num_steps:
-                    self._evaluate(step + 1, session, say)
-                if watch is not None:
-                    watch(step + 1, session)
-            everyone.broadcast(torch.empty(0, dtype=torch.uint8), 0)  # none computes on while the first applies
-            if self.diverged_at is not None:
-                return
+    def copy(self, course: Course) -> Replica:
+        """A replica of its own."""
+        return Replica(course, copy.deepcopy(self.model))
 
-    def _gradient(self, course: Course, step: int) -> Tensor:
-        inputs, targets = course.examples(step)
+    def gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """(the gradient as one vector, the loss) on a batch."""
         with self._turn:
             loss = loss_of(self.model(inputs), targets)
-            found = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
+            found = torch.autograd.grad(loss, self.trained, allow_unused=True)
             self._losses.append(float(loss.detach()))
-        pairs = zip(found, self.trained.values(), strict=True)
-        return torch.cat([torch.zeros(p.numel()) if g is None else g.reshape(-1) for g, p in pairs])
+        pairs = zip(found, self.trained, strict=True)
+        flat = torch.cat([torch.zeros(p.numel()) if g is None else g.reshape(-1) for g, p in pairs])
+        return flat, float(loss.detach())
 
-    def _apply(self, flat: Tensor, step: int) -> None:
-        self.course.set_rate_(self.optimizer, step)
-        for parameter, span in zip(self.trained.values(), self.layout.spans, strict=True):
+    def apply_(self, flat: Tensor) -> float:
+        """One step of the optimizer; the mean loss of all batches since the last."""
+        for parameter, span in zip(self.trained, self.layout.spans, strict=True):
             parameter.grad = flat[span.start : span.stop].view_as(parameter)
         self.optimizer.step()
-
-    def _record(self, step: int, seconds: float, before: Stats, after: Stats) -> None:
-        self.seconds += seconds
-        loss, self._losses = statistics.fmean(self._losses), []
-        fact = step_fact(step, loss, seconds, before, after)
-        self.facts.append(fact)
-        self.records.write("step", **fact)
-
-    def _evaluate(self, step: int, session: Session, say: Callable[[str], None]) -> None:
-        right, loss, count = score(self.model, self.course.data, torch.device("cpu"))
-        if not math.isfinite(loss) and step:
-            self.diverged_at = step
-        stats = session.stats()
-        self.evaluation = {
-            "step": step,
-            "seconds": self.seconds,
-            "accuracy": right / count,
-            "loss": loss / count,
-            "bytes_out": stats.bytes_out,
-            "bytes_in": stats.bytes_in,
-        }
-        self.records.write("eval", **self.evaluation)
-        union = f", |U|/k {stats.union:.2f}" if stats.union else ""
-        say(f"{self.job.scheme}: step {step}/{self.course.num_steps}, accuracy {100 * right / count:.2f} %{union}")
+        loss = statistics.fmean(self._losses)
+        self._losses = []
+        return loss
 
 
-def _result(shop: _Shop, everyone: list[Stats]) -> Result:
-    """Bytes are means over the workers; a server's are those that all of them heard."""
-    out, into, dense = (
-        round(statistics.fmean(getattr(stats, name) for stats in everyone))
-        for name in ("bytes_out", "bytes_in", "dense_bytes_out")
-    )
-    step_ms, split_ms = median_times(shop.facts)
-    return Result(
-        scheme=everyone[0].scheme,
-        accuracy=shop.evaluation["accuracy"],
-        loss=shop.evaluation["loss"],
-        steps=everyone[0].steps,
-        seconds=shop.seconds,
-        step_ms=step_ms,
-        split_ms=split_ms,
-        bytes_out=out,
-        bytes_in=into,
-        link_bytes_out=None,
-        link_bytes_in=None,
-        ratio=dense / out if out else None,
-        skipped_steps=everyone[0].skipped_steps,
-        diverged_at=shop.diverged_at,
-        union=everyone[0].union,
-        oldest_residual=everyone[0].oldest_residual,
-        never_sent=everyone[0].never_sent,
-        server_bytes_out=sum(stats.bytes_in for stats in everyone) if shop.job.asks_servers else None,
-    )
+class VirtualLearner:
+    """A worker in a thread: it exchanges its gradient of a replica, and applies the answer if that is its part."""
+
+    owns_model: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        course: Course,
+        replica: Replica,
+        session: Session,
+        group: VirtualWorkers,
+        *,
+        applies: bool,
+        before_exchange: Callable[[int, Bucket], None],
+    ) -> None:
+        self.model = replica.model
+        self.optimizer = replica.optimizer
+        self.session = session
+        self._course = course
+        self._replica = replica
+        self._group = group
+        self._applies = applies
+        self._before_exchange = before_exchange
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def learn_(self, step: int) -> float:
+        flat, loss = self._replica.gradient(*self._course.examples(step))
+        if self._course.flips:
+            flat.neg_()
+        bucket = Bucket(0, self._replica.layout, flat, is_last=True)
+        self._before_exchange(step + 1, bucket)
+        self.session.exchange_(bucket)
+        if self._applies:
+            loss = self._replica.apply_(flat)
+        self._group.wait()  # none computes on while another applies
+        return loss
+
+    def finish_(self) -> Spent:
+        return Spent()
+
+    def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
+        """The first scores all of the test data; the others wait."""
+        mine = score(self.model, self._course.data, _CPU) if self._group.place == 0 else [0.0, 0.0, 0.0]
+        sums = self._group.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return sums, {"bytes_in": self.session.stats().bytes_in}
+
+
+class _VirtualObserver:
+    """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
+
+    def __init__(
+        self, loop: TrainingLoop, session: Session, records: Recorder, say: Say, after_step: AfterStep | None
+    ) -> None:
+        self._loop = loop
+        self._session = session
+        self._records = records
+        self._say = say
+        self._after_step = after_step
+
+    def step(self, fact: dict[str, Any]) -> None:
+        self._records.write("step", **fact)
+        if self._after_step is not None:
+            self._after_step(fact["step"], self._session)
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        self._records.write("eval", **fact)
+        union = self._session.stats().union
+        more = f", |U|/k {union:.2f}" if union else ""
+        place = f"step {fact['step']}/{self._loop.course.num_steps}"
+        self._say(f"{self._loop.job.scheme}: {place}, accuracy {100 * fact['accuracy']:.2f} %{more}")

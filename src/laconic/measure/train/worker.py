@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,14 +18,17 @@ import torch.distributed as dist
 
 from laconic.errors import TaskError
 from laconic.measure.records import Recorder, forget_after
-from laconic.measure.tasks import TASKS
+from laconic.measure.tasks import TASKS, Data
 from laconic.measure.train.checkpoint import forget_checkpoint
-from laconic.measure.train.gossip import trainer_for
-from laconic.measure.train.interface import interface_bytes
+from laconic.measure.train.course import Course
+from laconic.measure.train.ddp import DdpLearner
+from laconic.measure.train.gossip import GossipLearner
 from laconic.measure.train.job import Job
+from laconic.measure.train.loop import TrainingLoop
+from laconic.measure.train.measured import interface_bytes, link_bytes_since
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
-from laconic.measure.train.trainer import Trainer
+from laconic.measure.train.resume import resume_, save
 from laconic.server import serve
 
 _PR_SET_PDEATHSIG = 1
@@ -46,76 +50,68 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
     device = _device(job)
     data = TASKS[job.task].load(job.data)
     with _process_group(job.backend):
-        trainer = trainer_for(job, data, device)
-        first = trainer.resume() if job.resume else 0
-        if job.out is not None and trainer.council.place == 0:
-            if first:
-                forget_after(job.out, first)
+        learner = make_learner(job, data, device)
+        loop = TrainingLoop(job, learner.course, learner, learner.group)
+        if job.resume:
+            resume_(loop)
+        if job.out is not None and loop.group.place == 0:
+            if job.resume:
+                forget_after(job.out, loop.steps_done)
             else:
                 forget_checkpoint(job.out)
-        with _Desk(job, trainer) as desk:
-            desk.write("job", **job.facts(), workers_seen=trainer.num_workers, first_step=first)
-            if first == 0:
-                _evaluate(trainer, desk)
-            for step in range(first, trainer.num_steps):
-                desk.step(trainer.step(step))
-                if step + 1 == trainer.num_steps:
-                    trainer.finish()
-                if (step + 1) % job.eval_every == 0 or step + 1 == trainer.num_steps:
-                    _evaluate(trainer, desk)
-                if trainer.diverged_at is not None:
-                    break
-            result = summarize(trainer)
-            desk.write("result", **result.as_dict())
-            if desk.leads:
+        with _LeadersLog(job, loop) as log:
+            log.write("job", **job.facts(), workers_seen=learner.course.num_workers, first_step=loop.steps_done)
+            loop.run_(log)
+            result = summarize(loop)
+            log.write("result", **result.as_dict())
+            if log.leads:
                 tell(result)
-            trainer.session.close()
+            learner.session.close()
             if job.servers and not job.asks_servers:
                 dist.barrier()  # lets the servers go, which stood by
         return 0 if result.diverged_at is None else DIVERGED
+
+
+def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | GossipLearner:
+    """This process's share of the data and its model, under the job's scheme; a call that all workers make."""
+    course = Course(job, data, dist.get_rank() - job.servers, dist.get_world_size() - job.servers)
+    group: dist.ProcessGroup | None = dist.group.WORLD
+    if job.servers:
+        ranks = list(range(job.servers, dist.get_world_size()))
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    return (GossipLearner if job.is_gossip else DdpLearner)(job, course, device, group)
 
 
 def _serve(job: Job) -> int:
     """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
     with _process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
-            facts = _link_facts(interface_bytes())
+            facts = partial(link_bytes_since, interface_bytes())  # a lab stands longer than one run in it
             serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=facts)
         else:
             dist.barrier()
     return 0
 
 
-def _link_facts(before: tuple[int, int] | None) -> Callable[[], dict[str, int]]:
-    """What the interface counts from here on: a lab stands longer than one run in it."""
-
-    def facts() -> dict[str, int]:
-        now = interface_bytes()
-        if now is None or before is None:
-            return {}
-        return {"link_bytes_out": now[0] - before[0], "link_bytes_in": now[1] - before[1]}
-
-    return facts
-
-
-class _Desk:
+class _LeadersLog:
     """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
 
-    def __init__(self, job: Job, trainer: Trainer) -> None:
-        self._job, self._trainer = job, trainer
+    def __init__(self, job: Job, loop: TrainingLoop) -> None:
+        self._job = job
+        self._loop = loop
         self._open = ExitStack()
         self.leads = False
-        self._sit_down(keeps_old=job.resume)
+        self._begin(keeps_old=job.resume)
 
-    def _sit_down(self, *, keeps_old: bool) -> None:
-        self.leads = self._trainer.council.place == 0
+    def _begin(self, *, keeps_old: bool) -> None:
+        self.leads = self._loop.group.place == 0
         folder = self._job.out if self.leads else None
         self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
-        self._progress = self._open.enter_context(Progress(self._job, self._trainer, shown=self.leads))
+        self._progress = self._open.enter_context(Progress(self._job, self._loop, shown=self.leads))
 
     def write(self, kind: str, **fact: Any) -> None:
-        if not self.leads and self._trainer.council.place == 0:
-            self._sit_down(keeps_old=True)
+        if not self.leads and self._loop.group.place == 0:
+            self._begin(keeps_old=True)
         self._records.write(kind, **fact)
 
     def step(self, fact: dict[str, Any]) -> None:
@@ -125,8 +121,9 @@ class _Desk:
     def evaluation(self, fact: dict[str, Any]) -> None:
         self.write("eval", **fact)
         self._progress.evaluation(fact)
+        save(self._loop)
 
-    def __enter__(self) -> _Desk:
+    def __enter__(self) -> _LeadersLog:
         return self
 
     def __exit__(
@@ -139,11 +136,6 @@ def _end_with_the_launcher() -> None:
     """Let the kernel end this worker when its launcher is killed, which then cannot do so itself (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _evaluate(trainer: Trainer, desk: _Desk) -> None:
-    desk.evaluation(trainer.evaluate())
-    trainer.save()
 
 
 def _device(job: Job) -> torch.device:

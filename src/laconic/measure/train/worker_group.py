@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,18 @@ from torch import Tensor
 from laconic.server.client import ServerClient
 
 
-class Council(Protocol):
+@dataclass(frozen=True)
+class EndFacts:
+    """What is known of others than the workers that came to the end."""
+
+    servers: list[dict[str, Any]] = field(default_factory=list)  # what each dedicated server counted
+    lost_workers: dict[str, str] = field(default_factory=dict)  # by rank, and how they died
+
+
+class WorkerGroup(Protocol):
     """The workers that are there; each makes the same calls in the same order."""
+
+    shares_clock: ClassVar[bool]  # whether their times are of all of them together
 
     @property
     def place(self) -> int:
@@ -32,16 +43,20 @@ class Council(Protocol):
     def share_(self, buffers: Iterable[Tensor]) -> None:
         """Make a model's buffers the same everywhere."""
 
-    def server_facts(self) -> list[dict[str, Any]]:
-        """What each dedicated server counted."""
+    def end_facts(self) -> EndFacts:
+        """What servers counted, and who has died."""
 
 
-class Circle:
+class ProcessWorkers:
     """Workers that all live as long as the job, over a process group."""
 
+    shares_clock: ClassVar[bool] = False
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self.place, self.num_living = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self._device = device
+        self.place = dist.get_rank(group)
+        self.num_living = dist.get_world_size(group)
 
     def total(self, tensor: Tensor) -> Tensor:
         there = tensor.to(self._device)
@@ -55,12 +70,14 @@ class Circle:
         for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
             dist.broadcast(buffer, group=self._group, group_src=0)
 
-    def server_facts(self) -> list[dict[str, Any]]:
-        return []
+    def end_facts(self) -> EndFacts:
+        return EndFacts()
 
 
-class ServedCouncil:
+class ServedWorkers:
     """Workers some of whom may die, through the servers that notice."""
+
+    shares_clock: ClassVar[bool] = False
 
     def __init__(self, transport: ServerClient) -> None:
         self._transport = transport
@@ -84,13 +101,14 @@ class ServedCouncil:
             if buffer.is_floating_point():
                 buffer.copy_(self._transport.total(buffer) / self._transport.num_living)
 
-    def server_facts(self) -> list[dict[str, Any]]:
-        return self._transport.server_stats()
+    def end_facts(self) -> EndFacts:
+        servers: list[dict[str, Any]] = self._transport.server_stats()
+        return EndFacts(servers, servers[0]["lost"])
 
 
-def _rows(council: Council, mine: Sequence[float]) -> list[list[float]]:
+def _rows(group: WorkerGroup, mine: Sequence[float]) -> list[list[float]]:
     """One row from each: the sum of tables in which only one's own row is filled."""
-    table = torch.zeros(council.num_living, len(mine), dtype=torch.float64)
-    table[council.place] = torch.tensor(mine, dtype=torch.float64)
-    rows: list[list[float]] = council.total(table).tolist()
+    table = torch.zeros(group.num_living, len(mine), dtype=torch.float64)
+    table[group.place] = torch.tensor(mine, dtype=torch.float64)
+    rows: list[list[float]] = group.total(table).tolist()
     return rows

@@ -1,0 +1,75 @@
+"""Workers whose model is one under DDP: its gradients are exchanged during the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.attach import attach
+from laconic.errors import LaconicError
+from laconic.measure.train.course import Course, score
+from laconic.measure.train.job import Job
+from laconic.measure.train.measured import Spent
+from laconic.measure.train.worker_group import ProcessWorkers, ServedWorkers, WorkerGroup
+from laconic.recipes import parse
+from laconic.scheme import TorchHook
+from laconic.server.client import ServerClient
+from laconic.session import Stats
+
+_ONE_BUCKET_MB = 4096
+
+
+class DdpLearner:
+    """A model under DDP with a scheme attached; made by a call that all workers make."""
+
+    owns_model: ClassVar[bool] = False
+
+    def __init__(self, job: Job, course: Course, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        scheme = parse(job.scheme)
+        self.course = course
+        self._device = device
+        self.model = course.model(device)
+        self.optimizer = course.optimizer(self.model)
+        # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
+        one_bucket = scheme.has_owners or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
+        self._ddp = DistributedDataParallel(
+            self.model,
+            process_group=group,
+            bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
+            gradient_as_bucket_view=True,  # no copy of what a bucket has become
+        )
+        # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
+        self._ddp.broadcast_buffers = scheme.talks and not job.asks_servers
+        servers = range(job.servers) if job.asks_servers else ()
+        self.session = attach(self._ddp, scheme, servers=servers, timeout_s=job.server_timeout)
+        self.group: WorkerGroup = ProcessWorkers(group, device)
+        if isinstance(self.session.transport, ServerClient):
+            self.group = ServedWorkers(self.session.transport)
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def learn_(self, step: int) -> float:
+        """One step; what went wrong in the session's thread is raised as it was, not as DDP wraps it."""
+        self.optimizer.zero_grad()
+        try:
+            loss = self.course.backward_(self._ddp, step, self._device)
+        except RuntimeError:
+            if isinstance(self.session.error, LaconicError):
+                raise self.session.error from None
+            raise
+        self.optimizer.step()
+        return float(loss)  # on CUDA this waits for the step to end
+
+    def finish_(self) -> Spent:
+        return Spent()
+
+    @torch.no_grad()
+    def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
+        """Each worker scores a part of the test data."""
+        self.group.share_(self.model.buffers())
+        part = score(self.model, self.course.data, self._device, self.group.place, self.group.num_living)
+        return self.group.total(torch.tensor(part, dtype=torch.float64)).tolist(), {}
