@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from laconic.errors import TaskError
+from laconic.measure import figures as declared
 from laconic.measure.cli import report
 from laconic.measure.report import write_report
 
@@ -242,6 +243,31 @@ def test_what_diverged_is_marked_and_does_not_compete(tmp_path: Path) -> None:
     assert read.tables[0][2][0] == "dense diverged at step 7"
     assert "89.12 %" not in read.bold and "88.99 %" in read.bold
     assert "1 worker on 1 host of the lab" in read.text
+
+
+def test_figures_that_some_schemes_have_are_shown_and_explained(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    _break(made, '"accuracy": 0.8912', '"union": 1.974, "worst_accuracy": 0.7, "accuracy": 0.8912')
+    read = _Reader(_page(made))
+    assert read.tables[0][2][len(SHOWN[0]) :] == ["1.97", "70.00 %", "-"]
+    assert read.tables[0][3][len(SHOWN[0]) :] == ["-", "-", "-"]
+    assert "Under |U|/k: |U|/k at a server" in read.text and "servers out" not in read.text
+
+
+def test_figures_are_declared_once_and_keep_their_names() -> None:
+    """Records of earlier runs have these keys."""
+    assert [figure.name for figure in declared.FIGURES] == [
+        *("link_bytes_out", "link_bytes_in", "link_use", "seconds_slowest", "worst_accuracy", "consensus_distance"),
+        *("union", "oldest_residual", "never_sent"),
+        *("server_bytes_out", "server_link_bytes_out", "server_held_bytes"),
+    ]
+    rounds = [{"union": 2.0, "worst_accuracy": 0.5 + 0.1 * i, "server_bytes_out": 80} for i in (1, 2)]
+    found = declared.of_rounds(rounds, steps=8)
+    assert set(found) == {
+        *("link_bytes_out", "link_bytes_in", "worst_accuracy", "consensus_distance", "union", "server_bytes_out")
+    }
+    assert found["worst_accuracy"] == pytest.approx(0.65) and found["server_bytes_out"] == 10
+    assert declared.of_rounds([{**one, "server_link_bytes_out": 88} for one in rounds], 8)["server_bytes_out"] == 11
 
 
 def test_a_sweep_alone_is_a_report_too(tmp_path: Path) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from laconic.measure import records
+from laconic.measure.figures import Record, Values, median, of_rounds
 
 _MARGIN = 0.01  # the default target lies one point under the reference's final accuracy
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Record):
     """One scheme's figures beside the others'; medians over rounds, bytes per worker and step."""
+
+    noun: ClassVar[str] = "row"
 
     scheme: str
     folder: str
@@ -27,20 +30,11 @@ class Row:
     split_ms: dict[str, float]
     bytes_out: int
     bytes_in: int
-    link_bytes_out: int | None  # what the network interface counted for the same steps
-    link_bytes_in: int | None
-    link_use: float | None  # share of the link's rate used while exchanging
     ratio: float | None
-    worst_accuracy: float | None  # of gossip's replicas; `accuracy` is that of their mean
-    consensus_distance: float | None  # between them, before the last average
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
-    diverged_at: int | None  # the step from which on some round's loss was no number
-    union: float | None = None  # |U|/k at a server
-    server_bytes_out: int | None = None  # of dedicated servers, a step: as their interfaces saw it, or as counted
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    figures: Values
+    diverged_at: int | None = None  # the step from which on some round's loss was no number
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def compare(
         sound = {scheme: of for scheme, of in runs.items() if _diverged_at(of) is None} or runs
         accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in sound.items()}
         target = accuracies.get("dense", max(accuracies.values())) - _MARGIN
-    times = {scheme: _median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
+    times = {scheme: median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
     rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
     steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
     return Comparison(target, steps, tuple(rows))
@@ -109,12 +103,8 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
     split = {
         name: statistics.median(run.result["split_ms"][name] for run in runs) for name in runs[0].result["split_ms"]
     }
-    first, steps = runs[0].result, runs[0].result["steps"]
-    per_step = {
-        name: round(first[name] / steps) if first[name] is not None else None
-        for name in ("bytes_out", "bytes_in", "link_bytes_out", "link_bytes_in")
-    }
-    served = first.get("server_link_bytes_out") or first.get("server_bytes_out")
+    result = runs[0].result
+    steps = result["steps"]
     return Row(
         scheme=scheme,
         folder=folder_of(scheme),
@@ -123,19 +113,13 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         step_ms=statistics.median(step_ms),
         step_ms_quartiles=quartiles(step_ms),
         split_ms=split,
-        bytes_out=per_step["bytes_out"] or 0,
-        bytes_in=per_step["bytes_in"] or 0,
-        link_bytes_out=per_step["link_bytes_out"],
-        link_bytes_in=per_step["link_bytes_in"],
-        link_use=_link_use(runs, link_bits_per_s),
-        ratio=first["ratio"],
-        worst_accuracy=_median([run.result.get("worst_accuracy") for run in runs]),
-        consensus_distance=_median([run.result.get("consensus_distance") for run in runs]),
+        bytes_out=round(result["bytes_out"] / steps),
+        bytes_in=round(result["bytes_in"] / steps),
+        ratio=result["ratio"],
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
+        figures={**of_rounds([run.result for run in runs], steps), "link_use": _link_use(runs, link_bits_per_s)},
         diverged_at=_diverged_at(runs),
-        union=first.get("union"),
-        server_bytes_out=round(served / steps) if served is not None else None,
     )
 
 
@@ -158,12 +142,6 @@ def _link_use(runs: Sequence[Run], link_bits_per_s: int | None) -> float | None:
     sent_bits = 8 * sum(fact.get("link_bytes_out", 0) for fact in steps)
     exchange_s = sum(fact["exchange_ms"] for fact in steps) / 1e3
     return sent_bits / exchange_s / link_bits_per_s if sent_bits and exchange_s and link_bits_per_s else None
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """The median where all rounds have a value; a target that some round missed is not reached."""
-    found = [value for value in values if value is not None]
-    return statistics.median(found) if len(found) == len(values) else None
 
 
 def _quotient(reference: float | None, here: float | None) -> float | None:

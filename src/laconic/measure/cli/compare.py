@@ -18,6 +18,7 @@ from laconic.measure.cli.sweep import sweep, sweep_spec
 from laconic.measure.cli.table import number, table
 from laconic.measure.cli.train import check_before_launch
 from laconic.measure.compare import Comparison, compare, round_of
+from laconic.measure.figures import Place, columns
 from laconic.measure.lab import LabSpec
 from laconic.measure.records import Recorder, to_json
 from laconic.measure.report import write_report
@@ -108,38 +109,31 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 
 def _text(found: Comparison) -> str:
-    in_lab = any(row.link_bytes_out is not None for row in found.rows)
+    figures = [row.figures for row in found.rows]
+    beside_bytes = columns(figures, Place.BYTES)
+    at_end = columns(figures, Place.END)
     head = [
-        "scheme",
-        "accuracy",
-        f"s to {100 * found.target:.1f} %",
-        "step ms",
-        "quartiles",
-        "select+encode",
-        "bytes out/step",
-        "in/step",
+        *("scheme", "accuracy", f"s to {100 * found.target:.1f} %", "step ms", "quartiles", "select+encode"),
+        *("bytes out/step", "in/step", *(figure.head for figure in beside_bytes)),
+        *("ratio", "vs dense", "vs bf16", *(figure.head for figure in at_end)),
     ]
-    head += ["on the link", "link use"] if in_lab else []
-    unions = any(row.union is not None for row in found.rows)
-    served = any(row.server_bytes_out is not None for row in found.rows)
-    head += ["|U|/k"] * unions + ["servers out/step"] * served
-    gossips = any(row.worst_accuracy is not None for row in found.rows)
-    last = ["ratio", "vs dense", "vs bf16", *(["worst replica", "apart"] if gossips else [])]
     rows = []
     for row in found.rows:
-        first, third = row.step_ms_quartiles
+        lower, upper = row.step_ms_quartiles
         accuracy = f"{100 * row.accuracy:.2f} %" if row.diverged_at is None else f"diverged at step {row.diverged_at}"
-        cells = [row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"]
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
-        cells += [f"{first:.0f}-{third:.0f}", number(preparing, ".1f", " %")]
-        cells += [f"{row.bytes_out:,}", f"{row.bytes_in:,}"]
-        if in_lab:
-            use = None if row.link_use is None else 100 * row.link_use
-            cells += [number(row.link_bytes_out, ","), number(use, ".0f", " %")]
-        cells += [number(row.union, ".2f")] * unions + [number(row.server_bytes_out, ",")] * served
-        cells += [number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")]
-        if gossips:
-            worst, apart = row.worst_accuracy, row.consensus_distance
-            cells += [number(worst and 100 * worst, ".2f", " %"), number(apart and 100 * apart, ".2f", " %")]
-        rows.append(cells)
-    return table([*head, *last], rows)
+        rows.append(
+            [
+                *(row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"),
+                *(
+                    f"{lower:.0f}-{upper:.0f}",
+                    number(preparing, ".1f", " %"),
+                    f"{row.bytes_out:,}",
+                    f"{row.bytes_in:,}",
+                ),
+                *(figure.shown(row.figures.get(figure.name)) for figure in beside_bytes),
+                *(number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")),
+                *(figure.shown(row.figures.get(figure.name)) for figure in at_end),
+            ]
+        )
+    return table(head, rows)

@@ -9,6 +9,7 @@ import sys
 from laconic.errors import LaconicError, TaskError
 from laconic.measure.cli.job_options import add_job_options, job_of
 from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
+from laconic.measure.figures import sentences
 from laconic.measure.records import make_writable, to_json
 from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job, is_worker, work
@@ -79,14 +80,12 @@ def _text(result: Result) -> str:
     return (
         f"{result.scheme}: accuracy {100 * result.accuracy:.2f} %, loss {result.loss:.4f} after {result.steps} steps "
         f"in {result.seconds:.1f} s; {result.step_ms:.1f} ms a step ({split}); "
-        f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}{_served_text(result)}"
+        f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}{_told_figures(result)}"
     )
 
 
-def _served_text(result: Result) -> str:
-    """What there is to say of a server."""
-    told = [f"|U|/k {result.union:.2f}"] if result.union is not None else []
-    if result.server_bytes_out is not None:
-        told.append(f"{result.server_bytes_out:,} bytes out of servers")
+def _told_figures(result: Result) -> str:
+    """What there is to say beside what every run has."""
+    told = sentences(result.figures)
     told += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
     return "".join(f"; {text}" for text in told)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from laconic.errors import TaskError
 from laconic.measure import records
+from laconic.measure.compare import Row
+from laconic.measure.figures import pick
 
-_T = TypeVar("_T")
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -44,25 +45,10 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One scheme's figures; bytes are per worker and step."""
+class ShownRow(Row):
+    """A comparison's row, and the evaluations of each round."""
 
-    scheme: str
-    accuracy: float
-    seconds_to_target: float | None
-    step_ms: float
-    step_ms_quartiles: list[float] | None
-    split_ms: dict[str, float]
-    bytes_out: float
-    bytes_in: float
-    link_bytes_out: float | None  # what the network interface counted for the same steps
-    link_bytes_in: float | None
-    link_use: float | None
-    ratio: float | None
-    speedup: float | None
-    speedup_bf16: float | None
-    rounds: tuple[tuple[Point, ...], ...]
-    diverged_at: int | None = None  # the step from which on some round's loss was no number
+    rounds: tuple[tuple[Point, ...], ...] = ()
 
     @cached_property
     def middle(self) -> tuple[Point, ...]:
@@ -99,7 +85,7 @@ class Facts:
     """Everything a page shows."""
 
     setting: Setting
-    rows: tuple[Row, ...]
+    rows: tuple[ShownRow, ...]
     sweep: tuple[Sweep, ...]
 
     @cached_property
@@ -114,29 +100,20 @@ def read_facts(folder: Path) -> Facts:
     if comparison is None:
         held = "one run of `laconic train`" if next(records.read(folder, "job"), None) else "no comparison"
         raise TaskError(f"{folder} holds {held}; give a folder that `laconic compare --out` wrote")
-    setting = _pick(Setting, comparison)
+    setting = Setting(**pick(Setting, comparison, "setting"))
     rows = tuple(_row(folder, fact, setting.rounds) for fact in records.read(folder, "row"))
-    sweep = tuple(_pick(Sweep, fact) for fact in records.read(folder, "sweep"))
+    sweep = tuple(Sweep(**pick(Sweep, fact, "sweep")) for fact in records.read(folder, "sweep"))
     if not rows and not sweep:
         raise TaskError(f"{folder / records.RECORDS} holds no row and no sweep; let `laconic compare` end first")
     return Facts(setting, rows, sweep)
 
 
-def _row(folder: Path, fact: dict[str, Any], rounds: int) -> Row:
+def _row(folder: Path, fact: dict[str, Any], rounds: int) -> ShownRow:
     runs = [folder / fact["folder"] / f"round-{number}" for number in range(1, rounds + 1)]
-    points = tuple(tuple(_pick(Point, point) for point in records.read(run, "eval")) for run in runs)
-    row = _pick(Row, {**fact, "rounds": points})
+    points = tuple(tuple(Point(**pick(Point, point, "point")) for point in records.read(run, "eval")) for run in runs)
+    row = replace(ShownRow.of(fact), rounds=points)
     if not row.middle:
         raise TaskError(
             f"{folder / fact['folder']} has no evaluation that every round made; run `laconic compare` again"
         )
     return row
-
-
-def _pick(kind: type[_T], fact: dict[str, Any]) -> _T:
-    """The fields of a fact that the class names; others are ignored."""
-    wanted = fields(kind)  # type: ignore[arg-type]  # every caller's kind is a dataclass
-    lacking = [field.name for field in wanted if field.name not in fact and field.default is MISSING]
-    if lacking:
-        raise ValueError(f"a {kind.__name__.lower()} lacks {lacking[0]}")
-    return kind(**{field.name: fact[field.name] for field in wanted if field.name in fact})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from laconic.measure.report.axis import linear, logarithmic
 from laconic.measure.report.bars import PLACES, Bar, bar_chart
-from laconic.measure.report.facts import Facts, Point, Row
+from laconic.measure.report.facts import Facts, Point, ShownRow
 from laconic.measure.report.lines import LEFT, RIGHT, Curve, Level, flags, flags_height, line_chart, plot_places
 from laconic.measure.report.looks import colour
 from laconic.measure.report.markup import brief_percent, figure, number, numbers_behind, percent, si_bytes, text
@@ -113,7 +113,7 @@ def _keys(phases: Sequence[str]) -> str:
     )
 
 
-def _split_bar(facts: Facts, row: Row, phases: Sequence[str], is_share: bool) -> Bar:
+def _split_bar(facts: Facts, row: ShownRow, phases: Sequence[str], is_share: bool) -> Bar:
     whole = sum(row.split_ms.values())
     parts = [
         (ms / whole if is_share and whole else ms, f"p{phases.index(phase)}", f"{phase} {ms:.2f} ms")
@@ -124,7 +124,7 @@ def _split_bar(facts: Facts, row: Row, phases: Sequence[str], is_share: bool) ->
 
 def link_use(facts: Facts) -> str:
     """How much of the link's rate was used while exchanging."""
-    used = [(row.scheme, row.link_use) for row in facts.rows if row.link_use is not None]
+    used = [(row.scheme, use) for row in facts.rows if (use := row.figures["link_use"]) is not None]
     bars = []
     for scheme, use in used:
         place = facts.schemes.index(scheme)

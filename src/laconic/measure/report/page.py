@@ -13,7 +13,7 @@ from laconic.measure.report.frame import frame
 from laconic.measure.report.inspected import holds_inspection
 from laconic.measure.report.markup import brief_percent
 from laconic.measure.report.sweep import over_links
-from laconic.measure.report.table import table
+from laconic.measure.report.table import other_figures, table
 from laconic.measure.report.unions import holds_unions, unions_page
 
 _NOTES = (
@@ -56,6 +56,7 @@ def _page(facts: Facts) -> str:
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE, _LAB_NOTE] if facts.rows else [_LAB_NOTE]
+    notes += [f"Under {figure.head}: {figure.meaning}." for figure in other_figures(facts.rows)]
     notes += [_SWEEP_NOTE] if facts.sweep else []
     body = f"""{table(facts) if facts.rows else ""}
 <section class="figures">
@@ -66,7 +67,7 @@ def _page(facts: Facts) -> str:
 
 def _figures(facts: Facts) -> str:
     draw = [over_time, over_bytes, step_split] if facts.rows else []
-    draw += [link_use] if any(row.link_use is not None for row in facts.rows) else []
+    draw += [link_use] if any(row.figures["link_use"] is not None for row in facts.rows) else []
     draw += [over_links] if facts.sweep else []
     return "\n".join(one(facts) for one in draw)
 

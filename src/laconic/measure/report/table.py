@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from laconic.measure.report.facts import Facts, Row
+from laconic.measure.figures import Figure, Place, columns
+from laconic.measure.report.facts import Facts, ShownRow
 from laconic.measure.report.markup import brief_percent, number, percent, quartiles, scroll_box, text
+
+_ON_THE_LINK = ("link_bytes_out", "link_bytes_in", "link_use")
 
 
 @dataclass(frozen=True)
@@ -16,14 +19,14 @@ class _Column:
 
     group: str
     head: str
-    value: Callable[[Row], float | None]
+    value: Callable[[ShownRow], float | None]
     form: Callable[[float | None], str]
     best: Callable[[list[float]], float] | None = None
-    below: Callable[[Row], str] | None = None  # a second, smaller line
+    below: Callable[[ShownRow], str] | None = None  # a second, smaller line
     is_lab: bool = False  # means nothing outside a lab
 
 
-def _columns(target: float | None) -> list[_Column]:
+def _columns(target: float | None, rows: Sequence[ShownRow]) -> list[_Column]:
     def whole(value: float | None) -> str:
         return number(value, ",.0f")
 
@@ -39,22 +42,33 @@ def _columns(target: float | None) -> list[_Column]:
         _Column("", to_target, lambda row: row.seconds_to_target, tenth, min),
         _Column("", "step ms", lambda row: row.step_ms, tenth, min, lambda row: quartiles(row.step_ms_quartiles)),
         _Column("bytes out per step", "counted", lambda row: row.bytes_out, whole, min),
-        _Column("bytes out per step", "interface", lambda row: row.link_bytes_out, whole, min, _more_out, True),
+        _Column("bytes out per step", "interface", _figure("link_bytes_out"), whole, min, _more_out, True),
         _Column("bytes in per step", "counted", lambda row: row.bytes_in, whole, min),
-        _Column("bytes in per step", "interface", lambda row: row.link_bytes_in, whole, min, _more_in, True),
+        _Column("bytes in per step", "interface", _figure("link_bytes_in"), whole, min, _more_in, True),
         _Column("", "ratio", lambda row: row.ratio, lambda value: number(value, ",.1f", "x"), max),
         _Column("speed-up vs", "dense", lambda row: row.speedup, times, max),
         _Column("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),
-        _Column("", "link use", lambda row: row.link_use, percent, None, None, True),
+        _Column("", "link use", _figure("link_use"), percent, None, None, True),
+        *(_Column("", figure.head, _figure(figure.name), figure.shown) for figure in other_figures(rows)),
     ]
 
 
-def _more_out(row: Row) -> str:
-    return _more(row.link_bytes_out, row.bytes_out)
+def other_figures(rows: Sequence[ShownRow]) -> list[Figure]:
+    """What some schemes have beside what a link carried, which has columns of its own."""
+    found = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
+    return [figure for figure in found if figure.name not in _ON_THE_LINK]
 
 
-def _more_in(row: Row) -> str:
-    return _more(row.link_bytes_in, row.bytes_in)
+def _figure(name: str) -> Callable[[ShownRow], float | None]:
+    return lambda row: row.figures[name]
+
+
+def _more_out(row: ShownRow) -> str:
+    return _more(row.figures["link_bytes_out"], row.bytes_out)
+
+
+def _more_in(row: ShownRow) -> str:
+    return _more(row.figures["link_bytes_in"], row.bytes_in)
 
 
 def _more(seen: float | None, counted: float) -> str:
@@ -64,7 +78,7 @@ def _more(seen: float | None, counted: float) -> str:
 
 def table(facts: Facts) -> str:
     """Every scheme's figures side by side."""
-    columns = [c for c in _columns(facts.setting.target) if facts.setting.hosts is not None or not c.is_lab]
+    columns = [c for c in _columns(facts.setting.target, facts.rows) if facts.setting.hosts is not None or not c.is_lab]
     lines = []
     best = [_best(column, facts.rows) for column in columns]
     for row in facts.rows:
@@ -74,17 +88,17 @@ def table(facts: Facts) -> str:
     return scroll_box("Every scheme", f"<table>{_head(columns)}<tbody>\n" + "\n".join(lines) + "\n</tbody></table>")
 
 
-def _best(column: _Column, rows: Sequence[Row]) -> float | None:
+def _best(column: _Column, rows: Sequence[ShownRow]) -> float | None:
     """The best value; what sends nothing is a bound, not a contestant, and what diverged is neither."""
     values = [value for row in rows if _competes(row) and (value := column.value(row)) is not None]
     return column.best(values) if column.best and len(set(values)) > 1 else None
 
 
-def _competes(row: Row) -> bool:
+def _competes(row: ShownRow) -> bool:
     return row.bytes_out > 0 and row.diverged_at is None
 
 
-def _cell(column: _Column, row: Row, best: float | None) -> str:
+def _cell(column: _Column, row: ShownRow, best: float | None) -> str:
     value = column.value(row)
     shown = text(column.form(value))
     if value is not None and value == best and _competes(row):

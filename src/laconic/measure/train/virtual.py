@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
+from laconic.measure.figures import sentences
 from laconic.measure.records import Recorder
 from laconic.measure.tasks import TASKS, Data
 from laconic.measure.train.course import Course, loss_of, score
@@ -247,7 +248,6 @@ class _VirtualObserver:
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self._records.write("eval", **fact)
-        union = self._session.stats().union
-        more = f", |U|/k {union:.2f}" if union else ""
+        more = "".join(f", {text}" for text in sentences(vars(self._session.stats())))
         place = f"step {fact['step']}/{self._loop.course.num_steps}"
         self._say(f"{self._loop.job.scheme}: {place}, accuracy {100 * fact['accuracy']:.2f} %{more}")
