@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from laconic.errors import TaskError
-from laconic.measure.cli.job_options import add_job_options, job_of
+from laconic.measure.cli.job_options import add_job_options, job_of, setting
 from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
-from laconic.measure.cli.setting import setting
 from laconic.measure.cli.sweep import sweep, sweep_spec
 from laconic.measure.cli.table import number, table
 from laconic.measure.cli.train import check_before_launch

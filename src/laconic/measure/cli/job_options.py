@@ -1,4 +1,4 @@
-"""A job's fields as command-line options."""
+"""A job's fields as command-line options, and what was run as a fact for the records."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from laconic.measure.lab import LabSpec
+from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job
 
 
@@ -16,7 +18,8 @@ def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...]
     for option in fields(Job):
         if option.name in without:
             continue
-        name, meaning = f"--{option.name.replace('_', '-')}", str(option.metadata["meaning"]).replace("%", "%%")
+        name = f"--{option.name.replace('_', '-')}"
+        meaning = str(option.metadata["meaning"]).replace("%", "%%")
         if hints[option.name] is bool:
             parser.add_argument(name, action="store_true", help=meaning)
         else:
@@ -29,6 +32,21 @@ def job_of(asked: argparse.Namespace, **instead: Any) -> Job:
     """The job that was asked for, with some fields replaced."""
     given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
     return Job(**{**given, **instead})
+
+
+def setting(job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: float | None) -> dict[str, Any]:
+    """The facts that head a comparison's records; hosts and link are None outside a lab."""
+    return {
+        **job.facts(),
+        "steps": steps,
+        "batch": job.batch or TASKS[job.task].batch,
+        "workers": spec.hosts - job.servers if spec else job.workers,
+        "hosts": spec.hosts if spec else None,
+        "link": str(spec.link) if spec else None,
+        "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
+        "rounds": rounds,
+        "target": target,
+    }
 
 
 def _metavar(kind: type) -> str:

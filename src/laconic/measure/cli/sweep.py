@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from laconic.errors import TaskError
+from laconic.measure.cli.job_options import setting
 from laconic.measure.cli.launching import launcher
-from laconic.measure.cli.setting import setting
 from laconic.measure.cli.table import number, table
 from laconic.measure.compare import Run, folder_of, quartiles
 from laconic.measure.lab import LabSpec, Link

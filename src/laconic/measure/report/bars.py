@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laconic.measure.report import looks
+from laconic.measure.report import marks
 from laconic.measure.report.axis import Axis
 from laconic.measure.report.lines import WIDTH, svg
 from laconic.measure.report.markup import short, text
@@ -41,7 +41,7 @@ def bar_chart(label: str, axis: Axis, bars: Sequence[Bar]) -> str:
 
 def _bar(bar: Bar, axis: Axis, top: float) -> str:
     drawn = [
-        looks.marker(bar.number, axis.start + 5, top + 10),
+        marks.marker(bar.number, axis.start + 5, top + 10),
         f'<text class="halo" x="{axis.start + 16}" y="{top + 15}">{short(bar.name, _LONGEST)}</text>',
     ]
     start = 0.0

@@ -8,7 +8,7 @@ from laconic.measure.report.axis import linear, logarithmic
 from laconic.measure.report.bars import PLACES, Bar, bar_chart
 from laconic.measure.report.facts import Facts, Point, ShownRow
 from laconic.measure.report.lines import LEFT, RIGHT, Curve, Level, flags, flags_height, line_chart, plot_places
-from laconic.measure.report.looks import colour
+from laconic.measure.report.marks import colour
 from laconic.measure.report.markup import brief_percent, figure, number, numbers_behind, percent, si_bytes, text
 
 _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast ones would share a fifth of the width

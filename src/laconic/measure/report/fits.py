@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.measure.report.frame import frame
 from laconic.measure.report.inspected import Fit, read_inspection
-from laconic.measure.report.markup import brief_percent, number, scroll_box, text
+from laconic.measure.report.markup import brief_percent, frame, number, scroll_box, text
 from laconic.measure.report.tails import keys, panel
 
 _COLUMNS = ("zeros", "mean |x|", "Laplace", "Gaussian", "t0/exact", "caught/k")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from laconic.errors import TaskError
 from laconic.measure import records
+from laconic.measure.figures import pick
 
-_T = TypeVar("_T")
 _HEAD = "inspection"  # the record that comes first
 
 
@@ -58,12 +57,7 @@ def holds_inspection(folder: Path) -> bool:
 
 def read_inspection(folder: Path) -> tuple[Inspection, list[Fit]]:
     """What was run, and every tensor that was looked at."""
-    fits = [_made(Fit, fact) for fact in records.read(folder, "fit")]
+    fits = [Fit(**pick(Fit, fact, "fit")) for fact in records.read(folder, "fit")]
     if not fits:
         raise TaskError(f"{folder / records.RECORDS} holds no fit; let `laconic inspect` end first")
-    return _made(Inspection, next(records.read(folder, _HEAD))), fits
-
-
-def _made(kind: type[_T], fact: dict[str, Any]) -> _T:
-    """The fields of a fact that the class names; others are ignored."""
-    return kind(**{field.name: fact[field.name] for field in fields(kind)})  # type: ignore[arg-type]  # a dataclass
+    return Inspection(**pick(Inspection, next(records.read(folder, _HEAD)), _HEAD)), fits

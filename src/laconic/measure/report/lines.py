@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laconic.measure.report import looks
+from laconic.measure.report import marks
 from laconic.measure.report.axis import Axis
 from laconic.measure.report.markup import short, text
 
@@ -100,10 +100,10 @@ def line_chart(label: str, x: Axis, y: Axis, curves: Sequence[Curve], levels: Se
     parts = [_level(level, x, y) for level in levels if level.shades_below]
     parts += [grid(x, y)] + [_level(level, x, y) for level in levels if not level.shades_below]
     parts += [
-        f'<path class="thin {looks.colour(c.number)}" d="{_path(run, x, y)}"/>' for c in curves for run in c.thin if run
+        f'<path class="thin {marks.colour(c.number)}" d="{_path(run, x, y)}"/>' for c in curves for run in c.thin if run
     ]
     for curve in curves:
-        look = f'class="line {looks.colour(curve.number)}"{looks.dash(curve.number)}'
+        look = f'class="line {marks.colour(curve.number)}"{marks.dash(curve.number)}'
         parts.append(f'<path {look} d="{_path(curve.points, x, y)}"/>')
     parts += [_marks(curve, x, y) for curve in curves]
     return svg(label, y.start + 44, "".join(parts) + names)
@@ -147,7 +147,7 @@ def _marks(curve: Curve, x: Axis, y: Axis) -> str:
     """At most about 16 marks on a line, the last point among them."""
     every = math.ceil(len(curve.points) / 16)
     chosen = list(reversed(curve.points[::-1][::every]))
-    return "".join(looks.marker(curve.number, x.at(px), y.at(py), text(hover)) for px, py, hover in chosen)
+    return "".join(marks.marker(curve.number, x.at(px), y.at(py), text(hover)) for px, py, hover in chosen)
 
 
 def _name_width(curve: Curve) -> float:
@@ -155,5 +155,5 @@ def _name_width(curve: Curve) -> float:
 
 
 def _name(curve: Curve, x: float, y: float, anchor: str) -> str:
-    place = f'class="name halo {looks.colour(curve.number)}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    place = f'class="name halo {marks.colour(curve.number)}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f"<text {place}>{short(curve.name, _LONGEST)}<title>{text(curve.name)}</title></text>"

@@ -1,9 +1,14 @@
-"""Small pieces of HTML. Every text from the records passes through `text`."""
+"""Pieces of HTML, and the frame of every page. Every text from the records passes through `text`."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from pathlib import Path
+
+# Nothing is fetched and nothing runs, whatever a record holds.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = Path(__file__).with_name("style.css")
 
 
 def text(value: object) -> str:
@@ -65,3 +70,33 @@ def figure(title: str, caption: str, drawing: str, numbers: str, *, is_wide: boo
     """A drawing under its title, with its numbers behind it."""
     head = f"<figcaption><h2>{text(title)}</h2><p>{text(caption)}</p></figcaption>"
     return f"<figure{' class=wide' * is_wide}>{head}\n{drawing}\n{numbers}</figure>"
+
+
+def frame(title: str, sentence: str, body: str, notes: Sequence[str]) -> str:
+    """A whole page: what was run, what came of it (markup), how to read it."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{text(title)}</title>
+<style>
+{_STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{text(title)}</h1>
+<p>{text(sentence)}</p>
+</header>
+{body}
+<section class="notes">
+<h2>How to read this</h2>
+<ul>{"".join(f"<li>{text(note)}</li>" for note in notes)}</ul>
+</section>
+</main>
+</body>
+</html>
+"""

@@ -9,9 +9,8 @@ from laconic.measure import records
 from laconic.measure.report.facts import Facts, Setting, read_facts
 from laconic.measure.report.figures import link_use, over_bytes, over_time, step_split
 from laconic.measure.report.fits import fits_page
-from laconic.measure.report.frame import frame
 from laconic.measure.report.inspected import holds_inspection
-from laconic.measure.report.markup import brief_percent
+from laconic.measure.report.markup import brief_percent, frame
 from laconic.measure.report.sweep import over_links
 from laconic.measure.report.table import other_figures, table
 from laconic.measure.report.unions import holds_unions, unions_page

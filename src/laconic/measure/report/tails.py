@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from laconic.measure.report import looks
+from laconic.measure.report import marks
 from laconic.measure.report.axis import Axis, linear, logarithmic
 from laconic.measure.report.inspected import Fit
 from laconic.measure.report.lines import grid, svg
@@ -18,10 +18,10 @@ _LAW_POINTS = 40
 
 def keys(kinds: Sequence[str]) -> str:
     """What each line of the panels is."""
-    drawn = [(f'<path class="line {looks.colour(place)}" d="M0 7H14"/>', kind) for place, kind in enumerate(kinds, 1)]
-    drawn.append((f'<path class="law {looks.colour(_LAPLACE)}" d="M0 7H14"/>', "Laplace of either"))
+    drawn = [(f'<path class="line {marks.colour(place)}" d="M0 7H14"/>', kind) for place, kind in enumerate(kinds, 1)]
+    drawn.append((f'<path class="law {marks.colour(_LAPLACE)}" d="M0 7H14"/>', "Laplace of either"))
     for place, kind in enumerate(kinds, 1):
-        drawn.append((f'<path class="law dashed {looks.colour(place)}" d="M0 7H14"/>', f"Gaussian of the {kind}"))
+        drawn.append((f'<path class="law dashed {marks.colour(place)}" d="M0 7H14"/>', f"Gaussian of the {kind}"))
     items = "".join(
         f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{shape}</svg>{text(name)}</li>' for shape, name in drawn
     )
@@ -55,17 +55,17 @@ def _inside(samples: Sequence[Fit], shown: dict[str, list[tuple[float, float]]],
     if y.lo <= level < 1:  # named below the line, where no tail begins
         parts.append(f'<path class="level" d="M{x.start} {y.at(level):.1f}H{x.end}"/>')
         parts.append(f'<text x="{x.start + 6}" y="{y.at(level) + 16:.1f}">k/N</text>')
-    parts.append(_law(None, x, y, f"law {looks.colour(_LAPLACE)}"))
+    parts.append(_law(None, x, y, f"law {marks.colour(_LAPLACE)}"))
     for place, one in enumerate(samples, 1):
         if one.mean_abs > 0:
-            parts.append(_law(one.rms / one.mean_abs, x, y, f"law dashed {looks.colour(place)}"))
+            parts.append(_law(one.rms / one.mean_abs, x, y, f"law dashed {marks.colour(place)}"))
     for place, one in enumerate(samples, 1):
         if shown[one.of]:
             at = [(x.at(t), y.at(share)) for t, share in shown[one.of]]
-            parts.append(f'<path class="line {looks.colour(place)}" d="{_path(at)}"/>')
+            parts.append(f'<path class="line {marks.colour(place)}" d="{_path(at)}"/>')
             for (t, share), (at_x, at_y) in list(zip(shown[one.of], at, strict=True))[::3]:
                 hover = f"{one.of}: {100 * share:.3g} % of the entries are beyond {t:.2f} mean |x|"
-                parts.append(looks.marker(place, at_x, at_y, text(hover)))
+                parts.append(marks.marker(place, at_x, at_y, text(hover)))
     return "".join(parts)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from laconic.measure import records
 from laconic.measure.report.axis import logarithmic
-from laconic.measure.report.frame import frame
 from laconic.measure.report.lines import LEFT, WIDTH, Curve, line_chart, plot_places, side_names, side_width
-from laconic.measure.report.markup import brief_percent, figure, numbers_behind, si_bytes
+from laconic.measure.report.markup import brief_percent, figure, frame, numbers_behind, si_bytes
 
 _HEAD = "unions"
 _NOTES = (

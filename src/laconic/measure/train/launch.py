@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_S = 5.0
 _POLL_S = 0.05
-_LOOK_S = 1  # torchrun notes whole seconds
+_TORCHRUN_CLOCK_S = 1  # torchrun notes whole seconds
 
 # Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
 _WORKER = """
@@ -166,7 +166,7 @@ def _first_failure(error: ChildFailedError) -> tuple[int, int]:
     half a minute later, of SIGKILL.
     """
     _, first = error.get_first_failure()
-    at_once = {r: f.exitcode for r, f in error.failures.items() if f.timestamp <= first.timestamp + _LOOK_S}
+    at_once = {r: f.exitcode for r, f in error.failures.items() if f.timestamp <= first.timestamp + _TORCHRUN_CLOCK_S}
     own = {rank: code for rank, code in at_once.items() if code != -signal.SIGTERM} or at_once
     rank = min(own, key=lambda rank: (own[rank] > 0, error.failures[rank].timestamp))
     return rank, own[rank]
