@@ -74,7 +74,7 @@ def test_virtual_workers_train_and_lie_on_request(tmp_path: Path) -> None:
         assert work_in_process(job, told.append, lambda said: None) == 0
         assert [fact["step"] for fact in read(out, "step")] == [1, 2, 3]
     honest, lying = told
-    assert honest.loss < lying.loss and honest.server_bytes_out == 3 * honest.bytes_in
+    assert honest.loss < lying.loss and honest.figures["server_bytes_out"] == 3 * honest.bytes_in
 
 
 def _answer(text: str, given: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,10 @@ class Attached(Protocol):
     """What attach() returns, whatever the scheme."""
 
     @property
+    def transport(self) -> Transport | None:
+        """What the workers talk through; None where PyTorch's own hook does it."""
+
+    @property
     def error(self) -> BaseException | None:
         """What went wrong while the backward pass went on, if anything did."""
 

@@ -25,6 +25,7 @@ from laconic.transport import CountedGroup, backend_for, ring_bytes
 class TorchHookSession:
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
+    transport: None = None
     error: BaseException | None = None  # what goes wrong there is raised in the backward pass
 
     def __init__(self, ddp: DistributedDataParallel, scheme: TorchHook, group: ProcessGroup) -> None:

@@ -7,8 +7,9 @@ import inspect
 
 from laconic.errors import TaskError
 from laconic.layout import Layout
+from laconic.paths import bits_per_entry
 from laconic.recipes import RECIPES, parse
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, TorchHook
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, TorchHook
 
 _BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to show
 
@@ -50,7 +51,11 @@ def _print_all(num_workers: int) -> None:
 
 def _bits(scheme: AnyScheme, num_workers: int) -> str:
     """What a scheme takes of the wire; PyTorch's hooks do not tell beforehand."""
-    return "-" if isinstance(scheme, TorchHook) else f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}"
+    if isinstance(scheme, TorchHook):
+        return "-"
+    if isinstance(scheme, GossipScheme):
+        return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}"
+    return f"{bits_per_entry(scheme, _BUCKET, num_workers):.4g}"
 
 
 def _parameters(name: str) -> str:

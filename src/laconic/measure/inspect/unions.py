@@ -48,9 +48,9 @@ def _union(job: Job, rho: float, score: str) -> Union:
     results: list[Result] = []
 
     def after_step(step: int, session: Session) -> None:
-        by_kind = session.stats().by_kind
-        sizes = session.unions.num_answered, session.unions.num_sent
-        seen.append((*sizes, by_kind["down"].bytes_in, by_kind["up"].bytes_out))
+        stats = session.stats()
+        up = stats.by_kind["up"].bytes_out
+        seen.append((stats.num_answered, stats.num_pushed, stats.by_kind["down"].bytes_in, up))
 
     work_in_process(job, results.append, lambda said: None, after_step)
     answered, sent, down, up = (last - first for last, first in zip(seen[-1], seen[_FIRST_STEPS - 1], strict=True))

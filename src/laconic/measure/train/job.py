@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.exchange import Gossip
 from laconic.measure.tasks import TASKS
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
 from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
@@ -101,7 +99,7 @@ class Job:
     @cached_property
     def is_gossip(self) -> bool:
         """Whether each worker trains a model of its own."""
-        return exchanges_models(parse(self.scheme))
+        return parse(self.scheme).of_what == "models"
 
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""
@@ -125,11 +123,6 @@ class Job:
             elif value is not None and value is not False:
                 words += [name, str(value)]
         return words
-
-
-def exchanges_models(scheme: AnyScheme) -> bool:
-    """Whether a scheme's workers each train a model of their own."""
-    return isinstance(scheme, Scheme) and isinstance(scheme.exchange, Gossip)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS
 from laconic.measure.train.checkpoint import load_checkpoint, save_checkpoint
-from laconic.measure.train.job import Job, exchanges_models
+from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -105,6 +105,6 @@ def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:
     """The kinds of tensors a session keeps; PyTorch's own hooks go on under the very same scheme only."""
-    if exchanges_models(scheme):
+    if scheme.of_what == "models":
         return ("a model of each worker's own",)
     return scheme.memory.kinds if isinstance(scheme, Scheme) else (str(scheme),)
