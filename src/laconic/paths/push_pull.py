@@ -22,7 +22,8 @@ from laconic.server.vote import take_sides
 from laconic.transport import Answer, Push, Transport
 from laconic.wire import FrameShape, longest_frame
 
-Choosing = Generator[Message, Any, tuple[Tensor, Tensor]]  # (chosen positions, fixed and chosen values)
+# What is chosen: (positions, fixed and chosen values), or None where the gradient is not finite.
+Choosing = Generator[Message, Any, tuple[Tensor, Tensor] | None]
 
 _LENGTH_BYTES = 8  # before each message between workers that own shares
 
@@ -88,7 +89,7 @@ class PushPull(Path):
         evenly, |U| = N*(1 - (1 - rho)^M): choices that have something in common come to less.
         """
         num_workers = self.transport.num_workers
-        quantize = self._forms[0]
+        quantize = self.quantize
         plan = self.plans.target(layout, num_workers)
         rho = plan.k / max(1, plan.num_entries - plan.num_fixed)
         fixed_names = {span.name for span in plan.fixed}
@@ -110,19 +111,19 @@ class PushPull(Path):
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)
         division = self._division(work.layout, plan)
+        wire = self.transport.wire or work.device
         sent = None
-        if work.finite:
-            chosen, values = yield from self.take_(work)
-            chosen, values = _without_zeros(chosen, values, plan.num_fixed)
+        choice = yield from self.take_(work)
+        if choice is not None:
+            chosen, values = _without_zeros(*choice, plan.num_fixed)
             work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
             with self.clock.time("encode", work.device):
                 told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
-                wire = self.transport.wire or work.device
                 parts, sent = self._parts(work, division, plan, chosen.to(wire), told.to(wire))
                 sent = sent.to(work.device)
         else:
-            yield from self.skip(work)
-            parts = self._overflows(work, division)
+            shapes = [FrameShape(own.num_entries, 0, 0, self.quantize) for own in division.shares.layouts]
+            parts = [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
         push = Push(work.layout, work.step, work.number, parts, self._answer(work), division.longest)
         answers = yield partial(self.transport.push_pull, push)
         with self.clock.time("decode", work.device):
@@ -150,14 +151,12 @@ class PushPull(Path):
         self.heard_(work, chosen, union, answered.values.index_select(0, at))
 
     def take_(self, work: Work) -> Choosing:
-        """Deposit the gradient, which is finite, and take out what is to be said."""
+        """Deposit the gradient and take out what is to be said; nothing where it is not finite."""
         yield from ()  # nothing to ask: every worker chooses for itself
+        if not work.finite:
+            return None
         with self.clock.time("select", work.device):
             return self.withdraw_(work, self.plans.of(work), work.account.due_(work.flat, 1 / work.scale))
-
-    def skip(self, work: Work) -> Generator[Message, Any, None]:
-        """Take part in what the others do to choose, with nothing finite to choose from."""
-        yield from ()
 
     def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
         """Choose among the entries, and take those out."""
@@ -215,17 +214,10 @@ class PushPull(Path):
         self, work: Work, own: Layout, num_fixed: int, places: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """A frame of these values of a share, and what it says of them."""
-        quantize = self._forms[0]
-        codes, scale = quantize.encode(values)
-        shape = FrameShape(own.num_entries, places.numel(), num_fixed, quantize)
+        codes, scale = self.quantize.encode(values)
+        shape = FrameShape(own.num_entries, places.numel(), num_fixed, self.quantize)
         frame = shape.write_smallest(places, codes, scale, **work.frame_id)
-        return frame, quantize.decode(codes, scale)[: values.numel()]
-
-    def _overflows(self, work: Work, division: _Division) -> list[Tensor]:
-        """What tells each owner that this worker has nothing finite to say."""
-        wire = self.transport.wire or work.device
-        shapes = [FrameShape(own.num_entries, 0, 0, self._forms[0]) for own in division.shares.layouts]
-        return [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
+        return frame, self.quantize.decode(codes, scale)[: values.numel()]
 
     def _read(self, work: Work, division: _Division, answers: Sequence[Tensor]) -> _Answered | None:
         """What all owners say; None if someone overflowed."""

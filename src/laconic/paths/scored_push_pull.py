@@ -94,6 +94,9 @@ class LedPushPull(ScoredPushPull):
     """Everyone takes what worker (step mod M) would choose for itself; where it cannot say, each chooses."""
 
     def take_(self, work: Work) -> Choosing:
+        if not work.finite:  # the others wait for the leader, and the leader for nobody
+            yield from self._follow(work, None)
+            return None
         plan = self.plans.of(work)
         due = work.account.due_(work.flat, 1 / work.scale)
         balance = work.account.balance
@@ -105,9 +108,6 @@ class LedPushPull(ScoredPushPull):
         told = yield from self._follow(work, None)
         with self.clock.time("select", work.device):
             return plan.withdraw_(balance, due) if told is None else (told, plan.withdraw_at_(balance, due, told))
-
-    def skip(self, work: Work) -> Generator[Message, Any, None]:
-        yield from self._follow(work, None)
 
     def _leader(self, work: Work) -> int:
         return work.step % self.transport.num_workers

@@ -1,6 +1,5 @@
 """Which path a scheme takes."""
 
-from laconic.errors import SchemeError
 from laconic.exchange import AllReduce
 from laconic.layout import Layout
 from laconic.memory import Account, Ledger
@@ -44,15 +43,17 @@ def path_for(
     if isinstance(exchange, AllReduce) and isinstance(select, SharedSelector):
         choice = SharedChoice(select, keeps=bool(scheme.memory.kinds))
         if isinstance(quantize, Grid):
+            assert isinstance(transport, Collectives)
             carrier = carrier_for(quantize.levels, transport.num_workers, exchange.stages)
-            return IntegerSum(_collectives(transport, scheme), clock, choice, quantize, carrier)
+            return IntegerSum(transport, clock, choice, quantize, carrier)
         if isinstance(quantize, FloatCode):
             is_plain = select.density == 1 and not choice.keeps
             return PlainSum(*ends, quantize) if is_plain else FloatSum(*ends, choice, quantize)
     assert isinstance(select, Chooser)
     plans = FramePlans(select, scheme.frame_code)
     if not scheme.has_owners:
-        return Gathering(_collectives(transport, scheme), clock, plans, scheme.frame_code)
+        assert isinstance(transport, Collectives)
+        return Gathering(transport, clock, plans, scheme.frame_code)
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
@@ -75,10 +76,3 @@ def bytes_out(scheme: Scheme, layout: Layout, num_workers: int) -> int:
 def bits_per_entry(scheme: Scheme, layout: Layout, num_workers: int) -> float:
     """Bits that each entry of such a bucket takes in an all-reduce, or would take for as many bytes."""
     return 32 * bytes_out(scheme, layout, num_workers) / ring_bytes(4 * layout.num_entries, num_workers)
-
-
-def _collectives(transport: Transport, scheme: Scheme) -> Collectives:
-    """The transport, where all workers can make a call together."""
-    if not isinstance(transport, Collectives):
-        raise SchemeError(f"{scheme} asks no server; leave the servers out, or give a scheme with exchange=Server()")
-    return transport
