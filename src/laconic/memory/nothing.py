@@ -19,10 +19,10 @@ class Nothing:
     refunds: ClassVar[bool] = False
 
     def open(self, kept: list[Tensor]) -> Account:
-        return _Purse()
+        return _OneStepAccount()
 
 
-class _Purse:
+class _OneStepAccount:
     """Holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
 
     kept: Sequence[Tensor] = ()

@@ -28,13 +28,13 @@ def belongs_on_host(model: Layout, device: torch.device, wire: torch.device | No
 
 
 @dataclass
-class _Errand:
+class _Submission:
     bucket: Bucket
     done: Future[Tensor | BaseException]
     ready: torch.cuda.Event | None  # when the gradient is there, on CUDA
 
 
-_Errands = queue.SimpleQueue["_Errand | None"]
+_Submissions = queue.SimpleQueue["_Submission | None"]
 
 
 class Background:
@@ -50,14 +50,14 @@ class Background:
         self._on_host = on_host
         self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # there, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._waiting: list[_Errand] = []
-        self._errands: _Errands = queue.SimpleQueue()
+        self._waiting: list[_Submission] = []
+        self._submissions: _Submissions = queue.SimpleQueue()
         # The thread knows this object weakly, and ends with it: a session that nobody holds must not keep its model.
         self._thread = threading.Thread(
-            target=_serve, args=(self._errands, weakref.ref(self)), name="laconic", daemon=True
+            target=_run, args=(self._submissions, weakref.ref(self)), name="laconic", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._errands.put, None)
+        weakref.finalize(self, self._submissions.put, None)
         # A daemon thread that wakes while the interpreter is torn down aborts the process, so it is ended before.
         atexit.register(_close, weakref.ref(self))
 
@@ -71,42 +71,43 @@ class Background:
             done.set_result(LaconicError("this session is closed; attach to a fresh DistributedDataParallel"))
             return outcome
         ready = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
-        self._errands.put(_Errand(bucket, done, ready))
+        self._submissions.put(_Submission(bucket, done, ready))
         return outcome
 
     def close(self) -> None:
-        """End the thread after the errands it has; one that hangs in a collective is left behind."""
-        self._errands.put(None)
+        """End the thread after what was submitted; one that hangs in a collective is left behind."""
+        self._submissions.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def serve(self, errand: _Errand) -> None:
+    def take(self, submission: _Submission) -> None:
         """Exchange one bucket, or collect it until its step is whole where the session wants that."""
-        self._waiting.append(errand)
-        if self._session.wants_whole_step and not errand.bucket.is_last:
+        self._waiting.append(submission)
+        if self._session.wants_whole_step and not submission.bucket.is_last:
             return
-        served, self._waiting = self._waiting, []
+        together = self._waiting
+        self._waiting = []
         if self._stream is None:
-            self._exchange(served)
+            self._exchange(together)
         else:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._exchange(served)
+                self._exchange(together)
 
-    def _exchange(self, errands: list[_Errand]) -> None:
-        """Do the errands; after a first failure none is tried again, since the workers no longer agree on the order."""
+    def _exchange(self, submissions: list[_Submission]) -> None:
+        """Exchange them; after a first failure none is tried again, since the workers no longer agree on the order."""
         if self.error is None:
             try:
-                for errand in errands:
-                    if errand.ready is not None:
-                        torch.cuda.current_stream().wait_event(errand.ready)
-                with self._at_work([errand.bucket for errand in errands]) as buckets:
+                for submission in submissions:
+                    if submission.ready is not None:
+                        torch.cuda.current_stream().wait_event(submission.ready)
+                with self._at_work([submission.bucket for submission in submissions]) as buckets:
                     if self._session.wants_whole_step:
                         self._session.exchange_step_(buckets)
                     else:
                         self._session.exchange_(buckets[0])
             except BaseException as error:
                 self.error = error
-        for errand in errands:
-            errand.done.set_result(self.error or errand.bucket.flat)
+        for submission in submissions:
+            submission.done.set_result(self.error or submission.bucket.flat)
 
     @contextmanager
     def _at_work(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
@@ -131,13 +132,13 @@ class Background:
         return self._rooms[key]
 
 
-def _serve(errands: _Errands, background: weakref.ref[Background]) -> None:
-    while (errand := errands.get()) is not None:
+def _run(submissions: _Submissions, background: weakref.ref[Background]) -> None:
+    while (submission := submissions.get()) is not None:
         alive = background()
         if alive is None:
             return
-        alive.serve(errand)
-        del alive, errand  # while it waits, the thread holds nothing
+        alive.take(submission)
+        del alive, submission  # while it waits, the thread holds nothing
 
 
 def _close(background: weakref.ref[Background]) -> None:
