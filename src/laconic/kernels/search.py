@@ -32,7 +32,8 @@ def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
 def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
     """Keep the records of a step; the guess of the next is the GPU's alone (gpu/withdraw_rank.py)."""
     records = search.cpu().numpy()
-    records[KTH], records[MEAN] = kth, mean
+    records[KTH] = kth
+    records[MEAN] = mean
     records[PASSES] += passes
     records[CALLS] += 1
     if search.device.type != "cpu":

@@ -28,7 +28,8 @@ def bisection_(
     P(|r| > t) = exp(-t/b), and the estimate of b is mean|r|. A pass for the mean, and one for each count.
     """
     _add_(balance, addend, factor)
-    low, high = 0.0, float(balance.abs().max())
+    low = 0.0
+    high = float(balance.abs().max())
     threshold = float(kernels.mean_magnitude(balance)) * math.log(balance.numel() / k)
     passes = 2
     for _ in range(_MOST_ROUNDS):

@@ -30,7 +30,11 @@ class Facts(ctypes.Structure):
 
 
 _INTERFACE = 2  # as in native/interface.cpp
-_P, _N, _INT, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_float
+_P = ctypes.c_void_p
+_N = ctypes.c_int64
+_INT = ctypes.c_int
+_U = ctypes.c_uint32
+_F = ctypes.c_float
 
 _SIGNATURES = {
     "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
@@ -92,7 +96,8 @@ def load(name: str) -> ctypes.CDLL:
         raise KernelError(f"{_path(name).name} was built from other sources than this code; reinstall laconic")
     for kernel, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, f"laconic_{kernel}")
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
     return loaded
 
 

@@ -19,7 +19,8 @@ def pointer(name: str, x: Tensor, dtype: torch.dtype, length: int | None = None,
 
 def check_apart(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Refuse two vectors that share memory."""
-    start, other_start = x.data_ptr(), other.data_ptr()
+    start = x.data_ptr()
+    other_start = other.data_ptr()
     if start < other_start + other.nbytes and other_start < start + x.nbytes:
         raise KernelError(f"{name} and {other_name} overlap; give tensors of their own")
 

@@ -13,16 +13,19 @@ from laconic.kernels.reference.residues import RESIDUE_BLOCK
 def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     n = x.numel()
     changes, sizes = torch.empty(2, -(-n // RESIDUE_BLOCK), dtype=torch.float32)
-    at, last_at = pointer("x", x, torch.float32), pointer("last", last, torch.float32, n)
+    at = pointer("x", x, torch.float32)
+    last_at = pointer("last", last, torch.float32, n)
     library().laconic_largest_changes(at, last_at, n, num_threads(), changes.data_ptr(), sizes.data_ptr())
     return changes, sizes
 
 
 def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
-    n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
+    n = x.numel()
+    num_blocks = -(-x.numel() // RESIDUE_BLOCK)
     codes = torch.empty(-(-n // 8) * bits, dtype=torch.uint8)
     sums = torch.empty(num_blocks, dtype=torch.int32)
-    at, steps_at = pointer("x", x, torch.float32), pointer("steps", steps, torch.float32, num_blocks)
+    at = pointer("x", x, torch.float32)
+    steps_at = pointer("steps", steps, torch.float32, num_blocks)
     library().laconic_encode_residues(at, n, steps_at, offset, bits, num_threads(), codes.data_ptr(), sums.data_ptr())
     return codes, sums
 
@@ -30,8 +33,10 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
 def compare_residues(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n, num_blocks = x.numel(), -(-x.numel() // RESIDUE_BLOCK)
-    moves, peaks = torch.empty_like(x), torch.empty(num_blocks, dtype=torch.int8)
+    n = x.numel()
+    num_blocks = -(-x.numel() // RESIDUE_BLOCK)
+    moves = torch.empty_like(x)
+    peaks = torch.empty(num_blocks, dtype=torch.int8)
     differences = torch.empty(-(-n // 8) * (bits - 1), dtype=torch.uint8)
     library().laconic_compare_residues(
         pointer("x", x, torch.float32),

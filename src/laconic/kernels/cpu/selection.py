@@ -43,7 +43,8 @@ def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    positions, values = torch.empty(x.numel(), dtype=torch.int32), torch.empty(x.numel(), dtype=torch.float32)
+    positions = torch.empty(x.numel(), dtype=torch.int32)
+    values = torch.empty(x.numel(), dtype=torch.float32)
     count = library().laconic_compact(
         pointer("x", x, torch.float32), x.numel(), threshold, positions.data_ptr(), values.data_ptr()
     )
@@ -58,7 +59,8 @@ def withdraw_(
         raise KernelError(f"withdraw_ was asked for {k} of {n} entries; give 1 <= k <= n < 2^31")
     if addend is not None:
         check_apart("balance", balance, "addend", addend)
-    positions, values = torch.empty(k, dtype=torch.int32), torch.empty(k, dtype=torch.float32)
+    positions = torch.empty(k, dtype=torch.int32)
+    values = torch.empty(k, dtype=torch.float32)
     facts = Facts()
     library().laconic_withdraw(
         pointer("balance", balance, torch.float32),

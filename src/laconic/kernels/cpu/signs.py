@@ -33,7 +33,8 @@ def vote(ballots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if not 1 <= len(ballots) <= _MOST_VOTERS:
         raise KernelError(f"vote was given {len(ballots)} ballots; give 1 to {_MOST_VOTERS}")
     num_words = ballots[0].numel()
-    negative, tie = torch.empty_like(ballots[0]), torch.empty_like(ballots[0])
+    negative = torch.empty_like(ballots[0])
+    tie = torch.empty_like(ballots[0])
     at = [pointer("a ballot", ballot, torch.int32, num_words) for ballot in ballots]
     library().laconic_vote(
         (ctypes.c_void_p * len(at))(*at), len(at), num_words, num_threads(), negative.data_ptr(), tie.data_ptr()

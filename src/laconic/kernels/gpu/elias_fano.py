@@ -79,7 +79,8 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
     if k == 0 or num_words == 0:
         return unpack_bits(high)
     ends = count_ones(high)
-    positions, damaged = words.new_empty(k), words.new_zeros(1)
+    positions = words.new_empty(k)
+    damaged = words.new_zeros(1)
     _decode[(num_blocks(num_words),)](words, high, ends, positions, damaged, num_words, n, k, width)
     if not damaged.item():
         return positions

@@ -24,7 +24,9 @@ _UNROLLED = tl.constexpr(4)  # lanes, or rows, whose loads are in flight togethe
 _MEAN_BLOCK = tl.constexpr(256)  # one a thread, as the rows of words begin anywhere
 _TILE = 4096  # entries a program reads for the norms of groups up to that
 _PART = tl.constexpr(8192)  # of longer ones
-_ONE_SCALE, _SCALE_EACH, _SCALE_PER_GROUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ONE_SCALE = tl.constexpr(0)
+_SCALE_EACH = tl.constexpr(1)
+_SCALE_PER_GROUP = tl.constexpr(2)
 _WIDEST_LANE_BITS = 16  # so that a digit and what rounds it fit 32 bits, and a code a float32's fraction
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # nothing contracts a product and a sum
 
@@ -208,7 +210,8 @@ def _average_words(words, means, num_rows, num_words, key0, key1, LANE_BITS: tl.
 
 
 def largest_magnitudes(x: Tensor, group: int) -> Tensor:
-    n, num_groups = x.numel(), -(-x.numel() // group)
+    n = x.numel()
+    num_groups = -(-x.numel() // group)
     check_vector(x, torch.float32, n, "x")
     if n == 0:
         return x.new_zeros(0)
@@ -228,7 +231,8 @@ def largest_magnitudes(x: Tensor, group: int) -> Tensor:
 def quantize_pack(
     x: Tensor, inverse: Tensor, group: int, levels: int, lane_bits: int, num_words: int, dtype: torch.dtype, key: Key
 ) -> Tensor:
-    n, lanes = x.numel(), _num_lanes(dtype, lane_bits)
+    n = x.numel()
+    lanes = _num_lanes(dtype, lane_bits)
     check_vector(x, torch.float32, n, "x")
     if n > num_words * lanes:
         raise KernelError(f"{n} codes of {lane_bits} bits do not fit {num_words} words of {dtype}; give more words")
@@ -244,7 +248,8 @@ def quantize_pack(
 
 
 def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group: int) -> Tensor:
-    num_words, lanes = words.numel(), _num_lanes(words.dtype, lane_bits)
+    num_words = words.numel()
+    lanes = _num_lanes(words.dtype, lane_bits)
     check_vector(words, words.dtype, num_words, "words")
     if not 0 <= count <= num_words * lanes:
         raise KernelError(f"{num_words} words of {words.dtype} do not hold {count} codes; give their own count")
@@ -259,7 +264,8 @@ def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group:
 
 
 def average_words(words: Tensor, lane_bits: int, key: Key) -> Tensor:
-    (num_rows, num_words), lanes = words.shape, _num_lanes(words.dtype, lane_bits)
+    (num_rows, num_words) = words.shape
+    lanes = _num_lanes(words.dtype, lane_bits)
     check_vector(words, words.dtype, num_rows * num_words, "words", dims=2)
     most = (1 << (31 - lane_bits)) - 1  # so that totals fit 31 bits
     if not 1 <= num_rows <= most:

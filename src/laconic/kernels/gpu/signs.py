@@ -60,7 +60,14 @@ def _compare_plane(plane, half, BIT: tl.constexpr, greater, equal):
 def _vote(ballots, negative, tie, num_words, num_voters):
     at = tl.program_id(0) * _BALLOT_WORDS + tl.arange(0, _BALLOT_WORDS)
     zero = tl.zeros([_BALLOT_WORDS], tl.int32)
-    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+    a = zero
+    b = zero
+    c = zero
+    d = zero
+    e = zero
+    f = zero
+    g = zero
+    h = zero
     ballot = ballots + at
     for _ in range(num_voters):
         carry = tl.load(ballot, mask=at < num_words, other=0)
@@ -112,7 +119,8 @@ def vote(ballots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         check_vector(ballot, torch.int32, num_words, "a ballot")
     if len(ballots) > _MOST_VOTERS:
         raise KernelError(f"{len(ballots)} voters; give at most {_MOST_VOTERS}, or LACONIC_KERNELS=reference")
-    negative, tie = torch.empty_like(ballots[0]), torch.empty_like(ballots[0])
+    negative = torch.empty_like(ballots[0])
+    tie = torch.empty_like(ballots[0])
     if num_words:
         grid = (-(-num_words // _BALLOT_WORDS.value),)
         _vote[grid](torch.stack(list(ballots)), negative, tie, num_words, len(ballots))

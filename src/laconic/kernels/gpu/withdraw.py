@@ -39,9 +39,12 @@ from laconic.kernels.search import CALLS
 
 # Room for candidates: a balance that grows leaves a guess that catches up to 5 k at 1 % and 12 k at 0.1 %; a quarter of
 # all entries is always too many. Programs share it evenly, and each may have taken one run of tiles that are all hits.
-_ROOM_PER_K, _ENTRIES_PER_ROOM = 6, 64
+_ROOM_PER_K = 6
+_ENTRIES_PER_ROOM = 64
 # In the bin of the k-th largest a thousandth of k is usual, a twentieth has been seen; counts of it have 21 bits.
-_K_PER_OPEN_ROOM, _LEAST_OPEN_ROOM, _MOST_OPEN_ROOM = 8, 65536, 2**21 - 1
+_K_PER_OPEN_ROOM = 8
+_LEAST_OPEN_ROOM = 65536
+_MOST_OPEN_ROOM = 2**21 - 1
 
 _OPTIONS = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_cooperative_grid": True, "enable_fp_fusion": False}
 
@@ -51,7 +54,8 @@ _compiled: dict[tuple[object, ...], Any] = {}
 @triton.jit
 def _areas(memory, room, open_room):
     """Where the programs keep what they share (sums, counts, opens, founds, aboves), and this one its own."""
-    programs, me = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    me = tl.program_id(0).to(tl.int64)
     sums = (memory + HEAD).to(tl.pointer_type(tl.float64))
     counts = (memory + HEAD + 2 * programs).to(tl.pointer_type(tl.int64))
     opens = counts + programs
@@ -60,13 +64,15 @@ def _areas(memory, room, open_room):
     slots = aboves + TURNS * programs
     words = slots + TURNS * programs
     lists = words + GROUP * WORDS * programs
-    places, kept = lists + me * room, (lists + (programs + me) * room).to(tl.pointer_type(tl.float32))
+    places = lists + me * room
+    kept = (lists + (programs + me) * room).to(tl.pointer_type(tl.float32))
     return sums, counts, opens, founds, aboves, slots + me * TURNS, words + me * GROUP * WORDS, places, kept
 
 
 @triton.jit(do_not_specialize=["n", "k", "room", "open_room"])
 def _withdraw(balance, addend, search, memory, positions, values, n, k, room, open_room, factor, WIDTH: tl.constexpr):
-    programs, me = tl.num_programs(0), tl.program_id(0)
+    programs = tl.num_programs(0)
+    me = tl.program_id(0)
     num_tiles = tl.cdiv(n, TILE)
     run = tl.cdiv(num_tiles, programs * TURNS)
     sums, counts, opens, founds, aboves, slots, words, places, kept = _areas(memory, room, open_room)
@@ -86,7 +92,8 @@ def _withdraw(balance, addend, search, memory, positions, values, n, k, room, op
         awaited = meet(memory, awaited)
         share = tl.cdiv(num_tiles, programs)
         first_tile = tl.minimum(me * share, num_tiles)
-        begin, end = first_tile * TILE, tl.minimum(tl.minimum(first_tile + share, num_tiles) * TILE, n)
+        begin = first_tile * TILE
+        end = tl.minimum(tl.minimum(first_tile + share, num_tiles) * TILE, n)
         kth, ties, awaited = find_kth(memory, balance, begin, end, k, awaited)
         tl.store(counts + me, count_entries(balance, begin, end, kth))
         meet(memory, awaited)

@@ -91,7 +91,8 @@ def add_entries(balance, addend, words, places, kept, bins, run, n, room, factor
     hits of one layer, which may have them all, over many programs. The next tile is loaded ahead, so that memory has
     work while hits are moved.
     """
-    programs, me = tl.num_programs(0), tl.program_id(0)
+    programs = tl.num_programs(0)
+    me = tl.program_id(0)
     num_whole = n // TILE
     num_turns = num_whole // (run * programs)
     rest = num_whole - num_turns * run * programs - me * run
@@ -107,7 +108,8 @@ def add_entries(balance, addend, words, places, kept, bins, run, n, room, factor
                 next_x, next_y = _load_both(balance, addend, ahead, n, MASKED=False)
                 tile = _tile_of(first_row + row, run)
                 sums += _add_tile(balance, addend, words + row * WORDS, x, y, tile, n, factor, least, MASKED=False)
-                x, y = next_x, next_y
+                x = next_x
+                y = next_y
             found += _move_hits(balance, words, places, kept, bins, first_row, num_here, found, room, run, least, shift)
     if (num_whole * TILE < n) & (num_whole // run % programs == me):  # the last tile of all, if it is not whole
         x, y = _load_both(balance, addend, num_whole, n, MASKED=True)

@@ -11,7 +11,8 @@ import triton.language as tl
 from laconic.kernels.gpu.magnitude import magnitude_bits
 from laconic.kernels.search import GUESS, MARGIN
 
-_GUESS, _MARGIN = tl.constexpr(GUESS), tl.constexpr(MARGIN)
+_GUESS = tl.constexpr(GUESS)
+_MARGIN = tl.constexpr(MARGIN)
 
 # 2,048 bins of one width, in which the k-th largest is expected, from the 512th on; above, 512 bins each time the
 # distance from the guess doubles, four times; the last one has no end. So one bin holds a few thousandths of those

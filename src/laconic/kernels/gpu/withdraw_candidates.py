@@ -42,7 +42,9 @@ def list_open(memory, opens, places, kept, found, run, least, shift, kth_bin):
         if num_open > 0:  # which is so in one of three, as there are a few hundred in all
             slot = tl.atomic_add(memory + NUM_OPEN, num_open, sem="relaxed") + tl.cumsum(is_open, 0) - 1
             tl.store(opens + slot, (bits.to(tl.int64) << 32) + place, mask=is_open != 0)
-        place, value, here = next_place, next_value, next_here
+        place = next_place
+        value = next_value
+        here = next_here
     return above
 
 
@@ -116,11 +118,13 @@ def _is_chosen(bits, place, kth, last):
 @triton.jit
 def first_slots(aboves, opens, num_open, kth, last, run, WIDTH: tl.constexpr):
     """For each turn of this program: how many are chosen before it, less those that the program itself chose before."""
-    programs, me = tl.num_programs(0), tl.program_id(0)
+    programs = tl.num_programs(0)
+    me = tl.program_id(0)
     program = tl.arange(0, WIDTH)[None, :]
     at = aboves + tl.arange(0, TURNS)[:, None] * programs + program
     above = tl.load(at, mask=program < programs, other=0, cache_modifier=".cg")
-    by_all, earlier = tl.sum(above, 1), tl.sum(tl.where(program < me, above, 0), 1)
+    by_all = tl.sum(above, 1)
+    earlier = tl.sum(tl.where(program < me, above, 0), 1)
     by_me = tl.sum(tl.where(program == me, above, 0), 1)
     for start in range(0, num_open, SPAN):
         place, bits = _load_open(opens, start + tl.arange(0, SPAN), num_open)
@@ -147,7 +151,9 @@ def take_candidates(balance, positions, values, places, kept, slots, found, kth,
         tl.store(values + slot, value, mask=chosen)
         tl.store(balance + place, value, mask=here & (chosen == 0))
         taken += tl.max(rank, 0)
-        place, value, here = next_place, next_value, next_here
+        place = next_place
+        value = next_value
+        here = next_here
 
 
 @triton.jit

@@ -23,10 +23,17 @@ from laconic.kernels.search import (
     SMALLEST_CHANGE,
 )
 
-_GUESS, _KTH, _MEAN = tl.constexpr(GUESS), tl.constexpr(KTH), tl.constexpr(MEAN)
-_MARGIN, _PASSES, _CALLS = tl.constexpr(MARGIN), tl.constexpr(PASSES), tl.constexpr(CALLS)
-_SHYEST, _BOLDEST = tl.constexpr(SHYEST), tl.constexpr(BOLDEST)
-_SMALLEST_CHANGE, _LOG_AIM, _PACE = tl.constexpr(SMALLEST_CHANGE), tl.constexpr(LOG_AIM), tl.constexpr(PACE)
+_GUESS = tl.constexpr(GUESS)
+_KTH = tl.constexpr(KTH)
+_MEAN = tl.constexpr(MEAN)
+_MARGIN = tl.constexpr(MARGIN)
+_PASSES = tl.constexpr(PASSES)
+_CALLS = tl.constexpr(CALLS)
+_SHYEST = tl.constexpr(SHYEST)
+_BOLDEST = tl.constexpr(BOLDEST)
+_SMALLEST_CHANGE = tl.constexpr(SMALLEST_CHANGE)
+_LOG_AIM = tl.constexpr(LOG_AIM)
+_PACE = tl.constexpr(PACE)
 
 
 @triton.jit
@@ -56,7 +63,9 @@ def advance(search, sums, n, k, kth, caught, all_entries, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < tl.num_programs(0), other=0.0, cache_modifier=".cg"), 0)
     mean = total / n.to(tl.float64)
-    guess, last_kth, margin = tl.load(search + _GUESS), tl.load(search + _KTH), tl.load(search + _MARGIN)
+    guess = tl.load(search + _GUESS)
+    last_kth = tl.load(search + _KTH)
+    margin = tl.load(search + _MARGIN)
     kth_value = tl.minimum(kth, 0x7F800000).to(tl.float32, bitcast=True).to(tl.float64)  # NaN counts as Inf
     log_reach = tl.log(tl.maximum(caught, 1).to(tl.float32) / k.to(tl.float32)).to(tl.float64)
     shortfall = 1 - guess / kth_value

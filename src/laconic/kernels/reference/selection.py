@@ -37,7 +37,8 @@ def mean_magnitude(x: Tensor) -> Tensor:
 @kernel
 def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
     """How many |x| reach each of the float32 `thresholds`, int64."""
-    bits, least = magnitude_bits(x), magnitude_bits(thresholds)
+    bits = magnitude_bits(x)
+    least = magnitude_bits(thresholds)
     return torch.stack([(bits >= one).sum() for one in least])
 
 
@@ -78,9 +79,11 @@ def _top_k(x: Tensor, k: int) -> tuple[Tensor, int]:
     bits = magnitude_bits(x)
     if k >= bits.numel():
         return torch.arange(bits.numel(), device=x.device), 1
-    candidates, passes = nonzero(bits >= _likely_threshold(bits, k)), 1
+    candidates = nonzero(bits >= _likely_threshold(bits, k))
+    passes = 1
     if candidates.numel() < k:
-        candidates, passes = torch.arange(bits.numel(), device=x.device), 2
+        candidates = torch.arange(bits.numel(), device=x.device)
+        passes = 2
     ranked = bits[candidates]
     kth = torch.topk(ranked, k, sorted=False).values.min()
     chosen = ranked > kth

@@ -31,6 +31,7 @@ def vote(ballots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     ones = torch.zeros(num_bits, dtype=torch.int32, device=ballots[0].device)
     for ballot in ballots:
         ones += unpack_lanes(ballot, num_bits, 1)
-    doubled, num_voters = 2 * ones, len(ballots)
+    doubled = 2 * ones
+    num_voters = len(ballots)
     outcomes = [pack_lanes(one.to(torch.int32), 1) for one in (doubled > num_voters, doubled == num_voters)]
     return outcomes[0], outcomes[1]

@@ -37,7 +37,8 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
     backend = kernels.backend(device)
     own = _works(kernels.module(backend), n, rho, device, seed)
     plain = _works(kernels.reference, n, rho, device, seed)
-    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
+    source = torch.randn(n, device=device)
+    target = torch.empty(n, device=device)
     found = []
     for name, (work, num_bytes) in own.items():
         works: dict[str, Callable[[], object]] = {
@@ -63,7 +64,8 @@ def _works(of: ModuleType, n: int, rho: float, device: str, seed: int) -> _Works
     """One call of each kernel of a backend, on the same data for all backends."""
     generator = torch.Generator().manual_seed(seed)
     k = max(1, round(rho * n))
-    x, total = torch.randn(n, generator=generator).to(device), torch.zeros(n, device=device)
+    x = torch.randn(n, generator=generator).to(device)
+    total = torch.zeros(n, device=device)
     frames = [
         torch.randperm(n, generator=generator)[:k].sort().values.to(device, torch.int32) for _ in range(_NUM_FRAMES)
     ]
@@ -80,7 +82,9 @@ def _works(of: ModuleType, n: int, rho: float, device: str, seed: int) -> _Works
 
 
 def _selecting(of: ModuleType, x: Tensor, k: int) -> _Works:
-    n, balance, search = x.numel(), torch.zeros_like(x), kernels.new_search(x.numel(), k, x.device)
+    n = x.numel()
+    balance = torch.zeros_like(x)
+    search = kernels.new_search(x.numel(), k, x.device)
     thresholds = torch.tensor([0.5, 1.0, 2.0, 3.0], device=x.device)
     return {
         "withdraw_": (lambda: of.withdraw_(balance, x, k, search), 12 * n + 8 * k),
@@ -114,7 +118,8 @@ def _coding(of: ModuleType, positions: Tensor, lanes: Tensor, n: int) -> _Works:
 
 
 def _signing(of: ModuleType, x: Tensor) -> _Works:
-    n, ballots = x.numel(), [kernels.reference.pack_signs(torch.roll(x, f)) for f in range(_NUM_FRAMES)]
+    n = x.numel()
+    ballots = [kernels.reference.pack_signs(torch.roll(x, f)) for f in range(_NUM_FRAMES)]
     return {
         "pack_signs": (lambda: of.pack_signs(x), 4 * n + n / 8),
         "unpack_signs": (lambda: of.unpack_signs(ballots[0], n, 0.5), 4 * n + n / 8),
@@ -123,11 +128,13 @@ def _signing(of: ModuleType, x: Tensor) -> _Works:
 
 
 def _remainders(of: ModuleType, x: Tensor) -> _Works:
-    n, steps = x.numel(), torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
+    n = x.numel()
+    steps = torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
     told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
     _, differences, _ = kernels.reference.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS)
     rolled = torch.roll(x, 1)
-    asked, answered = n * _RESIDUE_BITS / 8, n * (_RESIDUE_BITS - 1) / 8
+    asked = n * _RESIDUE_BITS / 8
+    answered = n * (_RESIDUE_BITS - 1) / 8
     return {
         "largest_changes": (lambda: of.largest_changes(x, rolled), 8 * n),
         "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + asked),
@@ -143,7 +150,9 @@ def _remainders(of: ModuleType, x: Tensor) -> _Works:
 
 
 def _rounding(of: ModuleType, x: Tensor) -> _Works:
-    n, scale, key = x.numel(), torch.tensor([_LEVELS / 6.0], device=x.device), (1, 2)
+    n = x.numel()
+    scale = torch.tensor([_LEVELS / 6.0], device=x.device)
+    key = (1, 2)
     how = scale, n, _LEVELS, _CODE_WIDTH, -(-n // 20) * 4, torch.int32, key
     words = kernels.reference.quantize_pack(x, *how)
     rows = words.view(4, -1)

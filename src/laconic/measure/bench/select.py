@@ -42,7 +42,8 @@ def bench_select(n: int, rho: float, dist: str, device: str = "cpu", rounds: int
     k = min(n, max(1, round(rho * n)))
     generator = torch.Generator().manual_seed(seed)
     stream = [DISTRIBUTIONS[dist](n, generator).to(device) for _ in range(2)]
-    residual, search = torch.zeros(n, device=device), kernels.new_search(n, k, device)
+    residual = torch.zeros(n, device=device)
+    search = kernels.new_search(n, k, device)
     for step in range(_STEPS_BEFORE[device]):
         kernels.withdraw_(residual, stream[step % 2], k, search)
     exact = _equals_reference(residual, stream[0], k, search)

@@ -117,5 +117,6 @@ def _distances(ascending: Tensor, b: float, sigma: float) -> tuple[float, float]
     """Wasserstein-1 to the Laplace and to the Gaussian, in units of b."""
     m = ascending.numel()
     u = (torch.arange(m, dtype=torch.float64) + 0.5) / m
-    laplace, gaussian = -b * torch.log1p(-u), sigma * math.sqrt(2) * torch.erfinv(u)
+    laplace = -b * torch.log1p(-u)
+    gaussian = sigma * math.sqrt(2) * torch.erfinv(u)
     return float((ascending - laplace).abs().mean() / b), float((ascending - gaussian).abs().mean() / b)

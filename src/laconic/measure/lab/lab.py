@@ -83,7 +83,8 @@ class Lab:
         self._entry.remove()
 
     def _host(self, index: int) -> Host:
-        first, address = "10.77.0.1", f"10.77.0.{index + 1}"
+        first = "10.77.0.1"
+        address = f"10.77.0.{index + 1}"
         variables = {
             "LACONIC_HOST": str(index),
             "LACONIC_HOSTS": str(len(self._entry.links)),

@@ -84,19 +84,27 @@ def _wait(
     verdict: Callable[[Sequence[int | None]], int],
 ) -> int:
     """Wait for all; the worst exit code among those that ended before any was told to."""
-    heeded, rung, due, told, worst = 0, 0, math.inf, False, 0
+    heeded = 0
+    rung = 0
+    due = math.inf
+    told = False
+    worst = 0
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
         worst = worst if told else verdict([process.returncode for process in processes])
         if len(signals) > heeded:  # a second Ctrl-C does not wait for the grace
-            heeded, due = len(signals), now
+            heeded = len(signals)
+            due = now
             rung = max(rung, 0 if signals[-1] == signal.SIGINT else 1)
         elif worst and due == math.inf:
-            rung, due = 1, now + grace_s
+            rung = 1
+            due = now + grace_s
         if now >= due:
             for process in running:
                 os.killpg(process.pid, _RUNGS[min(rung, 2)])
-            rung, due, told = rung + 1, now + grace_s, True
+            rung = rung + 1
+            due = now + grace_s
+            told = True
         time.sleep(_POLL_S)
     return worst if told else verdict([process.returncode for process in processes])
 

@@ -28,7 +28,8 @@ class Axis:
 def linear(name: str, values: Sequence[float], start: float, end: float, form: Callable[[float], str]) -> Axis:
     """An axis from one round number to another, around all values."""
     step = _round_step(min(values), max(values))
-    first, last = math.floor(min(values) / step + 1e-9), math.ceil(max(values) / step - 1e-9)
+    first = math.floor(min(values) / step + 1e-9)
+    last = math.ceil(max(values) / step - 1e-9)
     last = max(last, first + 1)
     ticks = tuple((i * step, form(round(i * step, 12))) for i in range(first, last + 1))
     return Axis(name, first * step, last * step, start, end, False, ticks)
@@ -37,7 +38,8 @@ def linear(name: str, values: Sequence[float], start: float, end: float, form: C
 def logarithmic(name: str, values: Sequence[float], start: float, end: float, form: Callable[[float], str]) -> Axis:
     """An axis a little wider than all values, which are above 0."""
     margin = (max(values) / min(values)) ** 0.03 if max(values) > min(values) else 2
-    lo, hi = min(values) / margin, max(values) * margin
+    lo = min(values) / margin
+    hi = max(values) * margin
     ticks: list[float] = []
     for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         decades = range(math.floor(math.log10(lo)), math.ceil(math.log10(hi)) + 1)

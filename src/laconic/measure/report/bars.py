@@ -31,7 +31,8 @@ def bar_chart(label: str, axis: Axis, bars: Sequence[Bar]) -> str:
     bottom = _PITCH * len(bars) + 6
     drawn = []
     for i, (value, tick) in enumerate(axis.ticks):
-        at, anchor = axis.at(value), "middle" if i else "start"
+        at = axis.at(value)
+        anchor = "middle" if i else "start"
         drawn.append(f'<path class="grid" d="M{at:.1f} 0V{bottom}"/>')
         drawn.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{text(tick)}</text>')
     for i, bar in enumerate(bars):
@@ -46,7 +47,8 @@ def _bar(bar: Bar, axis: Axis, top: float) -> str:
     ]
     start = 0.0
     for value, look, hover in bar.parts:
-        left, right = axis.at(start), axis.at(start + value)
+        left = axis.at(start)
+        right = axis.at(start + value)
         shape = f'x="{left:.1f}" y="{top + 21}" width="{right - left:.1f}" height="{_BAR}"'
         drawn.append(f'<rect class="{look}" {shape}><title>{text(hover)}</title></rect>')
         start += value

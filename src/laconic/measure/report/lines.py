@@ -53,9 +53,12 @@ def flags(curves: Sequence[Curve], x: Axis, y: Axis) -> str:
     Curves come from below and the left, so the place above their ends is free. A name reaches to the left of its
     thread, and of two names that meet the right one hangs higher, so no thread crosses a name.
     """
-    threads, names = [], []
+    threads = []
+    names = []
     for curve, (row, end) in zip(curves, _flag_places(curves, x), strict=True):
-        at_x, at_y, base = x.at(curve.points[-1][0]), y.at(curve.points[-1][1]), y.end - 8 - _LINE * row
+        at_x = x.at(curve.points[-1][0])
+        at_y = y.at(curve.points[-1][1])
+        base = y.end - 8 - _LINE * row
         threads.append(f'<path class="thread" d="M{at_x:.1f} {at_y:.1f}V{base - 10:.1f}"/>')
         names.append(_name(curve, end, base, "end"))
     return "".join(threads + names)

@@ -108,7 +108,8 @@ def _cell(column: _Column, row: ShownRow, best: float | None) -> str:
 
 
 def _head(columns: Sequence[_Column]) -> str:
-    upper, lower = ['<th scope="col" rowspan="2">scheme</th>'], []
+    upper = ['<th scope="col" rowspan="2">scheme</th>']
+    lower = []
     for group, members in groupby(columns, lambda column: column.group):
         heads = [text(column.head) for column in members]
         if group:

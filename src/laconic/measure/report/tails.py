@@ -11,7 +11,10 @@ from laconic.measure.report.inspected import Fit
 from laconic.measure.report.lines import grid, svg
 from laconic.measure.report.markup import brief_percent, number, text
 
-_WIDTH, _LEFT, _TOP, _BOTTOM = 400, 56, 26, 230
+_WIDTH = 400
+_LEFT = 56
+_TOP = 26
+_BOTTOM = 230
 _LAPLACE = 0  # the look of the law; the samples come after it
 _LAW_POINTS = 40
 

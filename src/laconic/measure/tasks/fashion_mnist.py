@@ -16,7 +16,9 @@ from laconic.measure.tasks.models import CNN
 from laconic.measure.tasks.task import Data, Task
 
 SLICE = Path(__file__).parent / "data" / "fashion_mnist_slice.xz"
-_NUM_TRAIN, _NUM_TEST, _NUM_PIXELS = 10_000, 2_000, 28 * 28
+_NUM_TRAIN = 10_000
+_NUM_TEST = 2_000
+_NUM_PIXELS = 28 * 28
 
 
 def _load(folder: Path | None) -> Data:
@@ -48,7 +50,8 @@ def _read_folder(folder: Path) -> list[np.ndarray]:
 
 def read_idx(folder: Path, name: str) -> np.ndarray:
     """One IDX file of bytes, plain or gzipped, as an array of its own shape."""
-    plain, zipped = folder / name, folder / f"{name}.gz"
+    plain = folder / name
+    zipped = folder / f"{name}.gz"
     if plain.exists():
         raw = plain.read_bytes()
     elif zipped.exists():

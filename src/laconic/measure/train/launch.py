@@ -143,9 +143,11 @@ def _config(num_workers: int) -> LaunchConfig:
     if num_nodes == 1:
         # All workers are here, so their traffic need not find its way through the machine's outer interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend, endpoint = "c10d", "localhost:0"
+        backend = "c10d"
+        endpoint = "localhost:0"
     else:
-        backend, endpoint = "static", master
+        backend = "static"
+        endpoint = master
     return LaunchConfig(
         min_nodes=num_nodes,
         max_nodes=num_nodes,
