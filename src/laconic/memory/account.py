@@ -1,7 +1,6 @@
 """The account of one bucket: deposit the gradient, withdraw what is sent, take back what rounding lost."""
 
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,37 +20,43 @@ class Due(NamedTuple):
         return owed if self.factor == 1 else owed.mul_(self.factor)
 
 
-class Account(Protocol):
-    """deposits = withdrawals + balance, to float32 rounding; all tensors are flat over the bucket."""
+class Account:
+    """deposits = withdrawals + balance, to float32 rounding; all tensors are flat over the bucket.
 
-    kept: Sequence[Tensor]  # everything that outlives a step: the balance, and what else the memory keeps
-    balance: Tensor  # float32: what is owed, and what a selector looks at
+    `kept` is everything that outlives a step. The first of it, float32 whatever the gradient's type, is the balance:
+    what is owed, and what a selector looks at.
+    """
+
+    def __init__(self, *kept: Tensor) -> None:
+        self.kept = kept
+        self.balance = kept[0] if kept else torch.empty(0)
 
     def due_(self, gradient: Tensor, unscale: float) -> Due:
         """What unscale * gradient comes to; the caller adds it, together with the withdrawal or by `deposit_`."""
+        return Due(gradient.to(torch.float32), unscale)
 
     def deposit_(self, gradient: Tensor, unscale: float) -> None:
         """Add what is due."""
+        addend, factor = self.due_(gradient, unscale)
+        if addend is not None:
+            self.balance.add_(addend, alpha=factor)
 
     def withdraw_(self, positions: Tensor | None) -> Tensor:
         """Take the values at `positions` (each once) out, or the whole balance if those are None."""
+        if positions is None:
+            values = self.balance.clone()
+            self.balance.zero_()
+        else:
+            values = self.balance.index_select(0, positions)
+            self.balance.index_fill_(0, positions, 0)
+        return values
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
         """Put back what rounding lost at `positions`, or everywhere if those are None."""
+        if positions is None:
+            self.balance.add_(lost)
+        else:
+            self.balance.index_add_(0, positions, lost)
 
     def sent_(self, chosen: Tensor, values: Tensor) -> None:
         """Note that the chosen entries, which may have waited, have gone out with these values."""
-
-
-class Memory(Protocol):
-    """The frozen answer to *what is kept*."""
-
-    refunds: ClassVar[bool]  # whether what rounding loses is deposited again
-    kinds: ClassVar[tuple[str, ...]]  # the tensors kept per parameter, by the name they have in a checkpoint
-
-    @property
-    def momentum(self) -> float:
-        """What it carries of an optimizer's momentum; 0: none."""
-
-    def open(self, kept: list[Tensor]) -> Account:
-        """An account over the kept tensors of one bucket (one per kind), which it mutates."""

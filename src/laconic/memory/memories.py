@@ -1,0 +1,125 @@
+"""The frozen answers to *what is kept*, each with the account that it opens for a bucket."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.errors import SchemeError
+from laconic.memory.account import Account, Due
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is not sent now is owed, unless an answer says otherwise."""
+
+    refunds: ClassVar[bool] = True  # whether what rounding loses is deposited again
+    kinds: ClassVar[tuple[str, ...]] = ("residual",)  # kept per parameter, by the name that a checkpoint gives them
+
+    @property
+    def momentum(self) -> float:
+        """What it carries of an optimizer's momentum; 0: none."""
+        return 0.0
+
+    def open(self, kept: list[Tensor]) -> Account:
+        """An account over the kept tensors of one bucket (one per kind), which it mutates."""
+        return Account(*kept)
+
+
+@dataclass(frozen=True)
+class Nothing(Memory):
+    """No error feedback: what is not sent is gone."""
+
+    refunds = False
+    kinds = ()
+
+    def open(self, kept: list[Tensor]) -> Account:
+        return _OneStepAccount()
+
+
+class _OneStepAccount(Account):
+    """Holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        self.balance = gradient.to(torch.float32)
+        if unscale != 1:
+            self.balance = self.balance * unscale
+        return Due(None, 1.0)
+
+    def withdraw_(self, positions: Tensor | None) -> Tensor:
+        # Chosen entries become zero, so that nothing is chosen that went already.
+        return self.balance if positions is None else super().withdraw_(positions)
+
+    def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Error feedback: r += g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumResidual(Memory):
+    """u = m*u + g ; v += u ; send part of v ; where sent, v = 0 and u = 0 (Lin et al., ICLR 2018).
+
+    The momentum correction and factor masking of Deep Gradient Compression. The momentum lives here, before the
+    exchange, so the optimizer must have none of its own.
+    """
+
+    kinds = ("residual", "velocity")
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise SchemeError(f"MomentumResidual.momentum is {self.momentum}; give a number in [0, 1)")
+
+    def open(self, kept: list[Tensor]) -> Account:
+        return _MomentumAccount(self.momentum, *kept)
+
+
+class _MomentumAccount(Account):
+    def __init__(self, momentum: float, residual: Tensor, velocity: Tensor) -> None:
+        super().__init__(residual, velocity)
+        self.velocity = velocity
+        self.momentum = momentum
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        return Due(self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale), 1.0)
+
+    def sent_(self, chosen: Tensor, values: Tensor) -> None:
+        # Factor masking is for entries that waited: one that goes at every step is not chosen, keeps its momentum and
+        # is ordinary momentum SGD; and a zero that merely filled up the k carried nothing.
+        self.velocity[chosen[values != 0]] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulated(Memory):
+    """a = w*a + g ; send part of a ; where sent, a = 0, whatever rounding lost (Park and Lee, arXiv 2302.07475).
+
+    The memory for signs, which say nothing of a size; the weight w is ours.
+    """
+
+    refunds = False
+
+    weight: float = 1.0  # of what has been kept; less than 1 forgets
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise SchemeError(f"Accumulated.weight is {self.weight}; give a number in (0, 1]")
+
+    def open(self, kept: list[Tensor]) -> Account:
+        return _AccumulatedAccount(self.weight, *kept)
+
+
+class _AccumulatedAccount(Account):
+    def __init__(self, weight: float, residual: Tensor) -> None:
+        super().__init__(residual)
+        self.weight = weight
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        if self.weight != 1:
+            self.balance.mul_(self.weight)
+        return super().due_(gradient, unscale)
