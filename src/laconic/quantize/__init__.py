@@ -1,14 +1,11 @@
 """How a value is written, with loss: what the network sees of a float32."""
 
 from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
-from laconic.quantize.cast import BF16, FP16, Exact
 from laconic.quantize.grid import CODE_BITS, Grid, Steps, levels_of, round_up
-from laconic.quantize.levels import Levels
 from laconic.quantize.maxnorm import MaxNorm
 from laconic.quantize.multiscale import MultiScale
-from laconic.quantize.quantizer import FloatCode, Quantizer
+from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Marks, Quantizer, Sign, Trits
 from laconic.quantize.residue import Difference, Residue, Told, exponents_for, is_residue, num_blocks, steps_of
-from laconic.quantize.signs import Marks, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {"none": Exact, "bf16": BF16, "fp16": FP16, "sign": Sign, "levels": Levels}
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}

@@ -14,7 +14,7 @@ from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.kernels.host import end_to_end
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.quantize.quantizer import Quantizer
+from laconic.quantize.quantizers import Quantizer
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -61,7 +61,6 @@ class Residue:
 
     code_id: ClassVar[int] = 7
     code_dtype: ClassVar[torch.dtype] = torch.uint8
-    adds: ClassVar[bool] = False
 
     bits: int = 4
 

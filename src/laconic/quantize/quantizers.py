@@ -1,0 +1,194 @@
+"""The frozen answers to *how a value is written* in a frame: floating-point types, levels, signs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic import kernels
+from laconic.errors import SchemeError
+from laconic.wire import ValueCodec
+
+_SMALLEST = torch.finfo(torch.float32).tiny  # of a scale, which is never zero
+# The largest value is brought just under 2^15; fp16 ends at 65504, a little under 2^16.
+_FP16_TOP_EXPONENT = 15
+# Above these, rounding up would give Inf; the few values there are held at them.
+_BF16_TOP = torch.finfo(torch.bfloat16).max
+_FP16_TOP = 32752.0 * 2.0**113  # the largest 11-bit number under 2^128
+_TRITS_PER_BYTE = 5  # 3^5 = 243
+
+
+class Quantizer(ValueCodec):
+    """A code of values, which frames hold."""
+
+    adds: ClassVar[bool] = False  # whether a network can add its codes
+
+
+class FloatCode(Quantizer):
+    """A floating-point type, which a network can add."""
+
+    adds = True
+
+    def num_bytes(self, count: int) -> int:
+        return self.code_dtype.itemsize * count
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values.to(self.code_dtype), values.new_ones(())
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        """The type in which an all-reduce adds a gradient of this type."""
+        return self.code_dtype
+
+
+@dataclass(frozen=True)
+class Exact(FloatCode):
+    """float32 as it is; an all-reduce adds in the gradient's own type, as DDP does."""
+
+    code_id = 0
+    code_dtype = torch.float32
+
+    def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        return gradient_dtype
+
+
+@dataclass(frozen=True)
+class BF16(FloatCode):
+    """float32's range with 8 bits of precision: never overflows where float32 does not."""
+
+    code_id = 1
+    code_dtype = torch.bfloat16
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return super().encode(values.clamp(-_BF16_TOP, _BF16_TOP))
+
+
+@dataclass(frozen=True)
+class FP16(FloatCode):
+    """11 bits of precision in a narrow range; in frames a power of two per frame moves the values into it.
+
+    An all-reduce cannot carry that scale, so there a mean beyond 65504 becomes Inf, as in PyTorch's own hook.
+    """
+
+    code_id = 2
+    code_dtype = torch.float16
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if values.numel() == 0:
+            return super().encode(values)
+        _, exponent = torch.frexp(values.abs().max())  # max < 2^exponent
+        # 2^e is built from its bits: pow() may be an ulp off, and then scaling would round.
+        biased = (exponent - _FP16_TOP_EXPONENT).clamp(-126, 127) + 127
+        scale = (biased.to(torch.int32) << 23).view(torch.float32)
+        return (values.clamp(-_FP16_TOP, _FP16_TOP) / scale).to(torch.float16), scale
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.to(torch.float32) * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels(Quantizer):
+    """The nearest of n/s * {-s, ..., s}, n being the largest |v| of the frame and s = 2^(bits-1) - 1.
+
+    The grid of maxnorm (Vineeth S, arXiv 2109.12497) where frames are read, not added up in flight: every frame brings
+    its norm, and rounding is to the nearest, since what it loses is kept (ours).
+    """
+
+    code_id = 6
+    code_dtype = torch.int32
+
+    bits: int = 4  # of a code, its sign included
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 12:
+            raise SchemeError(f"Levels.bits is {self.bits}; give 2 to 12, or use bf16")
+
+    @property
+    def levels(self) -> int:
+        """s."""
+        return (1 << (self.bits - 1)) - 1
+
+    def num_bytes(self, count: int) -> int:
+        return 4 * -(-count * self.bits // 32)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if values.numel() == 0:
+            return values.new_empty(0, dtype=torch.int32), values.new_ones(())
+        step = (values.abs().max() * (1 / self.levels)).clamp_min(_SMALLEST)  # CUDA would not divide by a number
+        codes = (values / step).round_().clamp_(-self.levels, self.levels).add_(self.levels)
+        return kernels.pack_lanes(codes.to(torch.int32), self.bits), step
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        count = 32 * codes.numel() // self.bits
+        lanes = kernels.unpack_lanes(codes[: -(-count * self.bits // 32)], count, self.bits)
+        return lanes.to(torch.float32).sub_(self.levels).mul_(scale)
+
+
+@dataclass(frozen=True)
+class Sign(Quantizer):
+    """sign(v) in one bit, with mean|v| of the frame as the size of all of them (Seide et al., Interspeech 2014).
+
+    A server that takes a vote looks at the bits alone (Bernstein et al., ICML 2018). A zero is written as positive.
+    """
+
+    code_id = 3
+    code_dtype = torch.int32
+
+    def num_bytes(self, count: int) -> int:
+        return 4 * -(-count // 32)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if values.numel() == 0:
+            return values.new_empty(0, dtype=torch.int32), values.new_ones(())
+        return kernels.pack_signs(values.contiguous()), _mean_size(values)
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return kernels.unpack_signs(codes, 32 * codes.numel(), float(scale))
+
+
+@dataclass(frozen=True)
+class Marks(Quantizer):
+    """No value at all: a frame that says only where."""
+
+    code_id = 5
+    code_dtype = torch.uint8
+
+    def num_bytes(self, count: int) -> int:
+        return 0
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values.new_empty(0, dtype=torch.uint8), values.new_ones(())
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+
+def _mean_size(values: Tensor) -> Tensor:
+    """mean|v|, never zero, and in float64 on the way: the sum of two large float32 would be Inf."""
+    return values.abs().mean(dtype=torch.float64).to(torch.float32).clamp_min(_SMALLEST)
+
+
+@dataclass(frozen=True)
+class Trits(Quantizer):
+    """Votes -1, 0 and 1 in base 3, five to a byte: 1.6 bits each; less than a map once six in ten are not zero."""
+
+    code_id = 4
+    code_dtype = torch.uint8
+
+    def num_bytes(self, count: int) -> int:
+        return -(-count // _TRITS_PER_BYTE)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        digits = values.new_zeros(self.num_bytes(values.numel()) * _TRITS_PER_BYTE, dtype=torch.uint8)
+        digits[: values.numel()] = (values + 1).to(torch.uint8)
+        return (digits.view(-1, _TRITS_PER_BYTE) * self._weights(values)).sum(1, dtype=torch.uint8), values.new_ones(())
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        digits = torch.div(codes.unsqueeze(1), self._weights(codes), rounding_mode="floor") % 3
+        return digits.view(-1).to(torch.float32) - 1
+
+    def _weights(self, like: Tensor) -> Tensor:
+        return torch.tensor([3**place for place in range(_TRITS_PER_BYTE)], dtype=torch.uint8, device=like.device)
