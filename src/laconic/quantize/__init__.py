@@ -1,9 +1,7 @@
 """How a value is written, with loss: what the network sees of a float32."""
 
 from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
-from laconic.quantize.grid import CODE_BITS, Grid, Steps, levels_of, round_up
-from laconic.quantize.maxnorm import MaxNorm
-from laconic.quantize.multiscale import MultiScale
+from laconic.quantize.grid import CODE_BITS, Grid, MaxNorm, MultiScale, Steps, levels_of, round_up
 from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Marks, Quantizer, Sign, Trits
 from laconic.quantize.residue import Difference, Residue, Told, exponents_for, is_residue, num_blocks, steps_of
 
