@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
 from laconic.kernels.host import end_to_end
-from laconic.wire.choose import IndexBlock, foretold_block, varying_codecs
-from laconic.wire.value_code import ValueCode, ValueCodec
+from laconic.wire.index_codec import IndexBlock, foretold_block, varying_codecs
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
@@ -25,6 +25,26 @@ _BUCKET = 6
 _SCALE = 7
 _CHECK = 8
 _OVERFLOW = 1 << 30  # flag in the word of the codecs
+
+
+class ValueCode(Protocol):
+    """Codes of a known type and length; what they mean is for whoever reads them."""
+
+    code_id: ClassVar[int]  # stands in the frame's header
+    code_dtype: ClassVar[torch.dtype]
+
+    def num_bytes(self, count: int) -> int:
+        """What the codes of so many values take."""
+
+
+class ValueCodec(ValueCode, Protocol):
+    """float32 values <-> codes that stand for them by themselves; decode(*encode(v)) is v less what rounding lost."""
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(codes, scale): codes of `code_dtype`, scale a 0-d float32. `values` are finite float32."""
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """The float32 values that these codes stand for; more than were encoded, where codes share bytes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class CodesShape:
         return shortest._write(index, codes, scale, step, bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
-        head = self._head(self._header(step, bucket), codes.device)
+        head = torch.tensor(self._header(step, bucket), dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
@@ -87,27 +107,27 @@ class CodesShape:
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
-        head = self._head(self._header(step, bucket, _OVERFLOW), device)
-        blank = torch.zeros(self.num_bytes // 4 - len(_HEADER), dtype=torch.int32, device=device)
+        head = torch.tensor(self._header(step, bucket, _OVERFLOW), dtype=torch.int32, device=device)
+        blank = head.new_zeros(self.num_bytes // 4 - len(_HEADER))
         return _signed_(torch.cat([head, blank]).view(torch.uint8))
 
     def codes(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> tuple[Tensor, Tensor] | None:
         """(codes, scale) as `peer` wrote them, or None if it saw Inf or NaN; FrameError if not as foretold."""
         with _from(peer, step, bucket):
-            return self._codes(frame, step, bucket)
-
-    def _codes(self, frame: Tensor, step: int, bucket: int) -> tuple[Tensor, Tensor] | None:
-        if frame.numel() != self.num_bytes:
-            raise FrameError(f"it has {frame.numel()} bytes, not {self.num_bytes}")
-        words = frame.view(torch.int32)
-        found = words[: len(_HEADER)].tolist()
-        overflow = found[_CODECS] & _OVERFLOW
-        for name, there, expected in zip(_HEADER, found, self._header(step, bucket, overflow), strict=False):
-            if there != expected:
-                raise FrameError(f"{name} is {there}, not {expected}; all workers must run the same scheme and model")
-        # When the sum was taken its own word was zero; now that word adds 2*_CHECK + 1 times itself.
-        if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
-            raise FrameError("its check sum does not match; it was damaged on the way")
+            if frame.numel() != self.num_bytes:
+                raise FrameError(f"it has {frame.numel()} bytes, not {self.num_bytes}")
+            words = frame.view(torch.int32)
+            found = _header_of(frame)
+            overflow = found[_CODECS] & _OVERFLOW
+            known = self._header(step, bucket, overflow)[:_SCALE]
+            for name, there, expected in zip(_HEADER, found, known, strict=False):
+                if there != expected:
+                    raise FrameError(
+                        f"{name} is {there}, not {expected}; all workers must run the same scheme and model"
+                    )
+            # When the sum was taken its own word was zero; now that word adds 2*_CHECK + 1 times itself.
+            if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
+                raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
             return None
         raw = frame[4 * self._end_of_index :][: self._num_value_bytes]
@@ -122,12 +142,9 @@ class CodesShape:
         return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
+        """What both ends know beforehand; the scale and the check sum are zero, to be filled in."""
         codecs = _VERSION | self.index.codec.codec_id << 8 | self.quantize.code_id << 16 | flags
-        return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
-
-    def _head(self, header: list[int], device: torch.device) -> Tensor:
-        """The words of the header, scale and check sum not yet filled in."""
-        return torch.tensor(header + [0] * (len(_HEADER) - len(header)), dtype=torch.int32, device=device)
+        return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -154,11 +171,11 @@ class FrameShape(CodesShape):
 
     def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
         """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
+        written = self.codes(frame, step=step, bucket=bucket, peer=peer)
+        words = frame.view(torch.int32)
+        if written is None:
+            return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
         with _from(peer, step, bucket):
-            written = self._codes(frame, step, bucket)
-            words = frame.view(torch.int32)
-            if written is None:
-                return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
             positions = self.index.codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
             values = self.quantize.decode(*written)[: self.num_fixed + self.k]
             if not kernels.all_finite(values):

@@ -1,8 +1,15 @@
-"""Codes for k sorted positions out of n."""
+"""What an index codec is, every one of them, the choice among them, and the floor they are held against."""
 
-from typing import ClassVar, Protocol
+import math
+from functools import lru_cache
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
+
+from laconic.wire.bitmap import Bitmap
+from laconic.wire.elias_fano import EliasFano
+from laconic.wire.implied import Implied
+from laconic.wire.rice import Rice
 
 
 class IndexCodec(Protocol):
@@ -25,3 +32,37 @@ class IndexCodec(Protocol):
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         """The positions again, int32; FrameError if the words are no code of k positions under n."""
+
+
+INDEX_CODECS: tuple[type[IndexCodec], ...] = (Implied, EliasFano, Bitmap, Rice)  # of equally short ones the first
+
+
+class IndexBlock(NamedTuple):
+    """How the positions of a frame are written, and in how many 32-bit words."""
+
+    codec: type[IndexCodec]
+    num_words: int
+
+
+@lru_cache(maxsize=1024)  # asked for several times in the life of a frame
+def foretold_block(n: int, k: int) -> IndexBlock:
+    """The shortest of those whose length follows from (n, k) alone, so that no sizes are exchanged."""
+    lengths = [(codec, codec.num_words(n, k)) for codec in INDEX_CODECS if codec.can_code(n, k)]
+    known = [IndexBlock(codec, length) for codec, length in lengths if length is not None]
+    return min(known, key=lambda block: block.num_words)
+
+
+@lru_cache(maxsize=1024)
+def varying_codecs(n: int, k: int) -> tuple[type[IndexCodec], ...]:
+    """The codecs whose length depends on the positions too."""
+    return tuple(codec for codec in INDEX_CODECS if codec.can_code(n, k) and codec.num_words(n, k) is None)
+
+
+def smallest_index_codec(n: int, k: int) -> type[IndexCodec]:
+    """The codec whose formula gives the fewest words for k positions out of n."""
+    return foretold_block(n, k).codec
+
+
+def floor_bits(n: int, k: int) -> float:
+    """log2(C(n, k)): no code for every set of k positions out of n can average less."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
