@@ -7,33 +7,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.layout import Layout
-from laconic.select.plan import Plan
+from laconic.layout import Layout, positions_of
+from laconic.select.plan import Plan, Selector
 
 
-@dataclass(frozen=True, kw_only=True)
-class Everything:
+@dataclass(frozen=True)
+class Everything(Selector):
     """Every entry, every time."""
 
-    is_shared: ClassVar[bool] = True
+    is_shared = True
     dense_below: ClassVar[int] = 0
 
     @property
     def density(self) -> float:
         return 1.0
 
-    @property
-    def per_parameter(self) -> bool:
-        return False
-
-    def density_among(self, num_workers: int) -> float:
-        return self.density
-
     def plan(self, layout: Layout, density: float) -> Plan:
         return Plan(layout.num_entries, fixed=layout.spans, windows=())
 
     def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
-        return torch.empty(0, dtype=torch.int64, device=device)
+        return positions_of((), device)
 
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.layout import Layout
+from laconic.layout import Layout, positions_of
 from laconic.select.plan import Plan
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES, Score
@@ -50,10 +50,10 @@ class Overlap(TopK):
     def swept(self, layout: Layout, density: float, step: int, bucket: int, device: torch.device) -> Tensor:
         """The entries whose turn it is, the same on every worker; ascending, int64."""
         if not self.explore or self.score == "leader":
-            return torch.empty(0, dtype=torch.int64, device=device)
+            return positions_of((), device)
         rounds = _rounds(self, layout, density, bucket)
         turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *turns]).to(device)
+        return torch.cat([positions_of((), _HOST), *turns]).to(device)
 
 
 @lru_cache

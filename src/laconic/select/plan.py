@@ -40,7 +40,7 @@ class Plan:
 class Selector(Protocol):
     """The frozen answer to *what is sent*."""
 
-    is_shared: ClassVar[bool]  # whether all workers send the same positions, so that a network can add what lies there
+    is_shared: ClassVar[bool] = False  # whether all workers send the same positions, which a network can add
 
     @property
     def density(self) -> float:
@@ -49,9 +49,11 @@ class Selector(Protocol):
     @property
     def per_parameter(self) -> bool:
         """Whether each parameter is chosen from by itself, so that buckets do not matter."""
+        return False
 
     def density_among(self, num_workers: int) -> float:
         """That share among M workers."""
+        return self.density
 
     def plan(self, layout: Layout, density: float) -> Plan:
         """What to take from a bucket of this layout when `density` of its entries may go."""
@@ -81,6 +83,14 @@ class Chooser(Selector, Protocol):
         The chosen entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from step
         to step where to look first.
         """
+
+
+def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> Plan:
+    """Parameters under `dense_below` entries go whole; of all the others together `density` of the entries goes."""
+    small = tuple(span for span in layout.spans if span.num_entries < dense_below)
+    num_large = layout.num_entries - sum(span.num_entries for span in small)
+    windows = (Window(0, layout.num_entries, share_of(num_large, density)),) if num_large else ()
+    return Plan(layout.num_entries, small, windows)
 
 
 def share_of(num_entries: int, density: float) -> int:

@@ -1,7 +1,6 @@
 """Shared random k: positions that all workers draw alike, so that a network can add what lies there."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -9,15 +8,15 @@ from torch import Tensor
 
 from laconic.errors import SchemeError
 from laconic.kernels.draws import hash_64
-from laconic.layout import Layout
-from laconic.select.plan import Plan, Window, share_of
+from laconic.layout import Layout, positions_of
+from laconic.select.plan import Plan, Selector, plan_of_bucket
 
 _MODES = ("independent", "cycle")
 _FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandK:
+class RandK(Selector):
     """k = max(1, round(rho*N)) positions floor((t*N + r) / k), t = 0..k-1, of one drawn r in [0, N): evenly spread.
 
     Each entry is in k of the N draws (systematic sampling, Madow and Madow 1944; its use here is ours).
@@ -26,7 +25,7 @@ class RandK:
     entry goes once, or twice where N/k is no whole number. Either costs k operations and walks memory in order.
     """
 
-    is_shared: ClassVar[bool] = True
+    is_shared = True
 
     rho: float  # share of entries sent; smaller sends less
     mode: str = "independent"
@@ -47,23 +46,13 @@ class RandK:
     def density(self) -> float:
         return self.rho
 
-    @property
-    def per_parameter(self) -> bool:
-        return False
-
-    def density_among(self, num_workers: int) -> float:
-        return self.density
-
     def plan(self, layout: Layout, density: float) -> Plan:
-        small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
-        num_large = layout.num_entries - sum(span.num_entries for span in small)
-        windows = [Window(0, layout.num_entries, share_of(num_large, density))] if num_large else []
-        return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
+        return plan_of_bucket(layout, density, self.dense_below)
 
     def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
         num_large = plan.num_entries - plan.num_fixed
         if num_large == 0:
-            return torch.empty(0, dtype=torch.int64, device=device)
+            return positions_of((), device)
         num_turns = -(-num_large // plan.k) if self.mode == "cycle" else 1
         cycle, turn = divmod(step, num_turns)
         first = (hash_64(self.seed, bucket, cycle) + turn * plan.k) % num_large

@@ -1,8 +1,7 @@
 """Exact top-k: the entries that matter most now."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,21 +9,19 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Window, share_of
+from laconic.select.plan import Plan, Selector, Window, plan_of_bucket, share_of
 
 _SCOPES = ("bucket", "parameter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(Selector):
     """The k = max(1, round(rho*N)) largest |r|, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
     does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
     but for the order of ties; see kernels/searches.py.
     """
-
-    is_shared: ClassVar[bool] = False
 
     rho: float = 0.0  # share of entries sent; smaller sends less
     cover: float = 0.0  # c, instead of rho: k = c*N/M, so that each entry is sent by c workers on average
@@ -57,20 +54,19 @@ class TopK:
         return self.rho or min(1.0, self.cover / num_workers)
 
     def plan(self, layout: Layout, density: float) -> Plan:
-        small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
-        large = [span for span in layout.spans if span.num_entries >= self.dense_below and span.num_entries > 0]
-        if self.per_parameter:
-            windows = [Window(span.start, span.stop, share_of(span.num_entries, density)) for span in large]
-        else:
-            num_large = sum(span.num_entries for span in large)
-            windows = [Window(0, layout.num_entries, share_of(num_large, density))] if large else []
-        return Plan(layout.num_entries, fixed=small, windows=tuple(windows))
+        plan = plan_of_bucket(layout, density, self.dense_below)
+        if not self.per_parameter:
+            return plan
+        large = [span for span in layout.spans if span.num_entries >= max(1, self.dense_below)]
+        windows = [Window(span.start, span.stop, share_of(span.num_entries, density)) for span in large]
+        return replace(plan, windows=tuple(windows))
 
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         withdraw_ = SEARCHES[self.search]
-        chosen, values = [torch.empty(0, dtype=torch.int32, device=balance.device)], [balance[:0]]
+        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
+        values = [balance[:0]]
         for window, search in zip(plan.windows, searches, strict=True):
             inside = slice(window.start, window.stop)
             due = None if addend is None else addend[inside]
