@@ -13,20 +13,19 @@ MOMENTA = ("local", "quasi-global")
 _COMBINES = ("mean", "majority", "weighted")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pattern:
     """One way for all workers to hear of each other."""
 
     adds_in_flight: ClassVar[bool] = False  # the network sums, so all workers must send the same positions
     has_owners: ClassVar[bool] = False  # each entry has one, who answers for it, and may be a server
     talks: ClassVar[bool] = True
+    of_what: ClassVar[str] = "gradients"
 
     @property
     def votes(self) -> bool:
         """Whether answers are signs."""
         return False
-
-    of_what: ClassVar[str] = "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class AllReduce(Pattern):
     adds them, rounds the mean to a code again without bias, and sends that to all. Codes stay as narrow as one's own.
     """
 
-    adds_in_flight: ClassVar[bool] = True
+    adds_in_flight = True
 
     stages: int = 0  # 1: the network adds; 2: the workers do; 0: whichever the size formula says
 
@@ -46,7 +45,7 @@ class AllReduce(Pattern):
             raise SchemeError(f"AllReduce.stages is {self.stages}; give 1, 2, or 0 to let the size decide")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AllGather(Pattern):
     """Everyone gets everyone's frame and adds by itself; M-1 frames leave each worker."""
 
@@ -59,7 +58,7 @@ class Server(Pattern):
     (`laconic.serve`); a scheme is the same either way. An answer takes the smallest form: sparse, bitmap or dense.
     """
 
-    has_owners: ClassVar[bool] = True
+    has_owners = True
 
     combine: str = "mean"  # or "majority": the sign of the sum of signs; or "weighted": by each worker's record
     down_rho: float = 0.0  # the largest share of entries an answer holds, the rest waiting with its owner; 0: no limit
@@ -77,11 +76,11 @@ class Server(Pattern):
         return self.combine != "mean"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Silent(Pattern):
     """Nothing is sent and every worker keeps its own gradient: the upper bound on speed, not a way to train."""
 
-    talks: ClassVar[bool] = False
+    talks = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class Gossip(Pattern):
     pairs drawn from (seed, step) exchange where one of the two wants to.
     """
 
-    of_what: ClassVar[str] = "models"
+    of_what = "models"
 
     peers: str = "uniform"  # who may ask whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"
