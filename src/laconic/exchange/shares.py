@@ -33,53 +33,38 @@ class Shares:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
             return torch.arange(positions.numel(), device=positions.device), [positions.to(torch.int32)]
-        starts, shifts = (each.to(positions.dtype) for each in self._pieces(positions.device))
-        begins, counts = _runs(positions, starts)
-        by_share = counts.view(-1, self.num_shares).T
-        counts, begins, shifts = (self._share_by_share(each) for each in (counts, begins, shifts))
+        starts, _, ways = self._pieces(positions.device)
+        runs = _runs(positions, starts.view(-1).to(positions.dtype))
+        begins, counts = (each.view(-1, self.num_shares).T.reshape(-1) for each in runs)  # share by share
         leaps = begins - (counts.cumsum(0) - counts)
         order = torch.arange(positions.numel(), device=positions.device) + _repeated(leaps, counts, positions)
-        places = (positions[order] + _repeated(shifts, counts, positions)).to(torch.int32)
-        return order, list(torch.split(places, by_share.sum(1).tolist()))
+        places = (positions[order] - _repeated(ways, counts, positions)).to(torch.int32)
+        return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
     def positions(self, places: Sequence[Tensor]) -> Tensor:
         """Where ascending places within each share lie in the bucket, int64, one share after the other."""
         if self.num_shares == 1:
             return places[0].to(torch.int64)
-        starts, shifts = self._pieces_by_share(places[0].device)
-        counts = [_runs(place, begins)[1] for place, begins in zip(places, starts, strict=True)]
+        _, within, ways = self._pieces(places[0].device)
+        counts = [_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)]
         at = torch.cat(list(places))
-        return (at + _repeated(shifts, torch.cat(counts), at)).to(torch.int64)
+        return (at + _repeated(ways, torch.cat(counts), at)).to(torch.int64)
 
-    def _pieces(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each piece, in the bucket's order: where it begins, and what leads from the bucket to its share."""
-        if device not in self._in_order:
-            starts, shifts = [], []
-            for number, span in enumerate(self.layout.spans):
-                for share, border in enumerate(piece_borders(span.num_entries, self.num_shares)[:-1]):
-                    starts.append(span.start + border)
-                    shifts.append(self.layouts[share].spans[number].start - starts[-1])
-            self._in_order[device] = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
-        return self._in_order[device]
+    def _pieces(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Where the pieces begin in the bucket [parameter, share] and within shares [share, parameter], and the ways.
 
-    def _share_by_share(self, pieces: Tensor) -> Tensor:
-        """What is told of the pieces in the bucket's order, in the order of shares."""
-        return pieces.view(-1, self.num_shares).T.reshape(-1)
-
-    def _pieces_by_share(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Share by share, of each piece: where it begins there, and what leads from there to the bucket; int32."""
-        if device not in self._by_share:
-            starts, shifts = (each.to(torch.int32) for each in self._pieces(device))
-            own = self._share_by_share(starts + shifts).view(self.num_shares, -1)
-            self._by_share[device] = list(own), self._share_by_share(-shifts)
-        return self._by_share[device]
+        The way of a piece leads from its share to the bucket, share by share; all are int32.
+        """
+        if device not in self._on_device:
+            cuts = [(span.start, piece_borders(span.num_entries, self.num_shares)[:-1]) for span in self.layout.spans]
+            starts = torch.tensor([[start + border for border in cut] for start, cut in cuts], dtype=torch.int32)
+            within = torch.tensor([[s.start for s in own.spans] for own in self.layouts], dtype=torch.int32)
+            ways = (starts.view(-1, self.num_shares).T - within).reshape(-1)
+            self._on_device[device] = tuple(each.to(device) for each in (starts, within, ways))
+        return self._on_device[device]
 
     @cached_property
-    def _in_order(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
-
-    @cached_property
-    def _by_share(self) -> dict[torch.device, tuple[list[Tensor], Tensor]]:
+    def _on_device(self) -> dict[torch.device, tuple[Tensor, ...]]:
         return {}
 
 
