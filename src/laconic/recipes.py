@@ -13,9 +13,9 @@ from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, Scheme, TorchHook, build, compose, part
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, Scheme, TorchHook, compose, part
 from laconic.select import ChunkedTopK, Everything, Overlap, RandK, TopK
-from laconic.text import pairs, write_pairs
+from laconic.text import build, pairs, write_pairs
 from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
@@ -54,19 +54,19 @@ def parse(text: str) -> AnyScheme:
 @recipe
 def dense() -> Scheme:
     """Everything in the gradient's own type, all-reduced: the truth."""
-    return Scheme(select=Everything(), exchange=AllReduce())
+    return Scheme()
 
 
 @recipe
 def bf16() -> Scheme:
     """Everything in 16 bits, all-reduced: what users have for free, and the one to beat."""
-    return Scheme(select=Everything(), quantize=BF16(), exchange=AllReduce())
+    return Scheme(quantize=BF16())
 
 
 @recipe
 def silent() -> Scheme:
     """Nothing is sent: the upper bound on speed; the workers drift apart."""
-    return Scheme(select=Everything(), exchange=Silent())
+    return Scheme(exchange=Silent())
 
 
 @recipe
@@ -104,17 +104,10 @@ def chunked(
 
 
 @recipe
-def laplace(
-    *,
-    rho: float = 0.01,
-    quantize: str = "bf16",
-    per: str = "bucket",
-    warmup: int = 0,
-    search: str = "threshold",
-    exchange: str = "all-gather",
-) -> Scheme:
+@functools.wraps(topk, assigned=["__annotations__"])  # its parameters, not its name
+def laplace(**as_topk: Any) -> Scheme:
     """Top-k by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's, in several passes."""
-    return topk(rho=rho, quantize=quantize, per=per, warmup=warmup, search=search, exchange=exchange)
+    return topk(**as_topk)
 
 
 @recipe

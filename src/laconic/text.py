@@ -56,8 +56,8 @@ def write_pairs(arguments: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in arguments.items() if value is not None)
 
 
-def parse_pairs(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> dict[str, Any]:
-    """`arguments` converted to the types that `make` annotates; an unknown key names those that exist."""
+def build(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> Any:
+    """Call `make` with `arguments` converted to the types that it annotates; an unknown key names those that exist."""
     known = inspect.signature(make).parameters
     hints = get_type_hints(make)
     for key in arguments:
@@ -67,7 +67,7 @@ def parse_pairs(make: Callable[..., Any], arguments: Mapping[str, str], where: s
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in arguments:
             raise SchemeError(f"{where} needs {key}=...")
-    return {key: _convert(text, hints[key], f"{where}: {key}") for key, text in arguments.items()}
+    return make(**{key: _convert(text, hints[key], f"{where}: {key}") for key, text in arguments.items()})
 
 
 def _convert(text: str, kind: Any, where: str) -> Any:

@@ -1,7 +1,7 @@
 """The frozen half: answers that are checked together, printed and parsed."""
 
 from laconic.scheme.gossip import GossipScheme
-from laconic.scheme.parts import COMPOSED, PARTS, build, part, write_part
+from laconic.scheme.parts import COMPOSED, PARTS, part, write_part
 from laconic.scheme.scheme import Scheme
 from laconic.scheme.torch_hook import TorchHook
 

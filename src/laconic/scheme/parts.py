@@ -9,7 +9,7 @@ from laconic.exchange import PATTERNS
 from laconic.memory import MEMORIES
 from laconic.quantize import GRIDS, QUANTIZERS, RESIDUES
 from laconic.select import SELECTORS
-from laconic.text import parse_call, parse_pairs, write_call
+from laconic.text import build, parse_call, write_call
 from laconic.trigger import TRIGGERS
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -36,8 +36,3 @@ def write_part(question: str, answer: Any) -> str:
     names = {made: name for name, made in PARTS[question].items()}
     given = {f.name: getattr(answer, f.name) for f in fields(answer) if getattr(answer, f.name) != f.default}
     return write_call(names.get(type(answer), type(answer).__name__), given)
-
-
-def build(make: Callable[..., Any], arguments: Mapping[str, str], where: str) -> Any:
-    """Call `make` with keyword arguments given as texts, converted by their annotations."""
-    return make(**parse_pairs(make, arguments, where))
