@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from laconic.errors import SchemeError
 from laconic.kernels.host import end_to_end
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
 from laconic.quantize.quantizers import Quantizer
+from laconic.wire import ValueCode
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -51,7 +52,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residue:
+class Residue(ValueCode):
     """floor(v/step + u) mod 2^bits, with a step for every 256 values (after Lu and De Sa, ICML 2020).
 
     A worker whose values are less than half of 2^bits steps away finds the difference, to a step; that it is so is
@@ -59,8 +60,8 @@ class Residue:
     answered is cut at 2^(bits-2) - 1 steps, at both ends alike; the rest is there to be seen the next time.
     """
 
-    code_id: ClassVar[int] = 7
-    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    code_id = 7
+    code_dtype = torch.uint8
 
     bits: int = 4
 
@@ -94,7 +95,7 @@ class Residue:
 
     def write(self, told: Told) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
-        return _joined(told.exponents, told.sums, told.codes), torch.tensor(told.offset, dtype=torch.float32)
+        return _written(told.offset, told.exponents, told.sums, told.codes)
 
     def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
         """The inverse; any codes are some values' remainders."""
@@ -109,11 +110,11 @@ class Residue:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(ValueCode):
     """Whole steps between two values, in so many bits, and each block's peak."""
 
-    code_id: ClassVar[int] = 8
-    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    code_id = 8
+    code_dtype = torch.uint8
 
     bits: int
 
@@ -126,7 +127,7 @@ class Difference:
 
     def write(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
-        return _joined(compared.peaks, compared.codes), torch.tensor(compared.offset, dtype=torch.float32)
+        return _written(compared.offset, compared.peaks, compared.codes)
 
     def read(self, codes: Tensor, scale: Tensor, count: int) -> Compared:
         """The inverse."""
@@ -158,5 +159,6 @@ def steps_of(exponents: Tensor) -> Tensor:
     return torch.from_numpy(_STEPS[exponents.numpy().astype(np.intp) + 128])
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    return end_to_end([part.view(torch.uint8) for part in parts])
+def _written(offset: float, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale) as a frame has them."""
+    return end_to_end([part.view(torch.uint8) for part in parts]), torch.tensor(offset, dtype=torch.float32)
