@@ -5,20 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-class SetAside:
-    """Zeros in these views for a while; then what was there."""
-
-    def __init__(self, views: Sequence[Tensor]) -> None:
-        self._before = [(view, view.clone()) for view in views]
-        for view in views:
-            view.zero_()
-
-    def put_back_(self) -> None:
-        """Overwrite the views with what was there."""
-        for view, before in self._before:
-            view.copy_(before)
-
-
 class Undo:
     """Makes tensors what they were when they were remembered, bit for bit; it costs a copy of each."""
 
@@ -37,3 +23,13 @@ class Undo:
     def forget(self) -> None:
         """Remember nothing: another step begins."""
         self._before = []
+
+
+class SetAside(Undo):
+    """Zeros in these views for a while; then what was there."""
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.remember(views)
+        for view in views:
+            view.zero_()

@@ -113,7 +113,7 @@ class Owner:
         if self._server.down_rho and places.numel():
             idle = SetAside(self._idle(held, own, places))
             places, values = self._largest(held, own, places)
-            idle.put_back_()
+            idle.restore_()
         else:
             held.index_fill_(0, places.to(torch.int64), 0)
         mean = torch.cat([whole, values]).div_(len(heard))

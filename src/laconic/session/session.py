@@ -105,7 +105,7 @@ class Session:
                 if work.taken is not None:
                     _settle_(work.account, work.taken, said.sent, refunds=self.scheme.memory.refunds)
                 path.apply_(work, said)
-            work.aside.put_back_()
+            work.aside.restore_()
 
     def _end_step(self) -> None:
         if self._overflow.end_step_():
