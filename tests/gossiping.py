@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic import Follower, GossipScheme, parse
-from laconic.transport import InProcess, LocalMailbox, in_process, local_mailboxes
+from laconic.transport import InProcess, in_process
+from local_mailbox import LocalMailbox, local_mailboxes
 from parts import gossip_texts
 from virtual import one_core
 

@@ -17,8 +17,8 @@ from laconic.transport import (
     Push,
     WorkerDiedError,
     in_process,
-    local_mailboxes,
 )
+from local_mailbox import local_mailboxes
 from virtual import gradients, one_step
 
 SAID = torch.arange(1, 9).to(torch.uint8)

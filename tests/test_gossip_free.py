@@ -12,7 +12,7 @@ from torch import Tensor
 from gossiping import FREE_TEXTS, Learner, free, learner_at, vectors_of
 from laconic import layout
 from laconic.gossip.free import Free
-from laconic.transport import local_mailboxes
+from local_mailbox import local_mailboxes
 
 
 @pytest.mark.parametrize(("text", "worth_halving"), [*((text, 10_000) for text in FREE_TEXTS), ("gossip", 2)])

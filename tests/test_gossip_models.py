@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gossiping import Learner, free, learner_at
 from laconic import Follower, GossipScheme, StateError, parse
 from laconic.gossip.vector import ModelVector
-from laconic.transport import InProcess, in_process, local_mailboxes, open_mailbox
+from laconic.transport import InProcess, in_process, open_mailbox
+from local_mailbox import local_mailboxes
 
 
 class Odd(nn.Module):

@@ -13,7 +13,7 @@ from laconic.errors import SchemeError
 from laconic.gossip.momentum import QuasiGlobalMomentum
 from laconic.recipes import parse
 from laconic.scheme import GossipScheme
-from laconic.transport import local_mailboxes
+from local_mailbox import local_mailboxes
 
 
 def _stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

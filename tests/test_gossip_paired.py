@@ -14,7 +14,7 @@ from laconic import layout
 from laconic.exchange import matching
 from laconic.gossip.messages import refusal
 from laconic.gossip.paired import Paired
-from laconic.transport import local_mailboxes
+from local_mailbox import local_mailboxes
 
 
 @pytest.mark.parametrize(("worth_halving", "parts"), [(2, 2), (10_000, 1)])

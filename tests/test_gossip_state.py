@@ -7,7 +7,7 @@ import torch
 
 from gossiping import learner_at
 from laconic import StateError
-from laconic.transport import local_mailboxes
+from local_mailbox import local_mailboxes
 
 
 def test_the_state_of_both_halves_is_saved(halved: None) -> None:

@@ -6,7 +6,6 @@ from laconic.transport.agreement import agree, agreement_bytes
 from laconic.transport.collectives import Group, backend_for, own_group, ranks_that_differ, world
 from laconic.transport.counted_group import CountedGroup
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
-from laconic.transport.local_mailbox import LocalMailbox, local_mailboxes
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes

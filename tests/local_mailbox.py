@@ -1,4 +1,6 @@
-"""Mailboxes of virtual workers in one process: for tests of what delays may not change, and for teaching."""
+"""Mailboxes of virtual workers in one process: for tests of what delays may not change."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Callable
