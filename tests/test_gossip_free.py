@@ -97,11 +97,11 @@ def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.Captu
     assert len(said) == 2 and all("rank 2 is gone" in line and "going on without it" in line for line in said)
 
 
-@pytest.mark.parametrize("deed", ["ask", "reply"])
+@pytest.mark.parametrize("deed", ["ask_", "reply_"])
 def test_what_fails_in_another_thread_ends_training(deed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to be printed at every exchange, while models trained on alone."""
     side, other = (learner_at(box, "gossip", 0.1).follower._side for box in local_mailboxes(2))
-    failing = side if deed == "ask" else other
+    failing = side if deed == "ask_" else other
     assert isinstance(side, Free) and isinstance(failing, Free)
     monkeypatch.setattr(failing._messages, deed, lambda *_: 1 / 0)
     assert side._begin(1, 0, list(range(len(side._replica.vector.groups)))).wait(60)

@@ -9,63 +9,60 @@ from torch import nn
 from gossiping import Small
 from laconic import GossipScheme, parse
 from laconic.errors import FrameError
-from laconic.gossip.changed_entries import ChangedEntries
-from laconic.gossip.messages import EntryMessages, refusal
-from laconic.gossip.topic import Entries
+from laconic.gossip.changed_entries import EntryMessages
+from laconic.gossip.messages import refusal
 from laconic.gossip.vector import ModelVector
 from laconic.quantize import is_residue
 
 
-def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, ChangedEntries, EntryMessages]:
+def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, EntryMessages]:
     scheme = parse(text)
     assert isinstance(scheme, GossipScheme) and not is_residue(scheme.quantize)
     vector = ModelVector(model, "model", scheme.select.dense_below)
-    entries = ChangedEntries(scheme.select, vector, 4)
-    return vector, entries, EntryMessages(vector, scheme.quantize, entries)
+    return vector, EntryMessages(vector, scheme.quantize, scheme.select, 4)
 
 
 def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
     torch.manual_seed(2)
     model = Small()
-    vector, entries, messages = _of_entries("gossip:rho=0.1", model)
+    vector, messages = _of_entries("gossip:rho=0.1,quantize=none", model)
     whole, k = 40 + 40 + 40 + 80 + 205, 120  # all small tensors and buffers, and a tenth of the one large one
-    assert (entries.num_whole, entries.k) == (whole, k) and vector.chosen == slice(325, 1525)
+    assert (messages.shape.num_fixed, messages.shape.k) == (whole, k) and vector.chosen == slice(325, 1525)
     left = torch.zeros(1200)
     for _ in range(3):
         with torch.no_grad():
             model.body.weight.add_(torch.randn_like(model.body.weight))
         now = vector.read()
-        positions, values = entries.choose_(now.clone())
+        topic, values, _, _ = messages.ask_(messages.about([0]), now.clone())
+        positions = topic.positions
         torch.testing.assert_close(values, now[positions], rtol=0, atol=1e-6)  # last + (x - last): two roundings
-        change = (now - entries.last)[vector.chosen]
+        change = (now - messages.last)[vector.chosen]
         said = positions[whole:] - vector.chosen.start
         assert torch.equal(said, change.abs().topk(k).indices.sort().values)
         assert len(set(positions.tolist())) == whole + k
         assert change.abs().sum() > left.abs().sum()  # what was left before is in it
-        about = Entries(vector, (0,), positions, now)
-        messages.note_exchanged_(about, now[positions], torch.zeros(whole + k))
-        left = (now - entries.last)[vector.chosen]
-        assert int((left == 0).sum()) == k and not (now - entries.last)[positions].any()
+        messages.reply_(topic, now[positions], now[positions])  # to one who has the same there
+        left = (now - messages.last)[vector.chosen]
+        assert int((left == 0).sum()) == k and not (now - messages.last)[positions].any()
 
 
 @pytest.mark.parametrize("quantize", ["none", "bf16"])
 def test_a_message_about_entries_is_read_as_it_was_written(quantize: str) -> None:
     torch.manual_seed(2)
     model = Small()
-    vector, _, messages = _of_entries(f"gossip:rho=0.1,quantize={quantize}", model)
+    vector, messages = _of_entries(f"gossip:rho=0.1,quantize={quantize}", model)
     with torch.no_grad():
         model.body.weight.add_(torch.randn_like(model.body.weight))
-    topic, _ = messages.choose_(messages.about([0]), vector.read())
-    question = messages.ask(topic, topic.read())
+    question = messages.ask_(messages.about([0]), vector.read())
     about, values = messages.open(question.message, 1)
-    assert torch.equal(about.positions, topic.positions) and torch.equal(values, question.values)
-    answer = messages.answer(topic.read())
-    assert answer.message.numel() == messages.answer_bytes([0]) < question.message.numel()
-    assert torch.equal(messages.read_answer(topic, answer.message, 1), question.values)
+    assert torch.equal(about.positions, question.topic.positions) and torch.equal(values, question.told)
+    answer, way = messages.reply_(about, values, question.values)
+    assert answer.numel() == messages.answer_bytes([0]) < question.message.numel()
+    assert way is not None and not way.any() and not messages.settle_(question, answer, 1).any()
     assert question.message.numel() == messages.question_bytes([0])
     question.message[-5] += 1
     for wrong in (question.message, question.message[:-4], question.message[:20]):
         with pytest.raises(FrameError, match="rank 1"):
             messages.open(wrong.clone(), 1)
     with pytest.raises(FrameError, match="nothing of a message was taken"):
-        messages.read_answer(topic, refusal(answer.message.numel()), 1)
+        messages.settle_(question, refusal(answer.numel()), 1)

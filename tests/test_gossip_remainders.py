@@ -40,10 +40,10 @@ def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were
     for turn in range(40):
         x, y = here.read(), there.read()
         apart.append(float((x - y).norm()))
-        question = one.ask(topic, x)
+        question = one.ask_(topic, x)
         about, told = other.open(question.message, 0)
-        answer, back = other.reply(told, about, y)
-        way = one.settle(topic, question, answer, 1)
+        answer, back = other.reply_(about, told, y)
+        way = one.settle_(question, answer, 1)
         assert back is not None and torch.equal(way, -back)
         assert answer.numel() == one.answer_bytes([0]) < 0.2 * 4 * x.numel() + 100
         assert torch.equal(one.reach[0], other.reach[0]) or turn == 0
@@ -62,10 +62,10 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
     topic = one.about([0])
     missed = []
     for _ in range(12):
-        question = one.ask(topic, x)
+        question = one.ask_(topic, x)
         about, told = other.open(question.message, 0)
-        answer, back = other.reply(told, about, y)
-        way = one.settle(topic, question, answer, 1)
+        answer, back = other.reply_(about, told, y)
+        way = one.settle_(question, answer, 1)
         assert back is not None and torch.equal(way, -back)
         missed.append(float((way[:1525] == 0).float().mean()))
     assert missed[0] == 1 and missed[-1] < 0.2
@@ -95,18 +95,18 @@ def test_a_question_about_a_half_names_it(halved: None) -> None:
             p.add_(torch.randn_like(p), alpha=1e-4)
     there.write_(ModelVector(model, "half").read())
     for k in (1, 0):
-        question = one.ask(one.about([k]), here.read([k]))
+        question = one.ask_(one.about([k]), here.read([k]))
         topic, told = other.open(question.message, 0)
         assert topic.groups == [k]
-        answer, back = other.reply(told, topic, topic.read())
-        way = one.settle(one.about([k]), question, answer, 1)
+        answer, back = other.reply_(topic, told, topic.read())
+        way = one.settle_(question, answer, 1)
         assert back is not None and torch.equal(way, -back) and bool(way.any())
         with pytest.raises(FrameError, match=f"bucket is {k}, not {1 - k}"):
-            one.settle(one.about([1 - k]), question, answer, 1)
+            one.settle_(question._replace(topic=one.about([1 - k])), answer, 1)
     stranger = RemainderMessages(ModelVector(Small(), "tensor"), Residue(), 0, 2)
     part = stranger.about([5])
     with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
-        one.open(stranger.ask(part, part.read()).message, 2)
+        one.open(stranger.ask_(part, part.read()).message, 2)
     with pytest.raises(FrameError, match="part -1"):
         one.open(torch.zeros(8, dtype=torch.uint8), 2)
 
@@ -115,7 +115,7 @@ def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
     messages, vector = _alike(Small(), 1, 0.01)
     values = vector.read()
     topic = messages.about([0])
-    question = messages.ask(topic, values)
+    question = messages.ask_(topic, values)
     damaged = question.message.clone()
     damaged[60] += 1
     for wrong, why in {
@@ -125,11 +125,11 @@ def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
     }.items():
         with pytest.raises(FrameError, match=why):
             messages.open(wrong, 3)
-    later = messages.ask(topic, values)
-    earlier, _ = messages.reply(question.told, topic, values)
+    later = messages.ask_(topic, values)
+    earlier, _ = messages.reply_(topic, question.told, values)
     with pytest.raises(FrameError, match="rank 3 answered another question"):
-        messages.settle(topic, later, earlier, 3)
-    answer, way = messages.reply(question.told, topic, torch.full_like(values, math.nan))
+        messages.settle_(later, earlier, 3)
+    answer, way = messages.reply_(topic, question.told, torch.full_like(values, math.nan))
     assert way is None
     with pytest.raises(FrameError, match="not finite"):
-        messages.settle(topic, question, answer, 3)
+        messages.settle_(question, answer, 3)

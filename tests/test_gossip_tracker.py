@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gossiping import Small
-from laconic.gossip.topic import Groups
+from laconic.gossip.topic import Topic
 from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
 from laconic.trigger import Change, EveryStep, Period, Speech, TargetRate
@@ -35,7 +35,7 @@ def _said(
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.001 * lr)
         groups = tracker.wants(step, lr, patiently=True)
-        tracker.note_sent_(Groups(vector, groups).num_entries)
+        tracker.note_sent_(Topic(vector, groups).num_entries)
         tracker.note_exchanged_(groups, vector.sample)
         said.append(groups)
     return said, tracker
@@ -111,7 +111,7 @@ def test_a_target_rate_is_held_while_the_learning_rate_falls(rate: float, per: s
     said, tracker = _said(TargetRate(rate=rate, per=per), steps, rates)
     vector = ModelVector(Small(), per)
     half = [
-        sum(Groups(vector, groups).num_entries for groups in part) / vector.num_entries / len(part)
+        sum(Topic(vector, groups).num_entries for groups in part) / vector.num_entries / len(part)
         for part in (said[100:350], said[350:])
     ]
     assert all(0.7 * rate < found < 1.4 * rate for found in half), half

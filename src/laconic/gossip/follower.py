@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.exchange import check_peers
-from laconic.gossip.changed_entries import ChangedEntries
+from laconic.gossip.changed_entries import EntryMessages
 from laconic.gossip.free import Free
 from laconic.gossip.matched import Matched
-from laconic.gossip.messages import EntryMessages, GroupMessages, MessageWriter
+from laconic.gossip.messages import GroupMessages, MessageWriter
 from laconic.gossip.momentum import Momentum, QuasiGlobalMomentum
 from laconic.gossip.paired import Paired
 from laconic.gossip.remainders import RemainderMessages
@@ -195,12 +195,12 @@ class Follower:
         self._side.close()
 
 
-def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | Mailbox) -> MessageWriter[Any]:
+def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | Mailbox) -> MessageWriter:
     quantize = scheme.quantize
     if is_residue(quantize):
         return RemainderMessages(vector, quantize, scheme.exchange.seed, end.rank)
     if scheme.chooses:
-        return EntryMessages(vector, quantize, ChangedEntries(scheme.select, vector, end.num_workers))
+        return EntryMessages(vector, quantize, scheme.select, end.num_workers)
     return GroupMessages(vector, quantize)
 
 

@@ -125,13 +125,12 @@ class Free:
         try:
             with self._lock:
                 about = self._messages.about(groups)
-                topic, values = self._messages.choose_(about, check_finite(self._tell(about)))
-                mine = self._messages.ask(topic, values)
-            reply = self._mailbox.ask(peer, turn, mine.message, self._messages.answer_bytes(groups))
+                question = self._messages.ask_(about, check_finite(self._tell(about)))
+            reply = self._mailbox.ask(peer, turn, question.message, self._messages.answer_bytes(groups))
             with self._lock:
-                way = self._messages.settle(topic, mine, reply, peer)
+                way = self._messages.settle_(question, reply, peer)
                 self.asked += 1
-                self._owe(topic, values, way)
+                self._owe(question.topic, way)
                 self._wait_budget.note_exchanged_(time.monotonic() - since)
         except FrameError as error:
             self._refused(peer, error)
@@ -152,16 +151,15 @@ class Free:
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
         try:
-            topic, question = self._messages.open(message, peer)
+            topic, told = self._messages.open(message, peer)
         except FrameError as error:
             self._refused(peer, error)
             return refusal(num_bytes)
         with self._lock:
-            values = self._tell(topic)
-            answer, way = self._messages.reply(question, topic, values)
+            answer, way = self._messages.reply_(topic, told, self._tell(topic))
             if way is not None:
                 self.answered += 1
-                self._owe(topic, values, way)
+                self._owe(topic, way)
         return answer
 
     def _tell(self, topic: Topic) -> Tensor:
@@ -169,14 +167,13 @@ class Free:
         values = self._read(topic)
         return values if self._owed is None else add_on_host(values, topic.cut(self._owed), out=values)
 
-    def _owe(self, topic: Topic, told: Tensor, way: Tensor) -> None:
+    def _owe(self, topic: Topic, way: Tensor) -> None:
         if self._owed is None:
             self._owed = topic.spread(way, out=self._owed_room)
         else:
             topic.add_into_(self._owed, way)
         self._touched |= set(topic.groups)
         self._num_sent += topic.num_entries
-        self._messages.note_exchanged_(topic, told, way)
 
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""

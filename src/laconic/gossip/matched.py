@@ -41,41 +41,38 @@ class Matched:
                 self._swap(_NOTHING, transport.rank, 0)
             return
         asks = asks_of(pattern.seed, step, transport.rank, partner)
-        topic, values, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
+        topic, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
         self._replica.tracker.note_sent_(topic.num_entries)
-        self._messages.note_exchanged_(topic, values, way)
         self._replica.move_(topic.spread(way), groups)
         self.asked += asks
         self.answered += not asks
 
-    def _ask(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
-        """(what it was about, this worker's values of it, the way to the middle)."""
+    def _ask(self, groups: list[int], partner: int) -> tuple[Topic, Tensor]:
+        """(what it was about, the way to the middle)."""
         about = self._messages.about(groups)
         values = about.read()
         if not kernels.all_finite(values):
             self._swap(refusal(self._messages.question_bytes(groups)), partner, 0)
             self._swap(_NOTHING, partner, self._messages.answer_bytes(groups))
             raise FrameError(f"the model of rank {self.transport.rank} is not finite")
-        topic, values = self._messages.choose_(about, values)
-        question = self._messages.ask(topic, values)
+        question = self._messages.ask_(about, values)
         self._swap(question.message, partner, 0)
         reply = self._swap(_NOTHING, partner, self._messages.answer_bytes(groups))
-        return topic, values, self._messages.settle(topic, question, reply, partner)
+        return question.topic, self._messages.settle_(question, reply, partner)
 
-    def _answer(self, groups: list[int], partner: int) -> tuple[Topic, Tensor, Tensor]:
+    def _answer(self, groups: list[int], partner: int) -> tuple[Topic, Tensor]:
         """The same at the other end."""
         message = self._swap(_NOTHING, partner, self._messages.question_bytes(groups))
         try:
-            topic, question = self._messages.open(message, partner)
+            topic, told = self._messages.open(message, partner)
         except FrameError as error:
             self._swap(refusal(self._messages.answer_bytes(groups)), partner, 0)
             raise FrameError(f"rank {partner} sent no question that can be answered: {error}") from None
-        values = topic.read()
-        reply, way = self._messages.reply(question, topic, values)
+        reply, way = self._messages.reply_(topic, told, topic.read())
         self._swap(reply, partner, 0)
         if way is None:
             raise FrameError(f"the model of rank {self.transport.rank} is not finite")
-        return topic, values, way
+        return topic, way
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
         return self.transport.swap(message.to(self._vector.device), partner, "model", num_back).cpu()

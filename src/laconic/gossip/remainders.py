@@ -1,7 +1,7 @@
 """Messages between models that are nearly alike: of each value only a remainder goes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.gossip.messages import NO_POSITIONS, MessageWriter, NotFiniteError, check_taken
-from laconic.gossip.topic import Groups
+from laconic.gossip.messages import NO_POSITIONS, NOT_FINITE, MessageWriter, Question, check_taken
+from laconic.gossip.topic import Topic
 from laconic.gossip.vector import ModelVector
 from laconic.kernels.draws import hash_64
 from laconic.kernels.host import add_on_host
@@ -24,15 +24,7 @@ _FIRST_SHARE = 1 / 128  # of the largest entry: what is expected before anything
 _FINEST_SHARE = 2.0**-20  # of the largest entry: below that float32 has no finer steps
 
 
-class RemainderQuestion(NamedTuple):
-    """A question as it goes out, and what it was made of."""
-
-    message: Tensor
-    values: Tensor
-    told: Told
-
-
-class RemainderMessages(MessageWriter[Groups]):
+class RemainderMessages(MessageWriter):
     """Writes and reads messages about one group of the model each, and learns how far apart two models are.
 
     A question tells remainders; its reader answers how far those are from its own values, in steps, and both move by
@@ -54,16 +46,13 @@ class RemainderMessages(MessageWriter[Groups]):
         self._questions = [CodesShape(n, n, 0, residue) for n in sizes]
         self._answers = [CodesShape(n, n, 0, residue.answer) for n in sizes]
 
-    def choose_(self, about: Groups, values: Tensor) -> tuple[Groups, Tensor]:
-        return about, values
-
-    def ask(self, topic: Groups, values: Tensor) -> RemainderQuestion:
+    def ask_(self, about: Topic, values: Tensor) -> Question:
         """A question about a group; its frame names it, where a session's would name a bucket."""
-        (k,) = topic.groups
+        (k,) = about.groups
         self._num_asked += 1
         told = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_asked))
         frame = self._questions[k].write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=k)
-        return RemainderQuestion(frame, values, told)
+        return Question(about, values, frame, told)
 
     def _exponents(self, k: int, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
@@ -81,7 +70,7 @@ class RemainderMessages(MessageWriter[Groups]):
     def answer_bytes(self, groups: Sequence[int]) -> int:
         return self._answers[groups[0]].num_bytes
 
-    def open(self, message: Tensor, peer: int) -> tuple[Groups, Told]:
+    def open(self, message: Tensor, peer: int) -> tuple[Topic, Told]:
         k = bucket_of(message)
         if not 0 <= k < len(self._questions):
             raise FrameError(f"rank {peer} asked about part {k} of {len(self._questions)}")
@@ -91,30 +80,29 @@ class RemainderMessages(MessageWriter[Groups]):
             raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
         return topic, told
 
-    def reply(self, question: Told, topic: Groups, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    def reply_(self, topic: Topic, told: Told, values: Tensor) -> tuple[Tensor, Tensor | None]:
         (k,) = topic.groups
         if not kernels.all_finite(values):
             return self._answers[k].write_overflow(values.device, step=0, bucket=k), None
-        way, compared = self._residue.compare(values, question)
-        self._learn(k, compared.peaks, question.exponents, values, way)
+        way, compared = self._residue.compare(values, told)
+        self._learn_(k, compared.peaks, told.exponents, values, way)
         return self._answers[k].write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=k), way
 
-    def settle(self, topic: Groups, mine: RemainderQuestion, reply: Tensor, peer: int) -> Tensor:
+    def settle_(self, question: Question, reply: Tensor, peer: int) -> Tensor:
+        topic, values, _, told = question
         (k,) = topic.groups
-        count = topic.num_entries
-        exponents = mine.told.exponents
         answer = self._residue.answer
-        compared = answer.read(*_written(self._answers[k], reply, k, peer), count)
-        if compared.offset != mine.told.offset:
+        compared = answer.read(*_written(self._answers[k], reply, k, peer), topic.num_entries)
+        if compared.offset != told.offset:
             raise FrameError(f"rank {peer} answered another question")
-        way = answer.way(compared, exponents, count)
-        self._learn(k, compared.peaks, exponents, mine.values, way)
+        way = answer.way(compared, told.exponents, topic.num_entries)
+        self._learn_(k, compared.peaks, told.exponents, values, way)
         return way
 
     def _last(self, k: int) -> Tensor:
         return self.about([k]).cut(self.last)
 
-    def _learn(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
+    def _learn_(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
         away = peaks.numpy().astype(np.float32)
         steps = steps_of(exponents).numpy()
         seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
@@ -145,5 +133,5 @@ def _written(shape: CodesShape, message: Tensor, k: int, peer: int) -> tuple[Ten
     """(codes, scale) as a peer wrote them of a group."""
     written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
     if written is None:
-        raise NotFiniteError
+        raise FrameError(NOT_FINITE)
     return written

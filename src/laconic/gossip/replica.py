@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ class Replica:
 
     pattern: Gossip
     vector: ModelVector
-    messages: MessageWriter[Any]
+    messages: MessageWriter
     tracker: ChangeTracker
     momentum: Momentum
 

@@ -1,8 +1,8 @@
 """What an exchange is about: whole groups of a model, or entries of it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,40 +12,13 @@ from laconic.kernels.host import add_on_host, end_to_end
 
 
 @dataclass(frozen=True)
-class Topic(ABC):
-    """A part of a model, end to end."""
+class Topic:
+    """A part of a model, end to end: whole groups."""
+
+    is_in_order: ClassVar[bool] = True  # as the model lies
 
     vector: ModelVector
     groups: Sequence[int]  # in which it lies
-
-    @property
-    @abstractmethod
-    def num_entries(self) -> int: ...
-
-    @abstractmethod
-    def read(self) -> Tensor:
-        """A float32 copy of what the model is there."""
-
-    @abstractmethod
-    def cut(self, flat: Tensor) -> Tensor:
-        """What is there in a vector of the whole model; a view of it, if it is one group."""
-
-    @abstractmethod
-    def add_into_(self, flat: Tensor, delta: Tensor) -> None:
-        """Add to what is there in a vector of the whole model."""
-
-    def spread(self, delta: Tensor, out: Tensor | None = None) -> Tensor:
-        """A vector of the whole model that holds this where it belongs, and zero elsewhere; in `out`, if given."""
-        whole = torch.empty(self.vector.num_entries, dtype=torch.float32) if out is None else out
-        whole.numpy().fill(0)
-        self.add_into_(whole, delta)
-        return whole
-
-
-@dataclass(frozen=True)
-class Groups(Topic):
-    """Whole groups."""
-
     room: Tensor | None = None  # where they are read to, if given
 
     @property
@@ -53,32 +26,44 @@ class Groups(Topic):
         return sum(self.vector.groups[k].num_entries for k in self.groups)
 
     def read(self) -> Tensor:
+        """A float32 copy of what the model is there."""
         return self.vector.read(self.groups, out=self.room)
 
     def cut(self, flat: Tensor) -> Tensor:
+        """What is there in a vector of the whole model; a view of it, if it is one group."""
         parts = self._parts(flat)
         return parts[0] if len(parts) == 1 else end_to_end(parts)
 
     def add_into_(self, flat: Tensor, delta: Tensor) -> None:
+        """Add to what is there in a vector of the whole model."""
         start = 0
         for part in self._parts(flat):
             add_on_host(part, delta[start : start + part.numel()], out=part)
             start += part.numel()
 
     def spread(self, delta: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Topic; what is of the whole model already stays where it is."""
-        return delta if delta.numel() == self.vector.num_entries else super().spread(delta, out)
+        """A vector of the whole model that holds this where it belongs, and zero elsewhere; in `out`, if given.
+
+        What is of the whole model already stays where it is.
+        """
+        if self.is_in_order and delta.numel() == self.vector.num_entries:
+            return delta
+        whole = torch.empty(self.vector.num_entries, dtype=torch.float32) if out is None else out
+        whole.numpy().fill(0)
+        self.add_into_(whole, delta)
+        return whole
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         return [flat[self.vector.groups[k].start : self.vector.groups[k].stop] for k in self.groups]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entries(Topic):
     """Entries at int64 positions, of a model that is one group."""
 
+    is_in_order: ClassVar[bool] = False
+
     positions: Tensor
-    room: Tensor  # where the whole model is read to
 
     @property
     def num_entries(self) -> int:
