@@ -103,8 +103,8 @@ def test_what_fails_in_another_thread_ends_training(deed: str, monkeypatch: pyte
     side, other = (learner_at(box, "gossip", 0.1).follower._side for box in local_mailboxes(2))
     failing = side if deed == "ask_" else other
     assert isinstance(side, Free) and isinstance(failing, Free)
-    monkeypatch.setattr(failing._messages, deed, lambda *_: 1 / 0)
-    assert side._begin(1, 0, list(range(len(side._replica.vector.groups)))).wait(60)
+    monkeypatch.setattr(failing.messages, deed, lambda *_: 1 / 0)
+    assert side._begin(1, 0, list(range(len(side.vector.groups)))).wait(60)
     with pytest.raises(ZeroDivisionError):
         for _ in range(1000):  # the thread notes it when it can
             failing.step(0, 0.1)

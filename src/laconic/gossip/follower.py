@@ -17,7 +17,6 @@ from laconic.gossip.messages import GroupMessages, MessageWriter
 from laconic.gossip.momentum import Momentum, QuasiGlobalMomentum
 from laconic.gossip.paired import Paired
 from laconic.gossip.remainders import RemainderMessages
-from laconic.gossip.replica import Replica
 from laconic.gossip.stats import FollowerStats
 from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
@@ -61,11 +60,10 @@ class Follower:
         self._optimizer = optimizer
         in_halves = pattern.mode == "paired" and not scheme.chooses
         self._vector = ModelVector(model, "half" if in_halves else scheme.trigger.per, scheme.select.dense_below)
-        self._messages = _message_writer(scheme, self._vector, end)
-        self._tracker = ChangeTracker(scheme.trigger, self._vector, pattern.seed, end.rank)
+        messages = _message_writer(scheme, self._vector, end)
+        tracker = ChangeTracker(scheme.trigger, self._vector, pattern.seed, end.rank)
         momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else Momentum()
-        self._replica = Replica(pattern, self._vector, self._messages, self._tracker, momentum)
-        self._side: Matched | Free = _SIDES[pattern.mode](end, self._replica)
+        self._side: Matched | Free = _SIDES[pattern.mode](end, pattern, self._vector, messages, tracker, momentum)
         self._steps = 0
         self._seconds = 0.0
         self._first_step = 0  # since a state was loaded: what is counted begins there
@@ -84,7 +82,7 @@ class Follower:
         """Give every worker the mean of the models of all that are alive; a call that all of those make."""
         mean = self._settled_mean("average")
         self._vector.write_(mean)
-        self._replica.note_all_said_()
+        self._side.note_all_said_()
         self._side.settle()  # nobody is told of a model from before
 
     def settle(self) -> None:
@@ -124,7 +122,7 @@ class Follower:
     def stats(self, *, ages: bool = False) -> FollowerStats:
         """Bytes out and in, by kind; exchanges; peers lost."""
         side = self._side
-        traffic = side.traffic
+        traffic = side.end.traffic
         num_steps = self._steps - self._first_step
         dense = ring_bytes(4 * self._vector.num_entries, self.num_workers) * num_steps
         return FollowerStats(
@@ -139,7 +137,7 @@ class Follower:
             dense_bytes_out=dense,
             by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
-            passes=self._tracker.passes / max(1, num_steps),
+            passes=side.tracker.passes / max(1, num_steps),
             asked=side.asked,
             answered=side.answered,
             refused=side.refused,
@@ -156,9 +154,9 @@ class Follower:
             "rank": self.rank,
             "num_workers": self.num_workers,
             "groups": [group.num_entries for group in self._vector.groups],
-            "watch": self._tracker.state_dict(),
+            "watch": self._side.tracker.state_dict(),
             "owed": self._side.owed,
-            **self._messages.state_dict(),
+            **self._side.messages.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -178,15 +176,15 @@ class Follower:
             )
         self._steps = self._first_step = int(states[0]["step"])
         if had_died:
-            self._replica.note_all_said_()
+            self._side.note_all_said_()
             return
         kept = {name for name in _KEPT if mine[0].get(name) is not None}
-        if kept != self._messages.state_dict().keys():
+        if kept != self._side.messages.state_dict().keys():
             raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
         if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
-        self._tracker.load_state_dict(mine[0]["watch"])
-        self._messages.load_state_dict(mine[0])
+        self._side.tracker.load_state_dict(mine[0]["watch"])
+        self._side.messages.load_state_dict(mine[0])
         self._side.owe(mine[0]["owed"])
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import queue
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import neighbours, pick
 from laconic.gossip.messages import check_finite, refusal
-from laconic.gossip.replica import Replica
+from laconic.gossip.side import Side
 from laconic.gossip.topic import Topic
 from laconic.gossip.wait_budget import WaitBudget
 from laconic.kernels.host import add_on_host
@@ -21,7 +22,8 @@ from laconic.transport import Mailbox
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what
 
 
-class Free:
+@dataclass(eq=False)
+class Free(Side):
     """One worker's side: `step` in the training thread, one thread that asks, and the mailbox's.
 
     The asking thread stays: a new one each time would touch 4,000 new pages to choose among 1.2 M entries, a quarter of
@@ -32,17 +34,11 @@ class Free:
     unchanged, because both move by what was told.
     """
 
-    def __init__(self, mailbox: Mailbox, replica: Replica) -> None:
-        self.traffic = mailbox.traffic
-        self.asked = self.answered = self.refused = self.late = 0
-        self.lost: dict[int, str] = {}
-        self._mailbox = mailbox
-        self._replica = replica
-        self._pattern = replica.pattern
-        self._messages = replica.messages
-        self._tracker = replica.tracker
-        vector = replica.vector
-        self._reachable = set(neighbours(self._pattern.peers, mailbox.rank, mailbox.num_workers))
+    end: Mailbox
+
+    def __post_init__(self) -> None:
+        vector = self.vector
+        self._reachable = set(neighbours(self.pattern.peers, self.end.rank, self.end.num_workers))
         self._lock = threading.Lock()
         self._owed: Tensor | None = None  # what exchanges owe to the model
         self._owed_room = torch.empty(vector.num_entries, dtype=torch.float32)  # where it lies if it came in parts
@@ -52,7 +48,7 @@ class Free:
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._askers: list[threading.Thread] = []
         self._suspended: set[int] = set()
-        self._wait_budget = WaitBudget(self._pattern)
+        self._wait_budget = WaitBudget(self.pattern)
         self._complained_of: set[int] = set()
         self._due: set[int] = set()  # groups that wait until they may speak
         self._failed: Exception | None = None  # what no thread but the training one can end a worker with
@@ -61,7 +57,7 @@ class Free:
         self._catch_up()
         self._closed = False
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
-        mailbox.listen(self._serve)
+        self.end.listen(self._serve)
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed, and talk; raises what went wrong in another thread."""
@@ -74,9 +70,9 @@ class Free:
 
     def _talk(self, step: int, lr: float) -> None:
         """Ask somebody if there is something to say and nobody is being asked."""
-        self._due |= set(self._tracker.wants(step, lr, patiently=False, held_up=bool(self._due)))
+        self._due |= set(self.tracker.wants(step, lr, patiently=False, held_up=bool(self._due)))
         if not self._count_asking() and self._due:
-            peer = pick(self._reachable - set(self._asking), self._pattern.seed, step, self._mailbox.rank)
+            peer = pick(self._reachable - set(self._asking), self.pattern.seed, step, self.end.rank)
             if peer is not None:
                 groups = sorted(self._due)
                 self._due = set()
@@ -106,7 +102,7 @@ class Free:
         now = time.monotonic()
         with self._lock:
             asking = dict(self._asking)
-        slow = {peer for peer, (_, since) in asking.items() if now - since > self._pattern.patience}
+        slow = {peer for peer, (_, since) in asking.items() if now - since > self.pattern.patience}
         self.late += len(slow - self._suspended)
         self._suspended = slow
         return len(asking) - len(slow)
@@ -124,11 +120,11 @@ class Free:
         since = time.monotonic()
         try:
             with self._lock:
-                about = self._messages.about(groups)
-                question = self._messages.ask_(about, check_finite(self._tell(about)))
-            reply = self._mailbox.ask(peer, turn, question.message, self._messages.answer_bytes(groups))
+                about = self.messages.about(groups)
+                question = self.messages.ask_(about, check_finite(self._tell(about)))
+            reply = self.end.ask(peer, turn, question.message, self.messages.answer_bytes(groups))
             with self._lock:
-                way = self._messages.settle_(question, reply, peer)
+                way = self.messages.settle_(question, reply, peer)
                 self.asked += 1
                 self._owe(question.topic, way)
                 self._wait_budget.note_exchanged_(time.monotonic() - since)
@@ -151,12 +147,12 @@ class Free:
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""
         try:
-            topic, told = self._messages.open(message, peer)
+            topic, told = self.messages.open(message, peer)
         except FrameError as error:
             self._refused(peer, error)
             return refusal(num_bytes)
         with self._lock:
-            answer, way = self._messages.reply_(topic, told, self._tell(topic))
+            answer, way = self.messages.reply_(topic, told, self._tell(topic))
             if way is not None:
                 self.answered += 1
                 self._owe(topic, way)
@@ -179,58 +175,58 @@ class Free:
         """x += what is owed; in the training thread, between its steps."""
         with self._lock:
             if self._owed is not None:
-                self._replica.move_(self._owed, sorted(self._touched))
-                if self._tracker.looks:
+                self.move_(self._owed, sorted(self._touched))
+                if self.tracker.looks:
                     self._due -= self._touched
                 self._owed = None
                 self._touched = set()
                 self._catch_up()
-            self._tracker.note_sent_(self._num_sent)
+            self.tracker.note_sent_(self._num_sent)
             self._num_sent = 0
 
     def _catch_up(self) -> None:
         """What is read next is the model after all that this thread has told the device to do."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._replica.vector.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.vector.device))
 
     def _read(self, topic: Topic) -> Tensor:
         """The model as it is; on CUDA by a stream of our own, so that training is not waited for."""
         if self._stream is None:
             return topic.read()
-        with torch.cuda.device(self._replica.vector.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.vector.device), torch.cuda.stream(self._stream):
             return topic.read()
 
     def _refused(self, peer: int, error: FrameError) -> None:
         self.refused += 1
         if peer not in self._complained_of:
             self._complained_of.add(peer)
-            _say(self._mailbox.rank, f"exchanges with rank {peer} are left out while {error}")
+            _say(self.end.rank, f"exchanges with rank {peer} are left out while {error}")
 
     def _drop(self, peer: int, why: str) -> None:
         if self._closed:
             return
         self._reachable.discard(peer)
         self.lost[peer] = why
-        _say(self._mailbox.rank, f"{why}; going on without it")
+        _say(self.end.rank, f"{why}; going on without it")
 
     def settle(self) -> None:
         """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
         for over, _ in list(self._asking.values()):
             over.wait()
-        mine = torch.tensor([self._mailbox.rank])
-        there = self._mailbox.combine_all(mine, torch.cat, None)  # from here on nobody asks
-        for peer in set(range(self._mailbox.num_workers)) - set(there.tolist()) - set(self.lost):
+        mine = torch.tensor([self.end.rank])
+        there = self.end.combine_all(mine, torch.cat, None)  # from here on nobody asks
+        for peer in set(range(self.end.num_workers)) - set(there.tolist()) - set(self.lost):
             self._drop(peer, f"rank {peer} is gone")
         self._apply()
 
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:
         """The mean over all that are alive."""
-        told = self._mailbox.combine_all(mine.cpu(), _mean, kind)
+        told = self.end.combine_all(mine.cpu(), _mean, kind)
         return told.to(mine.device)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Those of all that are alive, in rank order; not counted."""
-        return self._mailbox.combine_all(mine.cpu(), torch.stack, None).view(-1, mine.numel())
+        return self.end.combine_all(mine.cpu(), torch.stack, None).view(-1, mine.numel())
 
     @property
     def owed(self) -> Tensor | None:
@@ -240,7 +236,7 @@ class Free:
     def owe(self, owed: Tensor | None) -> None:
         """Take over what was owed when a state was saved."""
         with self._lock:
-            self._touched = set() if owed is None else set(range(len(self._replica.vector.groups)))
+            self._touched = set() if owed is None else set(range(len(self.vector.groups)))
             self._owed = None if owed is None else owed.to("cpu", torch.float32, copy=True)
 
     def close(self) -> None:
@@ -249,11 +245,11 @@ class Free:
         for _ in self._askers:
             self._questions.put(None)
         for asker in self._askers:
-            asker.join(self._pattern.patience)
+            asker.join(self.pattern.patience)
         self._closed = True
-        self._mailbox.close()
+        self.end.close()
         for asker in self._askers:
-            asker.join(self._pattern.patience)
+            asker.join(self.pattern.patience)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

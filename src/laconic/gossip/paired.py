@@ -1,13 +1,12 @@
 """Gossip by appointment: who meets whom at which turn is known to all, and nobody waits for long."""
 
+import math
 import threading
 
 from torch import Tensor
 
 from laconic.exchange import asks_of, matching
 from laconic.gossip.free import Free
-from laconic.gossip.replica import Replica
-from laconic.transport import Mailbox
 
 
 class Paired(Free):
@@ -21,24 +20,24 @@ class Paired(Free):
     is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
     """
 
-    def __init__(self, mailbox: Mailbox, replica: Replica) -> None:
-        self._heard: dict[int, int] = {}  # peer -> the last turn at which it asked
+    def __post_init__(self) -> None:
+        self._heard: dict[int, float] = {}  # peer -> the last turn at which it asked
         self._expected: dict[int, tuple[int, threading.Event]] = {}  # peer -> (turn, set when it has asked)
-        super().__init__(mailbox, replica)
+        super().__post_init__()
 
     def _talk(self, step: int, lr: float) -> None:
         """Keep the appointments of this step, one after the other."""
-        pattern = self._pattern
+        pattern = self.pattern
         self._count_asking()  # for the stats: a late answer keeps a worker from no other appointment
-        for turn in self._tracker.turns(step, lr):
-            partner = matching(pattern.peers, pattern.seed, turn, self._mailbox.num_workers)[self._mailbox.rank]
+        for turn in self.tracker.turns(step, lr):
+            partner = matching(pattern.peers, pattern.seed, turn, self.end.num_workers)[self.end.rank]
             if partner in self._reachable and partner not in self._asking:
                 self._meet(partner, turn)
 
     def _meet(self, partner: int, turn: int) -> None:
         """Ask about one part of the model and be asked about the other; where there is but one, one of the two asks."""
-        everything = list(range(len(self._replica.vector.groups)))
-        first = 0 if asks_of(self._pattern.seed, turn, self._mailbox.rank, partner) else 1
+        everything = list(range(len(self.vector.groups)))
+        first = 0 if asks_of(self.pattern.seed, turn, self.end.rank, partner) else 1
         mine = everything[first::2]
         theirs = everything[1 - first :: 2]
         self._catch_up()  # what either is told is this step's model
@@ -55,12 +54,17 @@ class Paired(Free):
             self._expected[peer] = (turn, asked)
         return asked
 
+    def _note_asked(self, peer: int, turn: float) -> None:
+        """Note that it asked at this turn; who has died is as one who has asked at all of them."""
+        with self._lock:
+            self._heard[peer] = max(turn, self._heard.get(peer, -1))
+            expected, asked = self._expected.get(peer, (math.inf, None))
+        if asked is not None and turn >= expected:
+            asked.set()
+
     def _drop(self, peer: int, why: str) -> None:
         super()._drop(peer, why)
-        with self._lock:
-            _, asked = self._expected.get(peer, (0, None))
-        if asked is not None:
-            asked.set()
+        self._note_asked(peer, math.inf)
 
     def owe(self, owed: Tensor | None) -> None:
         super().owe(owed)
@@ -70,9 +74,5 @@ class Paired(Free):
 
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         answer = super()._answer(peer, turn, message, num_bytes)
-        with self._lock:
-            self._heard[peer] = max(turn, self._heard.get(peer, -1))
-            expected, asked = self._expected.get(peer, (turn + 1, None))
-        if asked is not None and turn >= expected:
-            asked.set()
+        self._note_asked(peer, turn)
         return answer

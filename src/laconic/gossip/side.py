@@ -1,7 +1,8 @@
 """One worker's model, and all that its exchanges go through, whichever way they are made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -12,15 +13,22 @@ from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
 
 
-@dataclass(frozen=True)
-class Replica:
-    """One worker's."""
+@dataclass(eq=False)
+class Side:
+    """One worker's side of a gossip."""
 
+    end: Any  # of the network: a Mailbox, or where all workers meet at each step their Collectives
     pattern: Gossip
     vector: ModelVector
     messages: MessageWriter
     tracker: ChangeTracker
     momentum: Momentum
+    lost: dict[int, str] = field(default_factory=dict, init=False)
+
+    asked = 0
+    answered = 0
+    refused = 0
+    late = 0
 
     def move_(self, way: Tensor, groups: Sequence[int]) -> None:
         """Add a vector that exchanges of these groups have brought to the model; momentum and tracker hear of it."""
