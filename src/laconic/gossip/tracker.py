@@ -37,10 +37,11 @@ class ChangeTracker:
     def __init__(self, trigger: EveryStep | Speech, vector: ModelVector, seed: int, rank: int) -> None:
         self._trigger = trigger
         self._measure = trigger.measure
+        self.looks = self._measure is not None  # so an exchange settles what a group has to say, whoever began it
         self._vector = vector
         self._phase = hash_64(seed, rank) / 2.0**64
         num_groups = len(vector.groups)
-        self._everything = list(range(num_groups))
+        self._everything = range(num_groups)
         self._gaps = [0] * num_groups
         self._asleep_until = [0] * num_groups  # the gap at which a group is looked at next
         self._bar: float | None = None if self._measure is None else self._measure.bar
@@ -65,7 +66,7 @@ class ChangeTracker:
         speaks = [self._trigger.speaks(step, gap, self._phase) for gap in self._gaps]
         due = [k for k in self._everything if speaks[k] is None and self._gaps[k] >= self._asleep_until[k]]
         if due and self._look is None:
-            self._look = self._begin(due, self.lr_share)
+            self._look = self._begin(due)
         loud = self._loud(patiently)
         return [k for k in self._everything if speaks[k] or (k in loud and speaks[k] is None)]
 
@@ -79,18 +80,19 @@ class ChangeTracker:
         self.lr_share = lr / self._peak_lr if self._peak_lr else 1.0
         self._gaps = [gap + 1 for gap in self._gaps]
 
-    def _begin(self, groups: list[int], lr_ratio: float) -> _Look:
+    def _begin(self, groups: list[int]) -> _Look:
         """Start measuring; nothing here waits for the device."""
         lasts = [self._last[k] for k in groups]
         moved = [self._vector.sample(k) - last for k, last in zip(groups, lasts, strict=True)]
         self.passes += sum(last.numel() for last in lasts) / self._vector.num_entries
         figures = torch.stack([_squares(moved), _squares(lasts)])
-        if figures.device.type != "cuda":
-            return _Look(groups, [self._gaps[k] for k in groups], lr_ratio, figures, None)
-        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-        host.copy_(figures, non_blocking=True)
-        arrived = torch.cuda.current_stream(figures.device).record_event()
-        return _Look(groups, [self._gaps[k] for k in groups], lr_ratio, host, arrived)
+        arrived = None
+        if figures.device.type == "cuda":
+            host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            host.copy_(figures, non_blocking=True)
+            arrived = torch.cuda.current_stream(figures.device).record_event()
+            figures = host
+        return _Look(groups, [self._gaps[k] for k in groups], self.lr_share, figures, arrived)
 
     def _loud(self, patiently: bool) -> set[int]:
         """The groups whose measurement, if it has arrived, is above the bar; the others sleep on."""
@@ -123,11 +125,6 @@ class ChangeTracker:
     def gap(self, groups: Sequence[int]) -> int:
         """The steps since the last exchange of one of these groups, the longest of them; this one is the first."""
         return max(1, *(self._gaps[k] for k in groups))
-
-    @property
-    def looks(self) -> bool:
-        """Whether what a group has to say is settled by an exchange, whoever began it."""
-        return self._measure is not None
 
     def note_sent_(self, num_entries: int) -> None:
         """Note that this worker has sent so many entries, asked or answering."""
@@ -162,7 +159,7 @@ class ChangeTracker:
         self._peak_lr = saved["peak_lr"]
         self._share_sent = saved["share_sent"]
         self._look = None
-        if self._measure is not None and saved["last"]:
+        if self.looks and saved["last"]:
             self._last = [last.to(self._vector.device) for last in saved["last"]]
 
 

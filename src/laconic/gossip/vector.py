@@ -1,6 +1,6 @@
 """A model as one vector, cut into groups that may travel on their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from laconic.layout import Layout, Span, halves_of
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
+
+
+_Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class ModelVector:
 
     def __init__(self, model: nn.Module, per: str, whole_below: int = 0) -> None:
         # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
-        trained = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.numel()}
+        trained: _Named = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.numel()}
         trained = dict(sorted(trained.items(), key=lambda named: named[1].numel() >= whole_below))
         lasting = model.state_dict(keep_vars=True)
         running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if n in lasting and _travels(b)}
@@ -58,27 +61,23 @@ class ModelVector:
         if strange := [name for name, p in trained.items() if not p.is_floating_point()]:
             raise SchemeError(f"{strange[0]!r} is {trained[strange[0]].dtype}; laconic exchanges real numbers only")
         self.device = devices.pop()
-        families = _by_tensor(trained, running) if per == "tensor" else [(list(trained), list(running))]
+        families = _by_tensor(trained, running) if per == "tensor" else [(trained, running)]
         self._tensors: dict[str, Tensor] = {}
         groups = []
         start = 0
         for weights, buffers in families:
-            self._tensors |= {name: trained[name] for name in weights} | {name: running[name] for name in buffers}
-            num_trained = sum(trained[name].numel() for name in weights)
-            stop = start + num_trained + sum(running[name].numel() for name in buffers)
+            self._tensors |= weights | buffers
+            num_trained = _count(weights)
+            stop = start + num_trained + _count(buffers)
             groups.append(TensorGroup(start, stop, num_trained))
             start = stop
         self.groups = tuple(groups if per != "half" else _halves(groups[0]))
         self.layout = Layout.of(list(self._tensors), [t.shape for t in self._tensors.values()])
-        self._spans_of = [
-            [s for s in self.layout.spans if g.start < s.stop and s.start < g.stop and s.num_entries]
-            for g in self.groups
-        ]
-        self._seen: dict[str, tuple[int, Tensor]] = {}  # where a tensor lay, and a view of it there
+        self._spans_of = [[s for s in self.layout.spans if g.start < s.stop and s.start < g.stop] for g in self.groups]
         self.num_entries = start
-        large = [name for name, p in trained.items() if p.numel() >= whole_below]
-        self.chosen_layout = Layout.of(large, [trained[name].shape for name in large])
-        num_trained = sum(p.numel() for p in trained.values())
+        large = {name: p.shape for name, p in trained.items() if p.numel() >= whole_below}
+        self.chosen_layout = Layout.of(list(large), list(large.values()))
+        num_trained = _count(trained)
         self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 
     def read(self, groups: Sequence[int] | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -109,15 +108,14 @@ class ModelVector:
         """
         group = self.groups[k]
         apart = group.num_trained // _SAMPLE_ENTRIES
-        spans = [s for s in self.layout.spans if group.start <= s.start and s.stop <= group.trained.stop]
         pieces = []
-        for span in spans:
+        for span in [span for span in self._spans_of[k] if span.stop <= group.trained.stop]:
             flat = self._tensors[span.name].detach().reshape(-1) if whole is None else whole[span.start : span.stop]
             runs = span.num_entries // _RUN_ENTRIES
             if apart > 1 and runs >= apart:
                 flat = flat[: runs * _RUN_ENTRIES].view(runs, _RUN_ENTRIES)[::apart].reshape(-1)
             pieces.append(flat.to(torch.float32))
-        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()).to(self.device)
+        return torch.cat(pieces).to(self.device)
 
     @torch.no_grad()
     def add_(self, delta: Tensor, groups: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -144,17 +142,9 @@ class ModelVector:
             tensor.copy_(values[span.start : span.stop].view(tensor.shape))
 
     def _rows(self, spans: Sequence[Span]) -> list[Tensor]:
-        """Each tensor end to end, or in its shape where it does not lie so: views, made anew where one has moved."""
-        rows = []
-        for span in spans:
-            tensor = self._tensors[span.name]
-            place, row = self._seen.get(span.name, (-1, tensor))
-            if place != tensor.data_ptr():
-                row = tensor.detach()
-                row = row.view(-1) if row.is_contiguous() else row
-                self._seen[span.name] = (tensor.data_ptr(), row)
-            rows.append(row)
-        return rows
+        """Views of each tensor end to end, or in its shape where it does not lie so."""
+        tensors = [self._tensors[span.name].detach() for span in spans]
+        return [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in tensors]
 
 
 def _travels(buffer: Tensor) -> bool:
@@ -177,12 +167,17 @@ def _halves(whole: TensorGroup) -> list[TensorGroup]:
     ]
 
 
-def _by_tensor(trained: Mapping[str, Tensor], running: Mapping[str, Tensor]) -> list[tuple[list[str], list[str]]]:
+def _count(tensors: _Named) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _by_tensor(trained: _Named, running: _Named) -> list[tuple[_Named, _Named]]:
     """A group for each parameter; a module's buffers go with its first, or with the model's where it has none."""
-    families: dict[str, list[str]] = {name: [] for name in trained}
+    families: dict[str, tuple[_Named, _Named]] = {name: ({name: p}, {}) for name, p in trained.items()}
     first: dict[str, str] = {}
     for name in trained:
         first.setdefault(name.rpartition(".")[0], name)
-    for name in running:
-        families[first.get(name.rpartition(".")[0], next(iter(trained)))].append(name)
-    return [([name], buffers) for name, buffers in families.items()]
+    for name, buffer in running.items():
+        _, buffers = families[first.get(name.rpartition(".")[0], next(iter(trained)))]
+        buffers[name] = buffer
+    return list(families.values())
