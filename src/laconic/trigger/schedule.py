@@ -1,33 +1,30 @@
 """Schedules of density: the share of entries that may go at a step; 1 means a dense step."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from laconic.errors import SchemeError
 
 _STAGE_FACTOR = 0.25
 
 
-class Trigger(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
     """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
 
-    thins_out: ClassVar[bool]  # whether it lowers the share that is sent step by step
+    thins_out: ClassVar[bool] = False  # whether it lowers the share that is sent step by step
 
     def density(self, step: int, target: float) -> float:
         """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""
+        return target
 
 
 @dataclass(frozen=True, kw_only=True)
-class EveryStep:
+class EveryStep(Trigger):
     """The same share at every step; in gossip a worker speaks at each."""
 
     per: ClassVar[str] = "model"
     measure: ClassVar[None] = None
-
-    thins_out: ClassVar[bool] = False
-
-    def density(self, step: int, target: float) -> float:
-        return target
 
     def speaks(self, step: int, gap: int, phase: float) -> bool:
         """See Period."""
@@ -43,10 +40,8 @@ class EveryStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmUp:
+class WarmUp(Trigger):
     """The first `steps` steps go dense, while the network changes fastest."""
-
-    thins_out: ClassVar[bool] = False
 
     steps: int
 
@@ -59,7 +54,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
+class Ramp(Trigger):
     """25 %, 6.25 %, 1.6 %, 0.4 %, ... for `steps` steps each, down to the target (Lin et al., ICLR 2018)."""
 
     thins_out: ClassVar[bool] = True

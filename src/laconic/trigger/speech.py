@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from laconic.errors import SchemeError
+from laconic.trigger.schedule import Trigger
 
 _PER = ("model", "tensor")
 _GAIN = 4.0  # one model sent multiplies a moving bar by this; 16 was no better
@@ -16,13 +17,12 @@ _LEAST_LR_RATIO = 1e-3  # a schedule that ends at zero would let everything spea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Period:
+class Period(Trigger):
     """Every `steps` steps, whatever has changed.
 
     A worker's first turn is drawn, so that not all speak at once; those who gossip in pairs have theirs together.
     """
 
-    thins_out: ClassVar[bool] = False
     per: ClassVar[str] = "model"  # what speaks on its own
     measure: ClassVar[None] = None  # what says how far a group has moved, where that decides
 
@@ -31,9 +31,6 @@ class Period:
     def __post_init__(self) -> None:
         if not 0.1 <= self.steps < math.inf:
             raise SchemeError(f"Period.steps is {self.steps}; give 1 or more, or in pairs 0.1 or more")
-
-    def density(self, step: int, target: float) -> float:
-        return target
 
     def speaks(self, step: int, gap: int, phase: float) -> bool:
         """Whether a group speaks, `gap` steps after its last exchange; a worker's own `phase` is in [0, 1)."""
@@ -49,14 +46,13 @@ class Period:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaps:
+class Gaps(Trigger):
     """What bounds a trigger that looks at the model: whole groups of it, and the shortest and longest silence."""
 
     per: str = "model"  # what speaks on its own: the model, or each tensor
     shortest: int = 1  # steps between two exchanges of a group at least
     longest: int = 200  # and at most
     warmup: int = 0  # steps at the start, in each of which everything speaks
-    thins_out: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -68,9 +64,6 @@ class Gaps:
             )
         if self.warmup < 0:
             raise SchemeError(f"{name}.warmup is {self.warmup}; give 0 or more steps")
-
-    def density(self, step: int, target: float) -> float:
-        return target
 
     @property
     def measure(self) -> Self:
