@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from gossiping import Small
-from laconic.gossip.topic import Topic
 from laconic.gossip.tracker import ChangeTracker
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import ModelVector, Topic
 from laconic.trigger import Change, EveryStep, Period, Speech, TargetRate
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from gossiping import Small
-from laconic.gossip.topic import Topic
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import ModelVector, Topic
 
 
 def test_buffers_travel_with_the_weights_of_their_module() -> None:

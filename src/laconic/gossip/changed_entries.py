@@ -8,8 +8,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.gossip.messages import Question, ValueMessages
-from laconic.gossip.topic import Entries, Topic
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import Entries, ModelVector, Topic
 from laconic.quantize import Quantizer
 from laconic.select import Chooser
 from laconic.wire import FrameShape

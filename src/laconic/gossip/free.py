@@ -14,7 +14,7 @@ from laconic.errors import FrameError, PeerError
 from laconic.exchange import neighbours, pick
 from laconic.gossip.messages import check_finite, refusal
 from laconic.gossip.side import Side
-from laconic.gossip.topic import Topic
+from laconic.gossip.vector import Topic
 from laconic.gossip.wait_budget import WaitBudget
 from laconic.kernels.host import add_on_host
 from laconic.transport import Mailbox

@@ -8,7 +8,7 @@ from laconic.errors import FrameError
 from laconic.exchange import asks_of, matching
 from laconic.gossip.messages import refusal
 from laconic.gossip.side import Side
-from laconic.gossip.topic import Topic
+from laconic.gossip.vector import Topic
 from laconic.transport import Collectives
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -44,13 +44,12 @@ class Matched(Side):
         """(what it was about, the way to the middle)."""
         about = self.messages.about(groups)
         values = about.read()
-        if not kernels.all_finite(values):
-            self._swap(refusal(self.messages.question_bytes(groups)), partner, 0)
-            self._swap(_NOTHING, partner, self.messages.answer_bytes(groups))
-            raise FrameError(f"the model of rank {self.end.rank} is not finite")
-        question = self.messages.ask_(about, values)
-        self._swap(question.message, partner, 0)
+        question = self.messages.ask_(about, values) if kernels.all_finite(values) else None
+        message = question.message if question else refusal(self.messages.question_bytes(groups))
+        self._swap(message, partner, 0)
         reply = self._swap(_NOTHING, partner, self.messages.answer_bytes(groups))
+        if question is None:
+            raise FrameError(f"the model of rank {self.end.rank} is not finite")
         return question.topic, self.messages.settle_(question, reply, partner)
 
     def _answer(self, groups: list[int], partner: int) -> tuple[Topic, Tensor]:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.gossip.topic import Topic
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.host import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.wire import Contents, FrameShape

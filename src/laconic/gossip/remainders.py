@@ -10,8 +10,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.gossip.messages import NO_POSITIONS, NOT_FINITE, MessageWriter, Question, check_taken
-from laconic.gossip.topic import Topic
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.kernels.host import add_on_host
 from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
