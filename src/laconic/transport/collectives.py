@@ -14,10 +14,10 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Push
+from laconic.transport.transport import Collectives, Push
 
 
-class Group:
+class Group(Collectives):
     """One process's end of a network.
 
     Over Gloo frames are written on the host, and other CUDA tensors staged through pinned memory there; over NCCL
@@ -26,12 +26,12 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
-        self.num_workers = self.num_living = self.num_shares = group.size()
-        self.owned_share: int | None = self.rank
+        self.num_workers = self.num_shares = group.size()
+        self.owned_share = self.rank
         self.traffic = Traffic()
         over_gloo = backend_for(group, device) == "gloo"
         wire = torch.device("cpu") if over_gloo else device
-        self.wire: torch.device | None = wire
+        self.wire = wire
         self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to push_pull
         self._group = group
         self._pinned: dict[str, Tensor] = {}
@@ -70,12 +70,6 @@ class Group:
 
     def push_pull(self, push: Push) -> list[Tensor]:
         return self._way.push_pull(push)
-
-    def owner_states(self) -> list[bytes]:
-        return []
-
-    def load_owner_states(self, states: Sequence[bytes]) -> None:
-        pass
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         if peer == self.rank:

@@ -38,6 +38,7 @@ class Transport(Protocol):
     @property
     def num_living(self) -> int:
         """The workers that are still there; all of them where none can be lost."""
+        return self.num_workers
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         """Replace `tensor` by the sum over all workers, bit-equal on each."""
@@ -53,12 +54,15 @@ class Transport(Protocol):
 
     def owner_states(self) -> list[bytes]:
         """What owners that are no workers keep, for a checkpoint, told to one of the workers; [] where workers own."""
+        return []
 
     def load_owner_states(self, states: Sequence[bytes]) -> None:
         """Give owners that are no workers back what they kept; nothing where workers own."""
+        return
 
     def close(self) -> None:
         """Say no more."""
+        return
 
 
 @runtime_checkable
