@@ -1,7 +1,6 @@
 """The owner of a share: adds up what the workers send of it, or takes their vote, and answers in the smallest form."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from laconic import kernels
 from laconic.errors import FrameError
 from laconic.exchange import Shares
 from laconic.kernels.reference.nonzero import nonzero
-from laconic.layout import Layout, positions_of
+from laconic.layout import Layout, Span, positions_of
 from laconic.memory import Ledger, Residual
 from laconic.memory.undo import SetAside, Undo
 from laconic.quantize import Sign, Trits
@@ -38,9 +37,8 @@ class Owner:
         self._share = share
         self._num_shares = num_shares
         self._held = Ledger(Residual())
-        self._own: dict[Layout, Layout] = {}
-        self._fixed: dict[Layout, Tensor] = {}
-        self._searches: dict[tuple[Layout, int], Tensor] = {}  # by share and where a window begins
+        self._cuts: dict[Layout, tuple[Layout, Tensor]] = {}
+        self._searches: dict[tuple[Layout, Span], Tensor] = {}  # by share and window
         self._vote = Vote(weighted=scheme.server.combine == "weighted")
         self._undoes = undoes
         self._holds_idle = holds_idle
@@ -55,25 +53,23 @@ class Owner:
 
     def read(self, frame: Tensor, layout: Layout, *, step: int, bucket: int, peer: int) -> Contents:
         """What one worker says of this share; FrameError names it if its frame is not as it should be."""
-        own = self._own_layout(layout)
-        num_fixed = self._fixed_places(layout, frame.device).numel()
+        own, fixed = self._cut(layout, frame.device)
         shape = FrameShape.of(frame, own.num_entries, [self._quantize], peer=peer)
         contents = shape.read(frame, step=step, bucket=bucket, peer=peer)
-        if not contents.overflow and shape.num_fixed != num_fixed:
-            raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
+        if not contents.overflow and shape.num_fixed != len(fixed):
+            raise FrameError(f"rank {peer} sent {shape.num_fixed} fixed entries, not {len(fixed)}; use the same model")
         return contents
 
     def answer(self, frames: Iterable[tuple[int, Tensor]], layout: Layout, *, step: int, bucket: int) -> Tensor:
         """Read the frame of each worker as it arrives, and answer all of them."""
         heard = {r: self.read(frame, layout, step=step, bucket=bucket, peer=r) for r, frame in frames}
-        in_order = dict(sorted(heard.items(), key=itemgetter(0)))  # so that sums do not depend on who was first
+        in_order = dict(sorted(heard.items()))  # so that sums do not depend on who was first
         return self.answer_to(in_order, layout, step=step, bucket=bucket)
 
     def answer_to(self, heard: Mapping[int, Contents], layout: Layout, *, step: int, bucket: int) -> Tensor:
         """A frame for all workers: the mean or the vote over those heard, or that one of them overflowed."""
-        own = self._own_layout(layout)
         device = next(iter(heard.values())).values.device
-        fixed = self._fixed_places(layout, device)
+        own, fixed = self._cut(layout, device)
         held = self._held.open(own, device).balance
         self._remember(held, step)
         if any(contents.overflow for contents in heard.values()):
@@ -104,8 +100,10 @@ class Owner:
         held.index_fill_(0, fixed, 0)
         for contents in heard:
             whole += contents.values[:num_fixed]
-        kernels.add_at_(held, [one.positions for one in heard], [one.values[num_fixed:] for one in heard])
-        places = union([one.positions for one in heard], own.num_entries)
+        positions = [one.positions for one in heard]
+        kernels.add_at_(held, positions, [one.values[num_fixed:] for one in heard])
+        spoken_of = kernels.set_bits(torch.cat(positions), own.num_entries)
+        places = kernels.unpack_bits(spoken_of)  # ascending, int32; by a map of bits, so without sorting
         values = held.index_select(0, places)
         if not (kernels.all_finite(whole) and kernels.all_finite(values)):  # a sum beyond float32 is the largest there
             whole.nan_to_num_(nan=0.0)
@@ -119,11 +117,7 @@ class Owner:
         mean = torch.cat([whole, values]).div_(len(heard))
         shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
         dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)
-        if shape.num_bytes <= dense.num_bytes:
-            return shape, places, mean
-        everywhere = mean.new_zeros(own.num_entries)
-        everywhere[torch.cat([fixed, places])] = mean
-        return dense, torch.arange(own.num_entries, dtype=torch.int32, device=mean.device), everywhere
+        return _smaller(shape, dense, places, mean, torch.cat([fixed, places]))
 
     def _largest(self, held: Tensor, own: Layout, heard: Tensor) -> tuple[Tensor, Tensor]:
         """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place.
@@ -131,20 +125,18 @@ class Owner:
         No more than were heard of: where those fit, the rest of the room would go to what answers have rounded away.
         Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
-        by_parameter = self._scheme.select.per_parameter
-        windows = [(span.start, span.stop) for span in own.spans] if by_parameter else [(0, own.num_entries)]
-        num_heard = _counts_within(windows, heard) if by_parameter else [heard.numel()]
+        windows = own.spans if self._scheme.select.per_parameter else Layout.of([""], [own.num_entries]).spans
         places = [heard[:0]]
         values = [held[:0]]
-        for (start, stop), most in zip(windows, num_heard, strict=True):
-            room = min(most, max(1, round(self._server.down_rho * (stop - start))))
+        for window, most in zip(windows, _counts_within(windows, heard), strict=True):
+            room = min(most, max(1, round(self._server.down_rho * window.num_entries)))
             if not room:
                 continue
-            if (own, start) not in self._searches:
-                self._searches[own, start] = kernels.new_search(stop - start, room, held.device)
-            at, sums = kernels.withdraw_(held[start:stop], None, room, self._searches[own, start])
+            if (own, window) not in self._searches:
+                self._searches[own, window] = kernels.new_search(window.num_entries, room, held.device)
+            at, sums = kernels.withdraw_(held[window.start : window.stop], None, room, self._searches[own, window])
             there = nonzero(sums)
-            places.append(at.index_select(0, there) + start)
+            places.append(at.index_select(0, there) + window.start)
             values.append(sums.index_select(0, there))
         return torch.cat(places), torch.cat(values)
 
@@ -152,8 +144,8 @@ class Owner:
         """What is held of parameters that nobody spoke of, where DDP would drop what is said of those."""
         if not self._holds_idle:
             return []
-        counts = _counts_within([(span.start, span.stop) for span in own.spans], heard)
-        return [held[span.start : span.stop] for span, count in zip(own.spans, counts, strict=True) if not count]
+        counted = zip(own.spans, _counts_within(own.spans, heard), strict=True)
+        return [held[span.start : span.stop] for span, count in counted if not count]
 
     def _majority(
         self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
@@ -163,25 +155,15 @@ class Owner:
         places, votes = self._vote.take(heard, scratch, fixed, step)
         shape = FrameShape(n, places.numel(), 0, Sign())
         trits = FrameShape(n, n, 0, Trits())
-        if shape.num_bytes <= trits.num_bytes:
-            return shape, places, votes
-        everywhere = scratch.new_zeros(n)
-        everywhere[places] = votes
-        return trits, torch.arange(n, dtype=torch.int32, device=scratch.device), everywhere
+        return _smaller(shape, trits, places, votes, places)
 
-    def _own_layout(self, layout: Layout) -> Layout:
-        """This share of a bucket, cut once."""
-        if layout not in self._own:
-            self._own[layout] = Shares(layout, self._num_shares).layouts[self._share]
-        return self._own[layout]
-
-    def _fixed_places(self, layout: Layout, device: torch.device) -> Tensor:
-        """Where in the share the entries lie that all workers send at every step."""
-        if layout not in self._fixed:
-            own = self._own_layout(layout)
+    def _cut(self, layout: Layout, device: torch.device) -> tuple[Layout, Tensor]:
+        """This share of a bucket, and where in it the entries lie that all workers send at every step; cut once."""
+        if layout not in self._cuts:
+            own = Shares(layout, self._num_shares).layouts[self._share]
             whole = {span.name for span in self._scheme.select.plan(layout, self._scheme.select.density).fixed}
-            self._fixed[layout] = positions_of([span for span in own.spans if span.name in whole], device)
-        return self._fixed[layout]
+            self._cuts[layout] = own, positions_of([span for span in own.spans if span.name in whole], device)
+        return self._cuts[layout]
 
     def _remember(self, held: Tensor, step: int) -> None:
         if step != self._step:
@@ -202,12 +184,20 @@ class Owner:
         self._vote.load_state_dict(saved["records"])
 
 
-def _counts_within(windows: Sequence[tuple[int, int]], positions: Tensor) -> list[int]:
+def _counts_within(windows: Sequence[Span], positions: Tensor) -> list[int]:
     """How many of these ascending positions lie in each window."""
-    counts: list[int] = torch.searchsorted(positions, positions.new_tensor(windows)).diff().flatten().tolist()
+    ends = positions.new_tensor([(window.start, window.stop) for window in windows])
+    counts: list[int] = torch.searchsorted(positions, ends).diff().flatten().tolist()
     return counts
 
 
-def union(positions: Sequence[Tensor], n: int) -> Tensor:
-    """Positions that occur in any of the lists, ascending, int32: by a map of n bits, so without sorting."""
-    return kernels.unpack_bits(kernels.set_bits(torch.cat(list(positions)), n))
+def _smaller(
+    shape: FrameShape, dense: FrameShape, places: Tensor, values: Tensor, at: Tensor
+) -> tuple[FrameShape, Tensor, Tensor]:
+    """These places, or all entries where that is smaller: `values` at `at` and zeros elsewhere."""
+    if shape.num_bytes <= dense.num_bytes:
+        return shape, places, values
+    n = dense.num_entries
+    everywhere = values.new_zeros(n)
+    everywhere[at] = values
+    return dense, torch.arange(n, dtype=torch.int32, device=values.device), everywhere

@@ -43,11 +43,12 @@ class Vote:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
         weighted = self._weighted and len(heard) > 2
-        weights = {rank: self.weight(rank) if weighted else 1.0 for rank in heard}
-        _add_up_(scratch, heard, signs, weights, fixed)
         if weighted:
+            _add_up_(scratch, heard, {rank: self.weight(rank) * sign for rank, sign in signs.items()}, fixed)
             self._fade(step)
             self._judge(heard, signs, torch.zeros_like(scratch), fixed)
+        else:
+            _add_up_(scratch, heard, signs, fixed)
         at = nonzero(scratch != 0)
         votes = scratch[at].sign()
         scratch[at] = 0
@@ -61,7 +62,7 @@ class Vote:
 
     def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
         """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
-        _add_up_(total, heard, signs, dict.fromkeys(heard, 1.0), fixed)
+        _add_up_(total, heard, signs, fixed)
         for rank, contents in heard.items():
             at = torch.cat([fixed, contents.positions.to(torch.int64)])
             others = (total[at] - signs[rank]).sign()
@@ -96,17 +97,11 @@ def _in_turn(count: int, device: torch.device) -> Tensor:
     return torch.tensor([tiny, -tiny], device=device).repeat(-(-count // 2))
 
 
-def _add_up_(
-    total: Tensor,
-    heard: Mapping[int, Contents],
-    signs: Mapping[int, Tensor],
-    weights: Mapping[int, float],
-    fixed: Tensor,
-) -> None:
-    """total += the sum over workers of w*sign."""
-    for rank, sign in signs.items():
-        total[fixed] += weights[rank] * sign[: fixed.numel()]
-    sparse = [signs[rank][fixed.numel() :] * weights[rank] for rank in heard]
+def _add_up_(total: Tensor, heard: Mapping[int, Contents], votes: Mapping[int, Tensor], fixed: Tensor) -> None:
+    """total += the sum over workers of their votes, w*sign."""
+    for vote in votes.values():
+        total[fixed] += vote[: fixed.numel()]
+    sparse = [votes[rank][fixed.numel() :] for rank in heard]
     kernels.add_at_(total, [contents.positions for contents in heard.values()], sparse)
 
 
