@@ -30,7 +30,7 @@ FLOORS = (
     ("inspect",),
 )
 FENCES = {
-    "torch.distributed": {"transport", "attach", "server", "measure"},
+    "torch.distributed": {"transport", "attach", "measure"},
     "triton": {"kernels"},
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -20,7 +20,6 @@ from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.measure.train.launch import _wait, _who
 from laconic.server.client import ServerClient, sum_over
 from laconic.server.listener import Listener
-from laconic.server.serve import add_up
 from laconic.transport.connection import Kind, Message, payload_of
 
 
@@ -60,7 +59,8 @@ def serve_totals(listener: Listener) -> threading.Thread:
         while heard := listener.hear(lambda rank, message: None):
             about = next(iter(heard.values()))
             adds = about.kind in (Kind.SUM, Kind.TOTAL)
-            listener.answer(add_up(heard) if adds else payload_of(b""), about)
+            said = [message.payload for message in heard.values()]
+            listener.answer(torch.stack(said).sum(0) if adds else payload_of(b""), about)
             if about.kind == Kind.CLOSE:
                 break
         listener.close()

@@ -22,9 +22,10 @@ from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse,
 from laconic.measure.records import RECORDS, read
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
-from laconic.server.serve import exchange_addresses, greeting
+from laconic.server.serve import greeting
 from laconic.transport import (
     InProcess,
+    exchange_addresses,
     in_process,
 )
 from virtual import gradients, one_step
@@ -139,7 +140,7 @@ def _out_of_step(text: str) -> str:
 def _server_that_ends(text: str) -> str:
     if dist.get_rank() == 0:
         listener = Listener(dist.get_world_size() - 1, 60)
-        exchange_addresses([0], listener)
+        exchange_addresses([0], listener.address)
         listener.accept()
         listener.hear(lambda rank, message: None)
         listener.close()

@@ -20,9 +20,9 @@ from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
-from laconic.server.serve import TIMEOUT_S, exchange_addresses, greeting, served_scheme
+from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
-from laconic.transport import Group, Transport, own_group, ranks_that_differ, ring_bytes
+from laconic.transport import Group, Transport, exchange_addresses, own_group, ranks_that_differ, ring_bytes
 
 
 @runtime_checkable

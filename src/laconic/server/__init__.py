@@ -3,4 +3,4 @@
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.server.serve import TIMEOUT_S, ServerStats, exchange_addresses, greeting, serve, served_scheme
+from laconic.server.serve import TIMEOUT_S, ServerStats, greeting, serve, served_scheme

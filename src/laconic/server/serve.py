@@ -3,21 +3,22 @@
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import FrameError, LaunchError, SchemeError
+from laconic.errors import FrameError, SchemeError
 from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
-from laconic.server import Owner
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
-from laconic.transport.connection import Address, Kind, Message, payload_of
+from laconic.server.owner import Owner
+from laconic.transport.collectives import exchange_addresses, world
+from laconic.transport.connection import Kind, Message, payload_of
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -51,8 +52,8 @@ def serve(
     over those from then on. `facts` are told beside the stats to workers that ask.
     """
     scheme = served_scheme(scheme)
-    listener = Listener(dist.get_world_size() - len(servers), timeout_s)
-    exchange_addresses(servers, listener)
+    listener = Listener(world().size() - len(servers), timeout_s)
+    exchange_addresses(servers, listener.address)
     asked = {rank: json.loads(text) for rank, text in listener.accept().items()}
     for rank, terms in asked.items():
         if terms["scheme"] != str(scheme):
@@ -60,7 +61,7 @@ def serve(
                 FrameError(f"worker {rank} runs {terms['scheme']}, this server {scheme}; give all the same scheme")
             )
     wanted = {name: any(terms[name] for terms in asked.values()) for name in ("undoes", "holds_idle")}
-    owner = Owner(scheme, list(servers).index(dist.get_rank()), len(servers), **wanted)
+    owner = Owner(scheme, servers.index(world().rank()), len(servers), **wanted)
     handler = _RequestHandler(listener, owner, facts)
     try:
         while listener.living and handler.handle_round():
@@ -83,62 +84,47 @@ def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool) -> str:
     return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle})
 
 
-def exchange_addresses(servers: Sequence[int], listener: Listener | None) -> list[Address]:
-    """Where each server is; a call that all ranks make, servers with their listener."""
-    addresses = []
-    for server in servers:
-        box: list[Any] = [listener.address if listener is not None and dist.get_rank() == server else None]
-        try:
-            dist.broadcast_object_list(box, src=server)
-        except RuntimeError:  # as Gloo tells of a rank that has ended
-            if listener is None:
-                raise
-            raise LaunchError("the workers ended before they met this server; see what they said") from None
-        addresses.append(box[0])
-    return addresses
-
-
+@dataclass
 class _RequestHandler:
     """Does what a round of messages asks for."""
 
-    def __init__(self, listener: Listener, owner: Owner, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._listener = listener
-        self._owner = owner
-        self._facts = facts
-        self._layouts: dict[int, Layout] = {}
-        self._read: dict[int, Contents] = {}  # of the round that is being heard, by worker
-        self._steps = 0
+    listener: Listener
+    owner: Owner
+    facts: Callable[[], Mapping[str, Any]]
+    layouts: dict[int, Layout] = field(default_factory=dict)  # by bucket
+    contents: dict[int, Contents] = field(default_factory=dict)  # of the round that is being heard, by worker
+    num_steps: int = 0
 
     def handle_round(self) -> bool:
         """Hear one round and answer it; False when the workers are done."""
-        self._read = {}
-        heard = self._listener.hear(self._arrived)
+        self.contents = {}
+        heard = self.listener.hear(self._arrived)
         if not heard:
             return False
         about = next(iter(heard.values()))
-        self._listener.answer(self._reply(about, heard), about)
+        self.listener.answer(self._reply(about, heard), about)
         return about.kind != Kind.CLOSE
 
     def _reply(self, about: Message, heard: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
         if about.kind in (Kind.LAYOUT, Kind.PARTS):
-            self._steps = max(self._steps, about.step + 1)
-            told = {rank: self._read[rank] for rank in heard}
-            layout = self._layouts[about.bucket]
-            return self._owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
+            self.num_steps = max(self.num_steps, about.step + 1)
+            told = {rank: self.contents[rank] for rank in heard}
+            layout = self.layouts[about.bucket]
+            return self.owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
         if about.kind in (Kind.SUM, Kind.TOTAL):
-            return add_up(heard)
+            return reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
         given = next((message.payload for message in heard.values() if message.payload.numel()), payload_of(b""))
         if about.kind == Kind.ECHO:
             return given
         if about.kind == Kind.STATE:
             packed = io.BytesIO()
-            torch.save(self._owner.state_dict(), packed)
-            first = self._listener.living[0]
-            return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self._listener.living}
+            torch.save(self.owner.state_dict(), packed)
+            first = self.listener.living[0]
+            return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
         if about.kind == Kind.LOAD and given.numel():
-            self._owner.load_state_dict(torch.load(io.BytesIO(given.numpy().tobytes()), weights_only=True))
+            self.owner.load_state_dict(torch.load(io.BytesIO(given.numpy().tobytes()), weights_only=True))
         if about.kind == Kind.STATS:
-            return payload_of(json.dumps({**self.stats().as_dict(), **self._facts()}).encode())
+            return payload_of(json.dumps({**self.stats().as_dict(), **self.facts()}).encode())
         return payload_of(b"")
 
     def _arrived(self, rank: int, message: Message) -> None:
@@ -147,28 +133,20 @@ class _RequestHandler:
             return
         part = message.payload
         if message.kind == Kind.LAYOUT:
-            self._layouts[message.bucket], part = without_layout(part)
-        layout = self._layouts[message.bucket]
+            self.layouts[message.bucket], part = without_layout(part)
+        layout = self.layouts[message.bucket]
         try:
-            self._read[rank] = self._owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
+            self.contents[rank] = self.owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
         except FrameError as error:
-            self._listener.fail(error)
+            self.listener.fail(error)
 
     def stats(self) -> ServerStats:
-        traffic = self._listener.traffic
+        traffic = self.listener.traffic
         return ServerStats(
-            steps=self._steps,
-            num_workers=self._listener.num_workers,
-            lost=dict(self._listener.lost),
+            steps=self.num_steps,
+            num_workers=self.listener.num_workers,
+            lost=dict(self.listener.lost),
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
-            held_bytes=self._owner.num_bytes,
+            held_bytes=self.owner.num_bytes,
         )
-
-
-def add_up(heard: Mapping[int, Message]) -> Tensor:
-    """The sum of what all sent, in rank order."""
-    total, *others = (message.payload for message in heard.values())
-    for other in others:
-        total = total + other
-    return total

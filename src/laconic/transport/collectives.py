@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import SchemeError
+from laconic.errors import LaunchError, SchemeError
+from laconic.transport.connection import Address
 from laconic.transport.push_pull import Rounds, TwoHops
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
@@ -160,6 +161,22 @@ def world() -> dist.ProcessGroup:
         raise SchemeError("there is no process group yet; call torch.distributed.init_process_group() first")
     assert isinstance(dist.group.WORLD, dist.ProcessGroup)
     return dist.group.WORLD
+
+
+def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
+    """Where each server is; a call that all ranks make, servers with where they are themselves."""
+    addresses = []
+    for server in servers:
+        box = [mine if dist.get_rank() == server else None]
+        try:
+            dist.broadcast_object_list(box, src=server)
+        except RuntimeError:  # as Gloo tells of a rank that has ended
+            if mine is None:
+                raise
+            raise LaunchError("the workers ended before they met this server; see what they said") from None
+        assert box[0] is not None
+        addresses.append(box[0])
+    return addresses
 
 
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
