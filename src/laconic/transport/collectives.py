@@ -2,7 +2,6 @@
 
 import atexit
 import hashlib
-import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +34,6 @@ class Group(Collectives):
         self.wire = wire
         self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to push_pull
         self._group = group
-        self._pinned: dict[str, Tensor] = {}
         _held.add(self)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -59,11 +57,10 @@ class Group(Collectives):
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         speaks = self.rank == speaker
-        length = torch.tensor([frame.numel() if frame is not None and speaks else 0], device=self.wire)
+        mine = frame if speaks and frame is not None else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([mine.numel()], device=self.wire)
         dist.broadcast(length, group=self._group, group_src=speaker)
-        said = torch.empty(int(length), dtype=torch.uint8, device=self.wire)
-        if frame is not None and speaks:
-            said.copy_(frame)
+        said = mine.to(self.wire) if speaks else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
         if said.numel():
             dist.broadcast(said, group=self._group, group_src=speaker)
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
@@ -111,22 +108,11 @@ class Group(Collectives):
         """The tensor where the backend takes it: itself, or a copy on the host."""
         if not self._stages(tensor):
             return tensor
-        mine = self._host("mine", tensor.numel(), tensor.dtype).view(tensor.shape)
-        return mine.copy_(tensor)  # waits for the session's stream
+        return self._room_for(tensor.shape, tensor).copy_(tensor)  # waits for the session's stream
 
     def _room_for(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Where the backend is to put so many entries of the type of another tensor."""
-        if not self._stages(like):
-            return like.new_empty(shape)
-        return self._host("everyone", math.prod(shape), like.dtype).view(shape)
-
-    def _host(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
-        """A pinned host buffer for one role, grown when it is too small."""
-        num_bytes = count * dtype.itemsize
-        held = self._pinned.get(role)
-        if held is None or held.numel() < num_bytes:
-            held = self._pinned[role] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return held[:num_bytes].view(dtype)
+        """Where the backend is to put entries like another tensor's; PyTorch keeps pinned memory for the next one."""
+        return torch.empty(shape, dtype=like.dtype, device=self.wire, pin_memory=self._stages(like))
 
 
 _held: weakref.WeakSet[Group] = weakref.WeakSet()
