@@ -1,6 +1,4 @@
 """Who answers: the owners of shares, and ranks that hold no data and serve."""
 
-from laconic.server.client import ServerClient
-from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.server.serve import TIMEOUT_S, ServerStats, greeting, serve, served_scheme
+from laconic.server.serve import ServerStats, serve

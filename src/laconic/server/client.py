@@ -2,14 +2,16 @@
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
-from laconic.transport.connection import Address, Kind, Message, connect, payload_of
+from laconic.transport.connection import Address, Connection, Kind, Message, connect, payload_of
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 
@@ -57,17 +59,14 @@ class ServerClient:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        replies = self._ask(Message(kind, push.step, push.bucket), parts, "")
-        return [reply.payload for reply in replies]
+        return [reply.payload for reply in self._ask(Message(kind, push.step, push.bucket), parts, "")]
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
-        replies = self._add(tensor, Kind.TOTAL, "total")
-        return torch.cat([reply.payload for reply in replies]).view(tensor.shape)
+        return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        replies = self._add(tensor, Kind.SUM, kind)
-        tensor.copy_(sum_over(replies, self.num_workers).view(tensor.shape))
+        tensor.copy_(sum_over(self._add(tensor, Kind.SUM, kind), self.num_workers).view(tensor.shape))
 
     def _add(self, tensor: Tensor, how: Kind, kind: str) -> list[Message]:
         """Each server's sum of its piece."""
@@ -90,11 +89,9 @@ class ServerClient:
     def close(self) -> None:
         """Tell the servers that this worker is done, and hang up."""
         for connection in self._connections:
-            try:
+            with suppress(OSError):  # it is gone, and so are we
                 connection.send(Message(Kind.CLOSE))
                 connection.receive()
-            except OSError:
-                pass  # it is gone, and so are we
             connection.close()
         self._connections = []
 
@@ -106,16 +103,12 @@ class ServerClient:
         """Send each server its payload and wait for all answers."""
         bytes_out = 0
         replies = []
-        for number, connection in enumerate(self._connections):
-            try:
-                bytes_out += connection.send(Message(about.kind, about.step, about.bucket, payloads[number]))
-            except OSError as error:
-                raise self._lost(number, error) from None
-        for number, connection in enumerate(self._connections):
-            try:
+        for number, payload in enumerate(payloads):
+            with self._connected(number) as connection:
+                bytes_out += connection.send(replace(about, payload=payload))
+        for number in range(self.num_shares):
+            with self._connected(number) as connection:
                 reply = connection.receive()
-            except OSError as error:
-                raise self._lost(number, error) from None
             if reply.kind == Kind.ERROR:
                 raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
             self.num_living = reply.living
@@ -129,12 +122,17 @@ class ServerClient:
             self.traffic.count("down", 0, 0, bytes_in)
         return replies
 
-    def _lost(self, number: int, error: OSError) -> ServerLostError:
-        how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
-        return ServerLostError(
-            f"server {number} {how}, or has given this worker up; start again, with --resume from the last checkpoint, "
-            "and with a longer --server-timeout where a step may take that long"
-        )
+    @contextmanager
+    def _connected(self, number: int) -> Iterator[Connection]:
+        """The connection to a server; ServerLostError if it is gone or silent."""
+        try:
+            yield self._connections[number]
+        except OSError as error:
+            how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+            raise ServerLostError(
+                f"server {number} {how}, or has given this worker up; start again, with --resume from the last "
+                "checkpoint, and with a longer --server-timeout where a step may take that long"
+            ) from None
 
 
 def sum_over(replies: Sequence[Message], num_workers: int) -> Tensor:

@@ -1,35 +1,37 @@
 """A dedicated server's end: hears every living worker, answers them, and goes on without those who are gone."""
 
-import math
 import selectors
+import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import Acceptor, Address, Connection, Kind, Message, payload_of
+from laconic.transport.connection import Acceptor, Connection, Kind, Message, payload_of
 from laconic.transport.traffic import BESIDE, Traffic
 
 _JOIN_TIMEOUT_S = 300.0  # for workers to come
 _UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
 
 
+@dataclass
 class Listener:
     """Connections to M workers; a round is one message of each of the living, all about the same thing."""
 
-    def __init__(self, num_workers: int, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
-        self.num_workers = num_workers
-        self.timeout_s = timeout_s
+    num_workers: int
+    timeout_s: float
+    say: Callable[[str], None] = lambda text: print(f"laconic: {text}", file=sys.stderr, flush=True)
+
+    def __post_init__(self) -> None:
         self.traffic = Traffic()
         self.lost: dict[int, str] = {}  # rank -> why
-        self._say = say or (lambda text: print(f"laconic: {text}", file=sys.stderr, flush=True))
         self._connections: dict[int, Connection] = {}
         self._step = -1
-        self._acceptor = Acceptor(num_workers)
-        self.address: Address = self._acceptor.address
+        self._acceptor = Acceptor(self.num_workers)
+        self.address = self._acceptor.address
 
     @property
     def living(self) -> list[int]:
@@ -62,27 +64,26 @@ class Listener:
                 del heard[rank]
                 self._lose(rank, ConnectionError())
         if heard:
-            (usual, _), *_ = Counter(message.id for message in heard.values()).most_common(1)
+            usual = statistics.mode(message.id for message in heard.values())
+            about = next(message for message in heard.values() if message.id == usual)
             for rank, message in heard.items():
                 if message.id != usual:
-                    expected = next(other for other in heard.values() if other.id == usual)
-                    self.fail(FrameError(f"worker {rank} sent {message}, but the others sent {expected}"))
-            self._step = max(self._step, usual[1])
+                    self.fail(FrameError(f"worker {rank} sent {message}, but the others sent {about}"))
+            self._step = max(self._step, about.step)
             bytes_in = sum(message.num_bytes for message in heard.values())
-            self.traffic.count(_counted("up", usual[0]), 0, 0, bytes_in)
+            self.traffic.count(_counted("up", about.kind), 0, 0, bytes_in)
         return heard
 
     def _receive_all(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
         """A message of each of the living, by rank; who is not heard is lost."""
         heard: dict[int, Message] = {}
-        until = math.inf
+        until: float | None = None  # for as long as nobody waits
         with selectors.DefaultSelector() as waiting:
             for rank, connection in self._connections.items():
                 waiting.register(connection, selectors.EVENT_READ, rank)
             while waiting.get_map():
-                left = None if until == math.inf else max(0.0, until - time.monotonic())
-                ready = waiting.select(left)
-                if not ready and left is not None:
+                ready = waiting.select(until and max(0.0, until - time.monotonic()))
+                if not ready and until:
                     for key in waiting.get_map().values():
                         self._lose(key.data, TimeoutError())
                     break
@@ -94,7 +95,7 @@ class Listener:
                         self._lose(key.data, error)
                         continue
                     if heard[key.data].kind != Kind.CLOSE:  # who is done does not wait for the others
-                        until = min(until, time.monotonic() + self.timeout_s)
+                        until = until or time.monotonic() + self.timeout_s
                     arrived(key.data, heard[key.data])
         return dict(sorted(heard.items()))
 
@@ -127,7 +128,7 @@ class Listener:
         why = f"was silent for {self.timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
         self._connections.pop(rank).close()
         self.lost[rank] = why + (f" after step {self._step}" if self._step >= 0 else " before the first step")
-        self._say(f"worker {rank} {self.lost[rank]}; going on with {len(self._connections)} of {self.num_workers}")
+        self.say(f"worker {rank} {self.lost[rank]}; going on with {len(self._connections)} of {self.num_workers}")
 
 
 def _counted(way: str, kind: Kind) -> str:

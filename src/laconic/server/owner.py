@@ -1,6 +1,7 @@
 """The owner of a share: adds up what the workers send of it, or takes their vote, and answers in the smallest form."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from laconic.server.vote import Vote
 from laconic.wire import Contents, FrameShape
 
 
+@dataclass
 class Owner:
     """Answers for one share of every bucket, and holds what its answers leave out: sums over workers, by parameter.
 
@@ -28,20 +30,19 @@ class Owner:
     `holds_idle` for models of which a step may leave parameters out: DDP then drops what is said of those.
     """
 
-    def __init__(
-        self, scheme: Scheme, share: int, num_shares: int, *, undoes: bool = False, holds_idle: bool = False
-    ) -> None:
-        self._scheme = scheme
-        self._server = scheme.server
-        self._quantize = scheme.frame_code
-        self._share = share
-        self._num_shares = num_shares
+    scheme: Scheme
+    share: int
+    num_shares: int
+    undoes: bool = False
+    holds_idle: bool = False
+
+    def __post_init__(self) -> None:
+        self._server = self.scheme.server
+        self._quantize = self.scheme.frame_code
         self._held = Ledger(Residual())
         self._cuts: dict[Layout, tuple[Layout, Tensor]] = {}
         self._searches: dict[tuple[Layout, Span], Tensor] = {}  # by share and window
-        self._vote = Vote(weighted=scheme.server.combine == "weighted")
-        self._undoes = undoes
-        self._holds_idle = holds_idle
+        self._vote = Vote(weighted=self._server.combine == "weighted")
         self._undo = Undo()
         self._step = -1
         self._overflowed = False  # in some bucket of this step
@@ -49,7 +50,7 @@ class Owner:
     @property
     def num_bytes(self) -> int:
         """What it holds, at most its share of the model as float32."""
-        return self._held.num_bytes if self._scheme.holds else 0
+        return self._held.num_bytes if self.scheme.holds else 0
 
     def read(self, frame: Tensor, layout: Layout, *, step: int, bucket: int, peer: int) -> Contents:
         """What one worker says of this share; FrameError names it if its frame is not as it should be."""
@@ -82,12 +83,12 @@ class Owner:
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         codes, scale = shape.quantize.encode(values)
-        if self._scheme.holds:
+        if self.scheme.holds:
             said = shape.quantize.decode(codes, scale)[: values.numel()]
             whole, chosen = ((values - said) * len(heard)).tensor_split([shape.num_fixed])
             held.index_add_(0, fixed[: shape.num_fixed], whole)
             kernels.add_at_(held, [places], [chosen])
-        if self._overflowed and self._undoes:
+        if self._overflowed and self.undoes:
             self._undo.restore_()  # workers undo this bucket too, at the end of the step
         return shape.write_smallest(places, codes, scale, step=step, bucket=bucket)
 
@@ -125,7 +126,7 @@ class Owner:
         No more than were heard of: where those fit, the rest of the room would go to what answers have rounded away.
         Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
-        windows = own.spans if self._scheme.select.per_parameter else Layout.of([""], [own.num_entries]).spans
+        windows = own.spans if self.scheme.select.per_parameter else Layout.of([""], [own.num_entries]).spans
         places = [heard[:0]]
         values = [held[:0]]
         for window, most in zip(windows, _counts_within(windows, heard), strict=True):
@@ -142,7 +143,7 @@ class Owner:
 
     def _idle(self, held: Tensor, own: Layout, heard: Tensor) -> list[Tensor]:
         """What is held of parameters that nobody spoke of, where DDP would drop what is said of those."""
-        if not self._holds_idle:
+        if not self.holds_idle:
             return []
         counted = zip(own.spans, _counts_within(own.spans, heard), strict=True)
         return [held[span.start : span.stop] for span, count in counted if not count]
@@ -160,8 +161,8 @@ class Owner:
     def _cut(self, layout: Layout, device: torch.device) -> tuple[Layout, Tensor]:
         """This share of a bucket, and where in it the entries lie that all workers send at every step; cut once."""
         if layout not in self._cuts:
-            own = Shares(layout, self._num_shares).layouts[self._share]
-            whole = {span.name for span in self._scheme.select.plan(layout, self._scheme.select.density).fixed}
+            own = Shares(layout, self.num_shares).layouts[self.share]
+            whole = {span.name for span in self.scheme.select.plan(layout, self.scheme.select.density).fixed}
             self._cuts[layout] = own, positions_of([span for span in own.spans if span.name in whole], device)
         return self._cuts[layout]
 
@@ -170,13 +171,13 @@ class Owner:
             self._step = step
             self._overflowed = False
             self._undo.forget()
-        if self._undoes and self._scheme.holds:
+        if self.undoes and self.scheme.holds:
             self._undo.remember([held])
 
     def state_dict(self) -> dict[str, Any]:
         """What is held, this share's piece of each parameter, and the voters' records; empty where there is neither."""
-        held = self._held.state_dict()["residual"] if self._scheme.holds else {}
-        return {"num_shares": self._num_shares, "held": held, "records": self._vote.state_dict()}
+        held = self._held.state_dict()["residual"] if self.scheme.holds else {}
+        return {"num_shares": self.num_shares, "held": held, "records": self._vote.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from there."""

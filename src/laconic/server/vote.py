@@ -1,6 +1,7 @@
 """A vote: the sign of the sum of the workers' signs, or of their signs weighted by how often each was right."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -15,6 +16,7 @@ _PRIOR = 100.0  # votes on either side that a record begins with, so that it is 
 _MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a handful
 
 
+@dataclass
 class Vote:
     """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
 
@@ -24,10 +26,9 @@ class Vote:
     stays there.) One or two workers have no majority to tell who is wrong, and count the same.
     """
 
-    def __init__(self, *, weighted: bool) -> None:
-        self._weighted = weighted
-        self._records: dict[int, tuple[float, float]] = {}  # by rank: agreements, disagreements
-        self._step = -1  # for which they have faded
+    weighted: bool
+    _records: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rank: agreements, disagreements
+    _step: int = -1  # for which they have faded
 
     def weight(self, rank: int) -> float:
         """What the sign of a worker counts."""
@@ -39,10 +40,10 @@ class Vote:
 
     def take(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
-        if not self._weighted and fixed.numel() == scratch.numel() > 0:
+        if not self.weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
-        weighted = self._weighted and len(heard) > 2
+        weighted = self.weighted and len(heard) > 2
         if weighted:
             _add_up_(scratch, heard, {rank: self.weight(rank) * sign for rank, sign in signs.items()}, fixed)
             self._fade(step)
