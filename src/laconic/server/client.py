@@ -47,10 +47,10 @@ class ServerClient:
             self._connections.append(connection)
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
-        said = self._nothing
+        said = [payload_of(b"")] * self.num_shares
         if frame is not None and self.rank == speaker:
             said[0] = frame.cpu()
-        return self._ask(Message(Kind.ECHO), said, "broadcast")[0].payload
+        return self._ask(Message(Kind.ECHO), "broadcast", said)[0].payload
 
     def push_pull(self, push: Push) -> list[Tensor]:
         parts = [part.cpu() for part in push.parts]
@@ -59,7 +59,7 @@ class ServerClient:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        return [reply.payload for reply in self._ask(Message(kind, push.step, push.bucket), parts, "")]
+        return [reply.payload for reply in self._ask(Message(kind, push.step, push.bucket), "", parts)]
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
@@ -71,20 +71,20 @@ class ServerClient:
     def _add(self, tensor: Tensor, how: Kind, kind: str) -> list[Message]:
         """Each server's sum of its piece."""
         flat = tensor.detach().to("cpu").contiguous().view(-1)
-        return self._ask(Message(how), torch.tensor_split(flat, self.num_shares), kind)
+        return self._ask(Message(how), kind, flat.tensor_split(self.num_shares))
 
     def owner_states(self) -> list[bytes]:
         """What each server keeps, for a checkpoint: told to the first of the living, empty for the others."""
-        return [reply.text for reply in self._ask(Message(Kind.STATE), self._nothing, "state")]
+        return [reply.text for reply in self._ask(Message(Kind.STATE), "state")]
 
     def load_owner_states(self, states: Sequence[bytes]) -> None:
         """Give each server back what it kept; all workers make this call, and the first of them says it."""
-        said = [payload_of(state) for state in states] if self.place == 0 and states else self._nothing
-        self._ask(Message(Kind.LOAD), said, "state")
+        said = [payload_of(state) for state in states] if self.place == 0 else []
+        self._ask(Message(Kind.LOAD), "state", said)
 
     def server_stats(self) -> list[dict[str, object]]:
         """What each server counted so far."""
-        return [json.loads(reply.text) for reply in self._ask(Message(Kind.STATS), self._nothing, "stats")]
+        return [json.loads(reply.text) for reply in self._ask(Message(Kind.STATS), "stats")]
 
     def close(self) -> None:
         """Tell the servers that this worker is done, and hang up."""
@@ -95,15 +95,11 @@ class ServerClient:
             connection.close()
         self._connections = []
 
-    @property
-    def _nothing(self) -> list[Tensor]:
-        return [payload_of(b"")] * self.num_shares
-
-    def _ask(self, about: Message, payloads: Sequence[Tensor], kind: str) -> list[Message]:
-        """Send each server its payload and wait for all answers."""
+    def _ask(self, about: Message, kind: str, payloads: Sequence[Tensor] = ()) -> list[Message]:
+        """Send each server its payload, or none, and wait for all answers."""
         bytes_out = 0
         replies = []
-        for number, payload in enumerate(payloads):
+        for number, payload in enumerate(payloads or [about.payload] * self.num_shares):
             with self._connected(number) as connection:
                 bytes_out += connection.send(replace(about, payload=payload))
         for number in range(self.num_shares):

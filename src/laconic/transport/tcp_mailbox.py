@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ _ADDRESS_BYTES = 256  # in which a worker says where it is
 _GOODBYE_S = 5.0  # for a thread that is still answering
 
 
+@dataclass
 class TcpMailbox:
     """A connection to each peer, on which this worker asks, and one from each, on which it is asked.
 
@@ -30,33 +32,34 @@ class TcpMailbox:
     connections. Messages are uint8 on the CPU.
     """
 
-    def __init__(
-        self, rank: int, to: Mapping[int, Connection], of: Mapping[int, Connection], patience_s: float
-    ) -> None:
-        self.rank = rank
-        self.num_workers = len(to) + 1
+    rank: int
+    to: Mapping[int, Connection]
+    of: Mapping[int, Connection]
+    patience_s: float
+
+    def __post_init__(self) -> None:
+        self.num_workers = len(self.to) + 1
         self.traffic = Traffic({"model": Count(), "average": Count()})  # of no new kinds while another thread reads it
-        self._to = to
-        self._of = of
-        self._talking = {peer: threading.Lock() for peer in to}  # one question at a time on each connection
-        self._given: dict[int, queue.SimpleQueue[Message | None]] = {p: queue.SimpleQueue() for p in of}  # to combine
+        self._talking = {peer: threading.Lock() for peer in self.to}  # one question at a time on each connection
+        self._given: dict[int, queue.SimpleQueue[Message | None]] = {
+            p: queue.SimpleQueue() for p in self.of
+        }  # to combine
         self._num_combined = 0
         self._last_result = torch.empty(0, dtype=torch.uint8)
-        self._last_resort_s = _LAST_RESORT * patience_s
         self._lost: set[int] = set()
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        for connection in (*to.values(), *of.values()):
-            connection.give_up_after(max(_SILENCE, _SILENCE * patience_s))
+        for connection in (*self.to.values(), *self.of.values()):
+            connection.give_up_after(max(_SILENCE, _SILENCE * self.patience_s))
 
     def listen(self, reply: Reply) -> None:
-        for peer in self._of:
+        for peer in self.of:
             self._threads.append(threading.Thread(target=self._hear, args=(peer, reply), daemon=True))
             self._threads[-1].start()
 
     def _hear(self, peer: int, reply: Reply) -> None:
         """Answer one peer until it hangs up; what it gives to combine is put where `combine_all` finds it."""
-        connection = self._of[peer]
+        connection = self.of[peer]
         try:
             while True:
                 message = connection.receive()
@@ -115,14 +118,15 @@ class TcpMailbox:
 
         A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
         """
-        connection.set_timeout(None if leader == 0 else self._last_resort_s)
+        last_resort_s = _LAST_RESORT * self.patience_s
+        connection.set_timeout(None if leader == 0 else last_resort_s)
         try:
             return connection.receive()
         except TimeoutError as error:
             if error.errno is not None:  # not ours: that of a host that is silent
                 raise
             raise LaunchError(
-                f"rank {self.rank} waited {self._last_resort_s:.0f} s to meet rank {leader} and has lost rank "
+                f"rank {self.rank} waited {last_resort_s:.0f} s to meet rank {leader} and has lost rank "
                 f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
             ) from None
         finally:
@@ -141,12 +145,12 @@ class TcpMailbox:
         """The bytes that took."""
         message = Message(Kind.COMBINE, payload=result)
         with suppress(OSError):  # whoever has died since will be missed the next time
-            self._of[peer].send(message)
+            self.of[peer].send(message)
         return message.num_bytes
 
     def close(self) -> None:
         """Hang up; threads that wait for a peer find that out."""
-        connections = (*self._to.values(), *self._of.values())
+        connections = (*self.to.values(), *self.of.values())
         for connection in connections:
             connection.shut_down()
         for thread in self._threads:  # one that outlives the interpreter by a moment would abort the process
@@ -161,7 +165,7 @@ class TcpMailbox:
             raise PeerError(f"rank {peer} was lost before")
         try:
             with self._talking[peer]:
-                yield self._to[peer]
+                yield self.to[peer]
         except OSError as error:
             self._lost.add(peer)
             raise PeerError(f"rank {peer} is gone ({error.strerror or error})") from None
