@@ -16,11 +16,5 @@ class CountedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
-            self.traffic.count_all_reduce("hook", tensor.nbytes, self._inner.size())
+            self.traffic.count_all_reduce("hook", tensor.nbytes, self.size())
         return self._inner.allreduce(tensors, opts)
-
-    def size(self) -> int:
-        return self._inner.size()
-
-    def rank(self) -> int:
-        return self._inner.rank()
