@@ -40,11 +40,9 @@ class ServerClient:
         self.traffic = Traffic()
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
-        self._connections = []
-        for number, address in enumerate(addresses):
-            connection = connect(address, rank, f"server {number}", timeout_s, greeting)
+        self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
+        for connection in self._connections:
             connection.set_timeout(self._patience_s)
-            self._connections.append(connection)
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         said = [payload_of(b"")] * self.num_shares

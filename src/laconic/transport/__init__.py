@@ -3,8 +3,15 @@
 from torch.distributed import ProcessGroup
 
 from laconic.transport.agreement import agree, agreement_bytes
-from laconic.transport.collectives import Group, backend_for, exchange_addresses, own_group, ranks_that_differ, world
-from laconic.transport.counted_group import CountedGroup
+from laconic.transport.collectives import (
+    CountedGroup,
+    Group,
+    backend_for,
+    exchange_addresses,
+    own_group,
+    ranks_that_differ,
+    world,
+)
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
