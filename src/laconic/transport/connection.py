@@ -127,10 +127,14 @@ class Connection:
         """Take a host that says nothing, not even that it lives, for dead; one that dies in order says so at once."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             pause_s = min(max(1, round(silence_s / (_PROBES + 1))), 32_767)
-            self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
-            self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
-            self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-            self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(min(1e3 * silence_s, 2**31 - 1)))
+            options = {
+                socket.TCP_KEEPIDLE: pause_s,
+                socket.TCP_KEEPINTVL: pause_s,
+                socket.TCP_KEEPCNT: _PROBES,
+                socket.TCP_USER_TIMEOUT: round(min(1e3 * silence_s, 2**31 - 1)),
+            }
+            for option, value in options.items():
+                self._link.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def limit_unsent(self, num_bytes: int) -> None:
         """Let no more than this wait in the kernel: messages that share a link then end one after another."""
