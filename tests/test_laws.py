@@ -163,28 +163,8 @@ def test_bytes_are_those_foretold(scheme: Scheme) -> None:
         assert sent == [(foretold, foretold)] * M
 
 
-@pytest.mark.parametrize("scheme", talking_schemes(), ids=str)
-def test_a_nan_on_one_worker_reaches_all_and_is_not_kept(scheme: Scheme) -> None:
-    def work(session: Session, rank: int) -> tuple[bool, bool, bool]:
-        one_step(session, gradients(rank, 0))
-        bad = gradients(rank, 1)
-        if rank == 2:
-            bad["c"][5] = torch.nan
-        out = one_step(session, bad)
-        others_fine = bool(torch.isfinite(out["a"]).all())
-        kept = session.state_dict()["memory"]
-        finite = all(bool(torch.isfinite(t).all()) for tensors in kept.values() for t in tensors.values())
-        again = one_step(session, gradients(rank, 2))
-        recovered = all(bool(torch.isfinite(t).all()) for t in again.values())
-        return bool(torch.isnan(out["c"]).any()), finite and others_fine, recovered
-
-    assert run(scheme, M, work) == [(True, True, True)] * M
-
-
 @pytest.mark.parametrize("scheme", remembering_schemes(), ids=str)
-def test_a_step_skipped_under_a_loss_scale_leaves_no_trace(scheme: Scheme) -> None:
-    """The overflow comes in the last bucket, after the others were exchanged; the scale then changes."""
-
+def test_a_loss_scale_changes_nothing_but_the_unit(scheme: Scheme) -> None:
     def work(transport: InProcess) -> None:
         scale = 1024.0
         session = Session(scheme, transport, loss_scale=lambda: scale)
@@ -197,16 +177,6 @@ def test_a_step_skipped_under_a_loss_scale_leaves_no_trace(scheme: Scheme) -> No
             got, want = one_step(session, scaled(step)), one_step(plain, gradients(transport.rank, step))
             assert all(torch.equal(got[name], scale * want[name]) for name in want)  # powers of two scale exactly
             scale *= 2
-        before = _flat(session.state_dict()["memory"])
-        bad = scaled(4)
-        if transport.rank == 1:
-            bad["g"][0] = torch.inf
-        out = one_step(session, bad)
-        assert not all(bool(torch.isfinite(t).all()) for t in out.values())
-        assert _flat(session.state_dict()["memory"]) == before
-        assert session.stats().skipped_steps == 1
-        scale /= 4
-        one_step(session, scaled(5))
 
     in_process(3, work)
 
