@@ -1,15 +1,17 @@
 """Step times of two checkouts in one run: alternating rounds in the same lab settings, medians, one JSON row a scheme.
 
-    python tools/compare_checkouts.py ../before . --rounds 5 | python -m laconic.measure.results add step-times ...
+    python tools/compare_checkouts.py ../before . --link 1gbit | python -m laconic.measure.results add step-times ...
 
-Each checkout's own Python (.venv/bin/python) runs its own code. What is printed after the rounds are ratios: a machine
-that others use too has no times of its own.
+Each checkout's own Python runs its own code, or the one that --python names, with the checkout's src before all else.
+Without --link the workers are processes, not hosts of a lab. Ratios are what counts: a machine that others use too has
+no times of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,8 +26,9 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hosts", default="4")
-    parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--workers", default="4")
+    parser.add_argument("--link", help="put the workers on hosts of a lab with such links, as 1gbit")
+    parser.add_argument("--python", default=".venv/bin/python", help="from a checkout's folder")
     parser.add_argument("--steps", default="40")
     parser.add_argument("--scheme", action="append")
     asked = parser.parse_args()
@@ -35,7 +38,7 @@ def main() -> None:
         order = ("before", "after") if number % 2 == 0 else ("after", "before")
         for which in order:
             checkout: Path = getattr(asked, which)
-            for scheme, step_ms in _round(checkout, schemes, asked.hosts, asked.link, asked.steps).items():
+            for scheme, step_ms in _round(checkout, schemes, asked).items():
                 times.setdefault((which, scheme), []).append(step_ms)
         print(f"round {number + 1} of {asked.rounds} is over", file=sys.stderr, flush=True)
     for scheme in schemes:
@@ -46,13 +49,13 @@ def main() -> None:
         print(json.dumps({**row, "smallest of rounds": min(rounds), "largest": max(rounds)}))
 
 
-def _round(checkout: Path, schemes: list[str], hosts: str, link: str, steps: str) -> dict[str, float]:
+def _round(checkout: Path, schemes: list[str], asked: argparse.Namespace) -> dict[str, float]:
     """The median step of each scheme, in ms."""
-    command = [".venv/bin/python", "-m", "laconic", "compare", "--hosts", hosts, "--link", link, "--steps", steps]
-    command += ["--eval-every", steps, "--json"]
-    for scheme in schemes:
-        command += ["--scheme", scheme]
-    ran = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    where = ["--hosts", asked.workers, "--link", asked.link] if asked.link else ["--workers", asked.workers]
+    command = [asked.python, "-m", "laconic", "compare", *where, "--steps", asked.steps, "--eval-every", asked.steps]
+    command += ["--json", *(word for scheme in schemes for word in ("--scheme", scheme))]
+    env = {**os.environ, "PYTHONPATH": str((checkout / "src").resolve())}
+    ran = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
     rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
     return {row["scheme"]: row["step_ms"] for row in rows}
 
