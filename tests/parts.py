@@ -76,6 +76,13 @@ GOSSIP_TEXTS = (
 ALL_TEXTS = (*(text for text in RECIPE_TEXTS.values() if not text.startswith("gossip")), *COMPOSED_TEXTS)
 
 
+def made(text: str) -> Scheme:
+    """The composition that a text names."""
+    scheme = parse(text)
+    assert isinstance(scheme, Scheme)
+    return scheme
+
+
 def own_schemes() -> list[Scheme]:
     """Every scheme of the table that is a composition of ours and exchanges gradients."""
     return [scheme for scheme in map(parse, ALL_TEXTS) if isinstance(scheme, Scheme)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_training import start
-from laconic import FrameError, Scheme, ServerLostError, Session, attach, parse, serve
+from laconic import FrameError, ServerLostError, Session, attach, serve
 from laconic.measure.records import RECORDS, read
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
@@ -28,14 +28,9 @@ from laconic.transport import (
     exchange_addresses,
     in_process,
 )
+from parts import made
 from virtual import gradients, one_step
 from workers import WorkerPool, flat_parameters
-
-
-def made(text: str) -> Scheme:
-    scheme = parse(text)
-    assert isinstance(scheme, Scheme)
-    return scheme
 
 
 def _client(text: str) -> ServerClient:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import virtual
-from laconic import FrameError, Scheme, Session, parse
+from laconic import FrameError, Session
 from laconic.exchange import Server, Shares
 from laconic.layout import Bucket, Layout
 from laconic.measure.records import read
@@ -30,13 +30,8 @@ from laconic.transport import (
     silent_end,
 )
 from laconic.wire import FrameShape, longest_frame
+from parts import made
 from virtual import LAYOUTS, gradients, one_step
-
-
-def made(text: str) -> Scheme:
-    scheme = parse(text)
-    assert isinstance(scheme, Scheme)
-    return scheme
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 64])

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.kernels.searches import add_, note_
 
-def withdraw_of_chunks_(balance: Tensor, chunk: int, k: int) -> tuple[Tensor, Tensor]:
-    """(ascending int32 positions, values) of the k largest |r| of each chunk, which become zero; ties to the lower.
 
-    The vector is a whole number of chunks.
+def withdraw_of_chunks_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """What kernels.withdraw_ returns, but the same number from each chunk: ties to the lower position.
+
+    The vector is a whole number of chunks, or one that is shorter; k is that number times theirs.
     """
+    add_(balance, addend, factor)
+    note_(search, 1)
+    chunk = min(chunk, balance.numel())
+    k = k * chunk // balance.numel()
     sizes = balance.view(-1, chunk).abs()
     smallest = sizes.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
     larger = sizes > smallest

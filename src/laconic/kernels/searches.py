@@ -27,7 +27,7 @@ def bisection_(
 
     P(|r| > t) = exp(-t/b), and the estimate of b is mean|r|. A pass for the mean, and one for each count.
     """
-    _add_(balance, addend, factor)
+    add_(balance, addend, factor)
     low = 0.0
     high = float(balance.abs().max())
     threshold = float(kernels.mean_magnitude(balance)) * math.log(balance.numel() / k)
@@ -45,7 +45,7 @@ def bisection_(
     among, chosen = kernels.withdraw_(values, None, k, kernels.new_search(values.numel(), k, values.device))
     positions = candidates[among]
     balance[positions] = 0
-    _note_(search, passes)
+    note_(search, passes)
     return positions, chosen
 
 
@@ -53,7 +53,7 @@ def sampled_(
     balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """A threshold from the top of a 1 % sample, lowered till k are caught; torch.topk among those (Lin et al. 2018)."""
-    _add_(balance, addend, factor)
+    add_(balance, addend, factor)
     sizes = balance.abs()
     sample = sizes[:: round(1 / _SAMPLE_SHARE)]
     rank = min(sample.numel(), max(1, round(k * sample.numel() / sizes.numel())))
@@ -63,7 +63,7 @@ def sampled_(
         threshold = threshold * _LOWER if passes < _MOST_ROUNDS else torch.zeros_like(threshold)
         passes += 1
     among = torch.topk(sizes[candidates], k, sorted=False).indices
-    _note_(search, passes)
+    note_(search, passes)
     return _take_(balance, candidates[among].sort().values)
 
 
@@ -71,12 +71,13 @@ def torch_topk_(
     balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """torch.topk of |r|, sorted by position."""
-    _add_(balance, addend, factor)
-    _note_(search, 1)
+    add_(balance, addend, factor)
+    note_(search, 1)
     return _take_(balance, torch.topk(balance.abs(), k, sorted=False).indices.sort().values)
 
 
-def _add_(balance: Tensor, addend: Tensor | None, factor: float) -> None:
+def add_(balance: Tensor, addend: Tensor | None, factor: float) -> None:
+    """balance += factor*addend."""
     if addend is not None:
         balance.add_(addend, alpha=factor)
 
@@ -87,7 +88,8 @@ def _take_(balance: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return positions.to(torch.int32), values
 
 
-def _note_(search: Tensor, passes: int) -> None:
+def note_(search: Tensor, passes: int) -> None:
+    """Count one selection, and its passes."""
     search[kernels.PASSES] += passes
     search[kernels.CALLS] += 1
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.kernels.chunks import withdraw_of_chunks_
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Window, share_of
+from laconic.select.plan import Plan, Window, share_of, withdraw_windows_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +60,5 @@ class ChunkedTopK:
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
-        values = [balance[:0]]
-        for window, search in zip(plan.windows, searches, strict=True):
-            inside = balance[window.start : window.stop]
-            if addend is not None:
-                inside.add_(addend[window.start : window.stop], alpha=factor)
-            chunk = min(self.chunk, inside.numel())
-            at, what = withdraw_of_chunks_(inside, chunk, window.k * chunk // inside.numel())
-            chosen.append(at + window.start)
-            values.append(what)
-            search[kernels.PASSES] += 1
-            search[kernels.CALLS] += 1
-        return torch.cat(chosen), torch.cat(values)
+        of_chunks_ = partial(withdraw_of_chunks_, chunk=self.chunk)
+        return withdraw_windows_(of_chunks_, balance, addend, factor, plan, searches)

@@ -1,6 +1,6 @@
 """A selector's plan for one bucket: known before any gradient is, and the same on every worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
@@ -91,6 +91,26 @@ def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> Plan:
     num_large = layout.num_entries - sum(span.num_entries for span in small)
     windows = (Window(0, layout.num_entries, share_of(num_large, density)),) if num_large else ()
     return Plan(layout.num_entries, small, windows)
+
+
+def withdraw_windows_(
+    withdraw_: Callable[..., tuple[Tensor, Tensor]],
+    balance: Tensor,
+    addend: Tensor | None,
+    factor: float,
+    plan: Plan,
+    searches: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """What Chooser.withdraw_ returns, by a function like kernels.withdraw_ in each window."""
+    chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
+    values = [balance[:0]]
+    for window, search in zip(plan.windows, searches, strict=True):
+        inside = slice(window.start, window.stop)
+        due = None if addend is None else addend[inside]
+        at, what = withdraw_(balance[inside], due, window.k, search, factor=factor)
+        chosen.append(at + window.start)
+        values.append(what)
+    return torch.cat(chosen), torch.cat(values)
 
 
 def share_of(num_entries: int, density: float) -> int:

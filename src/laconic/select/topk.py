@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Selector, Window, plan_of_bucket, share_of
+from laconic.select.plan import Plan, Selector, Window, plan_of_bucket, share_of, withdraw_windows_
 
 _SCOPES = ("bucket", "parameter")
 
@@ -64,13 +63,4 @@ class TopK(Selector):
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        withdraw_ = SEARCHES[self.search]
-        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
-        values = [balance[:0]]
-        for window, search in zip(plan.windows, searches, strict=True):
-            inside = slice(window.start, window.stop)
-            due = None if addend is None else addend[inside]
-            at, what = withdraw_(balance[inside], due, window.k, search, factor=factor)
-            chosen.append(at + window.start)
-            values.append(what)
-        return torch.cat(chosen), torch.cat(values)
+        return withdraw_windows_(SEARCHES[self.search], balance, addend, factor, plan, searches)
