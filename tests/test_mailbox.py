@@ -182,9 +182,13 @@ class _Overheard(InProcess):
     def __init__(self, inner: InProcess, tell: Callable[[int, list[Address]], list[Address]]) -> None:
         vars(self).update(vars(inner))
         self._tell = tell
+        self._num_told = 0
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         everyone = super().all_gather(frame, kind)
+        self._num_told += 1
+        if self._num_told > 1:  # whether all have met
+            return everyone
         told = self._tell(self.rank, [Address(*json.loads(bytes(row.tolist()))) for row in everyone])
         rows = [list(json.dumps(address).encode().ljust(frame.numel())) for address in told]
         return torch.tensor(rows, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Where workers own shares: two ways to the owners that give the same, and what is said of a message that cannot be."""
+"""Where workers own shares: two ways to the owners that give the same, and what is said where one of them fails."""
 
 from __future__ import annotations
 
@@ -23,32 +23,8 @@ from laconic.transport import (
     own_group,
     world,
 )
-from laconic.transport.push_pull import Rounds, TwoHops, with_length, without_length
 from virtual import gradients, one_step
 from workers import WorkerPool
-
-FRAME = torch.arange(40).to(torch.uint8)
-
-
-@pytest.mark.parametrize("longest", [40, 48, 4000])
-def test_a_frame_arrives_whole_in_room_for_the_longest(longest: int) -> None:
-    message = with_length(FRAME, longest)
-    room = torch.full((8 + longest,), 255, dtype=torch.uint8)
-    room[: message.numel()] = message
-    assert torch.equal(without_length(room, 3), FRAME)
-
-
-@pytest.mark.parametrize("length", [41, -4, 1 << 60])
-def test_a_length_that_cannot_be_names_its_sender(length: int) -> None:
-    message = with_length(FRAME, 40)
-    message[:8].view(torch.int64)[0] = length
-    with pytest.raises(FrameError, match=f"from rank 3 says it has {length} bytes of 40"):
-        without_length(message, 3)
-
-
-def test_who_gave_up_is_named() -> None:
-    with pytest.raises(PeerError, match="rank 3 gave up"):
-        without_length(torch.tensor([-1]).view(torch.uint8), 3)
 
 
 def made(text: str) -> Scheme:
@@ -57,38 +33,32 @@ def made(text: str) -> Scheme:
     return scheme
 
 
-class _Via(Group):
-    """A group over Gloo that pushes and pulls in a given way."""
+class _ByRounds(Group):
+    """A group over Gloo whose workers cannot call each other."""
 
-    def __init__(self, way: type[TwoHops | Rounds]) -> None:
-        cpu = torch.device("cpu")
-        group = own_group(world(), cpu)
-        super().__init__(group, cpu)
-        self._given_way = way(group, cpu, self.traffic)
-
-    def push_pull(self, push: Push) -> list[Tensor]:
-        return self._given_way.push_pull(push)
+    _mesh = None
 
 
-def _sharded(text: str, way: type[TwoHops | Rounds]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
-    """Four steps over Gloo, consulting in this way; what one worker applied and counted."""
-    transport = _Via(way)
+def _sharded(text: str, kind: type[Group]) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
+    """Four steps over Gloo; what one worker applied and counted."""
+    cpu = torch.device("cpu")
+    transport = kind(own_group(world(), cpu), cpu)
     session = Session(made(text), transport)
     return [one_step(session, gradients(dist.get_rank(), step)) for step in range(4)], transport.traffic.copy()
 
 
 @pytest.mark.parametrize("text", ["overlap:rho=0.05", "sparse-sign", "topk:rho=0.9,quantize=none,exchange=server"])
-def test_two_hops_and_rounds_give_the_same_and_count_the_same(four_workers: WorkerPool, text: str) -> None:
+def test_mesh_and_rounds_give_the_same_and_count_the_same(four_workers: WorkerPool, text: str) -> None:
     def work(transport: InProcess) -> tuple[list[dict[str, Tensor]], dict[str, Count]]:
         session = Session(made(text), transport)
         return [one_step(session, gradients(transport.rank, step)) for step in range(4)], transport.traffic.copy()
 
-    ways = [four_workers.run(_sharded, text, TwoHops), four_workers.run(_sharded, text, Rounds), in_process(4, work)]
+    ways = [four_workers.run(_sharded, text, Group), four_workers.run(_sharded, text, _ByRounds), in_process(4, work)]
     for rank in range(4):
-        (hops, counted), *others = (way[rank] for way in ways)
+        (mesh, counted), *others = (way[rank] for way in ways)
         for applied, count in others:
             assert count == counted
-            for mine, theirs in zip(hops, applied, strict=True):
+            for mine, theirs in zip(mesh, applied, strict=True):
                 assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 

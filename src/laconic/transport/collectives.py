@@ -2,9 +2,12 @@
 
 import atexit
 import hashlib
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,16 +15,20 @@ from torch import Tensor
 
 from laconic.errors import LaunchError, SchemeError
 from laconic.transport.connection import Address
-from laconic.transport.push_pull import Rounds, TwoHops
+from laconic.transport.mesh import Mesh, open_mesh
+from laconic.transport.push_pull import push_pull_in_rounds
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
+
+_TIMEOUT_S = 1800.0  # where the backend does not say how long a call waits
 
 
 class Group(Collectives):
     """One process's end of a network.
 
-    Over Gloo frames are written on the host, and other CUDA tensors staged through pinned memory there; over NCCL
-    nothing leaves the device.
+    Over Gloo frames go through connections of our own (Mesh), which fill a link that Gloo's do not; only sums are the
+    backend's. Messages lie on the host there, and CUDA tensors cross through pinned memory. Over NCCL nothing leaves
+    the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -29,12 +36,24 @@ class Group(Collectives):
         self.num_workers = self.num_shares = group.size()
         self.owned_share = self.rank
         self.traffic = Traffic()
-        over_gloo = backend_for(group, device) == "gloo"
-        wire = torch.device("cpu") if over_gloo else device
-        self.wire = wire
-        self._way = (TwoHops if over_gloo else Rounds)(group, wire, self.traffic)  # to push_pull
+        self._over_gloo = backend_for(group, device) == "gloo"
+        self.wire = torch.device("cpu") if self._over_gloo else device
+        timeout = _timeout_of(group, device)
+        self._timeout_s = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
         self._group = group
         _held.add(self)
+
+    @cached_property
+    def _mesh(self) -> Mesh | None:
+        """What frames go through instead of the group; opened with the first of them, by all workers."""
+        if not self._over_gloo:
+            return None
+        try:
+            return open_mesh(self.rank, self.num_workers, self._gathered, self._timeout_s)
+        except LaunchError as error:
+            if self.rank == 0:
+                warnings.warn(f"frames go through Gloo, which fills less of the link: {error}", stacklevel=2)
+            return None
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
@@ -45,15 +64,31 @@ class Group(Collectives):
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
-        everyone = self._room_for((self.num_workers, frame.numel()), frame)
-        dist.all_gather(list(everyone), self._on_wire(frame), group=self._group)
+        mine = self._on_wire(frame)
+        if self._mesh is None:
+            return self._gathered(mine).to(frame.device)
+        everyone = _room_for((self.num_workers, mine.numel()), mine)
+        self._mesh.all_gather(mine, everyone)
         return everyone.to(frame.device)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
-        heard = self._room_for(rows.shape, rows)
-        dist.all_to_all_single(heard, self._on_wire(rows), group=self._group)
+        mine = self._on_wire(rows)
+        heard = _room_for(mine.shape, mine)
+        if self._mesh is None:
+            dist.all_to_all_single(heard, mine, group=self._group)
+        else:
+            self._mesh.all_to_all(mine, heard)
         return heard.to(rows.device)
+
+    def push_pull(self, push: Push) -> list[Tensor]:
+        if self._mesh is None:
+            answers, heard = push_pull_in_rounds(push, self._group, self.wire)
+        else:
+            answers, heard = self._mesh.push_pull(push)
+        sent = [part.numel() for part in push.parts]
+        self.traffic.count_push_pull(self.rank, sent, heard, [answer.numel() for answer in answers])
+        return answers
 
     def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
         speaks = self.rank == speaker
@@ -65,9 +100,6 @@ class Group(Collectives):
             dist.broadcast(said, group=self._group, group_src=speaker)
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
         return said
-
-    def push_pull(self, push: Push) -> list[Tensor]:
-        return self._way.push_pull(push)
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         if peer == self.rank:
@@ -98,21 +130,23 @@ class Group(Collectives):
 
     def let_go(self) -> None:
         """Hold the group no longer; with whoever holds it last, its threads end."""
+        mesh = vars(self).pop("_mesh", None)
+        if mesh is not None:
+            mesh.close()
         vars(self).pop("_group", None)
-        vars(self).pop("_way", None)
 
-    def _stages(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda and self.wire == torch.device("cpu")
+    def _gathered(self, frame: Tensor) -> Tensor:
+        """Everyone's frame by the backend's own hands."""
+        everyone = _room_for((self.num_workers, frame.numel()), frame)
+        dist.all_gather(list(everyone), frame, group=self._group)
+        return everyone
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
-        """The tensor where the backend takes it: itself, or a copy on the host."""
-        if not self._stages(tensor):
-            return tensor
-        return self._room_for(tensor.shape, tensor).copy_(tensor)  # waits for the session's stream
-
-    def _room_for(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Where the backend is to put entries like another tensor's; PyTorch keeps pinned memory for the next one."""
-        return torch.empty(shape, dtype=like.dtype, device=self.wire, pin_memory=self._stages(like))
+        """The tensor where the backend takes it: itself, or a copy in pinned memory of the host."""
+        if self._over_gloo and tensor.is_cuda:
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return room.copy_(tensor)  # waits for the session's stream
+        return tensor
 
 
 class CountedGroup(dist.ProcessGroup):
@@ -127,6 +161,11 @@ class CountedGroup(dist.ProcessGroup):
         for tensor in tensors:
             self.traffic.count_all_reduce("hook", tensor.nbytes, self.size())
         return self._inner.allreduce(tensors, opts)
+
+
+def _room_for(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Where what is heard is to lie: beside another tensor; PyTorch keeps pinned memory for the next one."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
 
 
 _held: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -144,15 +183,20 @@ def _let_go() -> None:
 
 def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group like another: its ranks, backend and timeout; a call that all of those ranks make."""
-    options = getattr(like._get_backend(device), "options", None)
     group = dist.new_group(
         ranks=dist.get_process_group_ranks(like),
-        timeout=getattr(options, "_timeout", None),  # the user's, not the backend's default of 30 minutes
+        timeout=_timeout_of(like, device),  # the user's, not the backend's default of 30 minutes
         backend=backend_for(like, device),
         use_local_synchronization=not spans_world(like),  # only the group's own ranks make this call
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long its calls wait; None where the backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def world() -> dist.ProcessGroup:
@@ -182,7 +226,8 @@ def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Add
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
     """The ranks that made this call with another text; a call that all ranks of the group make."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
-    everyone = Group(group, device).all_gather(digest, "agreement")
+    everyone = [torch.empty_like(digest) for _ in range(group.size())]
+    dist.all_gather(everyone, digest, group=group)
     return [rank for rank, other in enumerate(everyone) if not torch.equal(other, digest)]
 
 

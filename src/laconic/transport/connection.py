@@ -5,15 +5,16 @@ half-way is waited for for ever, and a question takes three hand-shakes and two 
 8 in all (75,770 entries, two busy processes on two cores).
 """
 
+import json
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +59,14 @@ _TYPES = (
 )
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
+TellAll = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
+
 _TOKEN_CHARACTERS = 32
 _HELLO_TIMEOUT_S = 10.0  # for one that has called to say who it is; strangers may say anything, or nothing
 _HELLO_BYTES = 65_536
+_MEET_TIMEOUT_S = 60.0  # between two that have just met elsewhere
+_CARD_BYTES = 2048  # in which a worker says where it is, or why it cannot be called
+_REASON_CHARACTERS = 300  # of which JSON may make six bytes each
 _PROBES = 4  # that the kernel sends before it takes a silent host for dead
 _MORE = getattr(socket, "MSG_MORE", 0)  # a head goes with what follows it
 _SIOCGIFADDR = 0x8915
@@ -168,6 +174,17 @@ class Connection:
         while view:
             view = view[self._link.send(view, flags) :]
 
+    def send_some(self, view: memoryview) -> int:
+        """Say as much of it as the link takes now; how many bytes that is."""
+        return self._link.send(view)
+
+    def receive_some(self, view: memoryview, flags: int = 0) -> int:
+        """Fill as much of it as is there; how many bytes that is."""
+        fresh = self._link.recv_into(view, 0, flags)
+        if fresh == 0:
+            raise ConnectionError("it has hung up")
+        return fresh
+
     def receive(self, longest: int | None = None) -> Message:
         """Hear the next message; ConnectionError where the other end is gone, TimeoutError where it is silent."""
         head = self.receive_bytes(HEAD_BYTES).numpy().data
@@ -190,10 +207,7 @@ class Connection:
         view = received.numpy().data
         flags = socket.MSG_WAITALL if self._link.gettimeout() is None else 0
         while view:
-            fresh = self._link.recv_into(view, 0, flags)
-            if fresh == 0:
-                raise ConnectionError("it has hung up")
-            view = view[fresh:]
+            view = view[self.receive_some(view, flags) :]
         return received
 
     def shut_down(self) -> None:
@@ -213,8 +227,7 @@ class Acceptor:
         self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
         try:
             host = _own_host()
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._link = socket.create_server((host, 0), family=family, backlog=backlog)
+            self._link = _listening(host, backlog)
         except OSError as error:
             raise LaunchError(
                 f"this process finds no address at which others could call it ({error.strerror or error}); {_CURE}"
@@ -262,6 +275,72 @@ def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str
         where = f"{address.host}:{address.port}"
         raise LaunchError(f"rank {rank} cannot reach {whom} at {where} ({error.strerror or error}); {_CURE}") from None
     return connection
+
+
+def meet(
+    rank: int, tell_all: TellAll, *, calls: Collection[int], awaits: Collection[int]
+) -> tuple[dict[int, Connection], dict[int, Connection]]:
+    """Connections to those whom this worker calls, and from those it awaits; a call that all workers make.
+
+    Where one of them cannot, all of them get its LaunchError, and nothing is left open.
+    """
+    to: dict[int, Connection] = {}
+    of: dict[int, Connection] = {}
+    acceptor = None
+    try:
+        acceptor = Acceptor(len(awaits))
+        card: object = acceptor.address
+    except LaunchError as error:
+        card = str(error)[:_REASON_CHARACTERS]
+    addresses = _told(tell_all, card)
+    failed = ""
+    try:
+        for peer in calls:
+            to[peer] = connect(Address(*addresses[peer]), rank, f"rank {peer}", _MEET_TIMEOUT_S)
+        assert acceptor is not None
+        of.update({peer: link for peer, (link, _) in acceptor.accept(awaits, _MEET_TIMEOUT_S).items()})
+        if late := set(awaits) - of.keys():
+            raise LaunchError(f"rank {min(late)} has not called rank {rank} for {_MEET_TIMEOUT_S:g} s; {_CURE}")
+    except LaunchError as error:
+        failed = str(error)[:_REASON_CHARACTERS]
+    try:
+        _told(tell_all, failed)
+    except LaunchError:
+        for link in (*to.values(), *of.values()):
+            link.close()
+        raise
+    finally:
+        if acceptor is not None:
+            acceptor.close()
+    return to, of
+
+
+def _told(tell_all: TellAll, mine: object) -> list[Any]:
+    """What each worker says, by rank; LaunchError where one says why it cannot: a text."""
+    everyone = tell_all(payload_of(json.dumps(mine).encode().ljust(_CARD_BYTES)))
+    told = [json.loads(bytes(row.tolist())) for row in everyone]
+    for one in told:
+        if isinstance(one, str) and one:
+            raise LaunchError(one)
+    return told
+
+
+def _listening(host: str, backlog: int) -> socket.socket:
+    """A socket on a port that is free, or on the first free one of LACONIC_PORTS."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    *others, last = _ports()
+    for port in others:
+        with suppress(OSError):
+            return socket.create_server((host, port), family=family, backlog=backlog)
+    return socket.create_server((host, last), family=family, backlog=backlog)
+
+
+def _ports() -> range:
+    """Those that others may call this process at; 0 alone: any."""
+    first, _, last = os.environ.get("LACONIC_PORTS", "0-0").partition("-")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 65_536):
+        raise LaunchError("LACONIC_PORTS is no range of ports; write it as 20000-20099")
+    return range(int(first), int(last) + 1)
 
 
 def _own_host() -> str:

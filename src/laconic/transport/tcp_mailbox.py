@@ -1,26 +1,24 @@
 """A mailbox between processes, over TCP connections of its own."""
 
-import json
 import queue
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError
-from laconic.transport.connection import Acceptor, Address, Connection, Kind, Message, connect
+from laconic.transport.connection import Connection, Kind, Message, meet
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
 
 _LAST_RESORT = 120  # times the patience: when waiting for a leader that is not the first of all is given up
 _SILENCE = 60  # times the patience, or seconds if that is longer: when a host that says nothing is given up
-_JOIN_TIMEOUT_S = 300.0  # between two that have just met elsewhere
-_ADDRESS_BYTES = 256  # in which a worker says where it is
 _GOODBYE_S = 5.0  # for a thread that is still answering
 
 
@@ -178,27 +176,13 @@ class TcpMailbox:
 
 def open_mailbox(transport: Collectives, patience_s: float) -> TcpMailbox:
     """A mailbox among the workers of a transport; a call that all of them make."""
-    rank = transport.rank
-    acceptor = Acceptor(transport.num_workers)
-    try:
-        addresses = _all_addresses(transport, acceptor.address)
-        to = {
-            peer: connect(address, rank, f"rank {peer}", _JOIN_TIMEOUT_S)
-            for peer, address in enumerate(addresses)
-            if peer != rank
-        }
-        accepted = acceptor.accept(to.keys(), _JOIN_TIMEOUT_S)
-    finally:
-        acceptor.close()
-    if late := to.keys() - accepted.keys():
-        raise LaunchError(f"rank {min(late)} has not called rank {rank} for {_JOIN_TIMEOUT_S:.0f} s")
-    return TcpMailbox(rank, to, {peer: connection for peer, (connection, _) in accepted.items()}, patience_s)
+    others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
+    to, of = meet(transport.rank, partial(_tell_all, transport), calls=others, awaits=others)
+    return TcpMailbox(transport.rank, to, of, patience_s)
 
 
-def _all_addresses(transport: Collectives, mine: Address) -> list[Address]:
-    card = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_ADDRESS_BYTES)), dtype=torch.uint8)
-    everyone = transport.all_gather(card.to(transport.wire or "cpu"), "addresses").cpu()
-    return [Address(*json.loads(bytes(row.tolist()))) for row in everyone]
+def _tell_all(transport: Collectives, card: Tensor) -> Tensor:
+    return transport.all_gather(card.to(transport.wire or "cpu"), "addresses").cpu()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

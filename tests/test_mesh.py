@@ -1,0 +1,115 @@
+"""The workers' own connections: everything to all at once, and what is said where a peer fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic import FrameError, LaunchError, PeerError
+from laconic.layout import Layout
+from laconic.transport import Group, Push, own_group, world
+from laconic.transport.connection import Acceptor, Connection
+from laconic.transport.mesh import Mesh
+from workers import WorkerPool
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Mesh, socket.socket]]:
+    """Rank 0's end of a mesh of two, and the bare socket that it takes for rank 1."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX)
+    with theirs:
+        link = _Local(mine)
+        yield Mesh(0, {1: link}, timeout_s=0.2), theirs
+        link.close()
+
+
+class _Local(Connection):
+    """A connection between two ends in this process, which has no options of TCP."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+
+def _push(longest: int) -> Push:
+    parts = [torch.zeros(4, dtype=torch.uint8)] * 2
+    return Push(Layout.of(["w"], [4]), 0, 0, parts, lambda heard: next(iter(heard))[1], [longest] * 2)
+
+
+@pytest.mark.parametrize("length", [41, -4, 1 << 60])
+def test_a_length_that_cannot_be_names_its_sender(pair: tuple[Mesh, socket.socket], length: int) -> None:
+    mesh, theirs = pair
+    theirs.send(length.to_bytes(8, "little", signed=True))
+    with pytest.raises(FrameError, match=f"from rank 1 says it has {length} bytes of 40"):
+        mesh.push_pull(_push(40))
+    with pytest.raises(PeerError, match="rank 1 is gone"):  # who fails hangs up, for good
+        mesh.push_pull(_push(40))
+
+
+def test_who_hangs_up_and_who_says_nothing_is_named(pair: tuple[Mesh, socket.socket]) -> None:
+    mesh, theirs = pair
+    rows = torch.zeros(2, 100_000, dtype=torch.uint8)
+    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):
+        mesh.all_gather(rows[0].clone(), rows)
+    theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerError, match="rank 1 is gone, or gave up this step"):
+        mesh.all_gather(rows[0].clone(), rows)
+
+
+def test_frames_larger_than_what_a_link_holds_cross_both_ways_at_once() -> None:
+    ends = socket.socketpair(socket.AF_UNIX)
+    frames = [torch.randint(0, 256, (3_000_001,), dtype=torch.uint8) for _ in ends]
+    heard = [torch.empty(2, frames[0].numel(), dtype=torch.uint8) for _ in ends]
+    meshes = [Mesh(rank, {1 - rank: _Local(end)}, timeout_s=30) for rank, end in enumerate(ends)]
+    threads = [threading.Thread(target=meshes[rank].all_gather, args=(frames[rank], heard[rank])) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mesh, rows in zip(meshes, heard, strict=True):
+        assert torch.equal(rows, torch.stack(frames))
+        mesh.close()
+
+
+def test_ports_are_those_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("LACONIC_PORTS", f"{port}-{port}")
+        with pytest.raises(LaunchError, match="finds no address"):
+            Acceptor(1)
+    acceptor = Acceptor(1)
+    assert acceptor.address.port == port
+    acceptor.close()
+    monkeypatch.setenv("LACONIC_PORTS", "http")
+    with pytest.raises(LaunchError, match="write it as 20000-20099"):
+        Acceptor(1)
+
+
+def _gathered_without_own_connections() -> tuple[Tensor, list[str]]:
+    """Rank 1 finds no address of its own."""
+    cpu = torch.device("cpu")
+    os.environ["LACONIC_PORTS"] = "none" if dist.get_rank() == 1 else "0-0"
+    try:
+        group = Group(own_group(world(), cpu), cpu)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            everyone = group.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8), "frame")
+        return everyone, [str(one.message) for one in said if "Gloo" in str(one.message)]
+    finally:
+        del os.environ["LACONIC_PORTS"]
+
+
+def test_where_one_cannot_be_called_all_go_through_the_group(four_workers: WorkerPool) -> None:
+    told = four_workers.run(_gathered_without_own_connections)
+    for everyone, _ in told:
+        assert everyone.flatten().tolist() == [0, 1, 2, 3]
+    (line,) = (line for _, said in told for line in said)
+    assert line.startswith("frames go through Gloo") and "LACONIC_PORTS" in line and "\n" not in line
