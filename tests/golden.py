@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,19 @@ STEPS = {"plain": 10, "overflow": 4}
 _BAD_STEP = 2
 _BAD_RANK = 2
 
+Step = Callable[[Session, Mapping[str, Tensor]], dict[str, Tensor]]  # a session's, on given gradients by name
 
-def trajectory(text: str, course: str = "plain") -> dict[str, Any]:
+
+def trajectory(text: str, course: str = "plain", step_: Step = one_step) -> dict[str, Any]:
     """What the steps of M virtual workers come to: a digest, or a sample of values where the order of a sum shows."""
-    work = _gossip if parse(text).of_what == "models" else _exchange
+
+    def work(transport: InProcess) -> tuple[list[Tensor], dict[str, Any]]:
+        if parse(text).of_what == "models":
+            return _gossip(text, transport, course)
+        return _exchange(text, transport, course, step_)
+
     with _reference_kernels(), one_core():
-        everyone = in_process(M, lambda transport: work(text, transport, course))
+        everyone = in_process(M, work)
     tensors = [tensor for tensors, _ in everyone for tensor in tensors]
     sent = [counts for _, counts in everyone]
     if text in ORDER_SHOWS:
@@ -101,7 +108,7 @@ def _whole(count: int, *key: int) -> Tensor:
     return ((state >> 8 & 0xFFFF) - 0x8000) >> (state >> 24 & 7)
 
 
-def _exchange(text: str, transport: InProcess, course: str) -> tuple[list[Tensor], dict[str, Any]]:
+def _exchange(text: str, transport: InProcess, course: str, step_: Step) -> tuple[list[Tensor], dict[str, Any]]:
     """(results of all steps and what is kept after them, bytes by kind) of one worker that exchanges gradients."""
     scheme = parse(text)
     assert isinstance(scheme, Scheme)
@@ -111,7 +118,7 @@ def _exchange(text: str, transport: InProcess, course: str) -> tuple[list[Tensor
         given = gradient(transport.rank, step)
         if course == "overflow" and step == _BAD_STEP and transport.rank == _BAD_RANK:
             given["d"][3] = torch.nan
-        result = one_step(session, given)
+        result = step_(session, given)
         tensors += [result[name] for name in sorted(result)]
     state = session.state_dict()
     held = state["owner"].get("held", {})

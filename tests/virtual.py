@@ -37,19 +37,25 @@ def gradients(rank: int, step: int, layouts: Sequence[Layout] = LAYOUTS) -> dict
 
 def one_step(session: Session, given: Mapping[str, Tensor], layouts: Sequence[Layout] = LAYOUTS) -> dict[str, Tensor]:
     """Pass one step's gradients through a session; returns what came out, by parameter."""
-    out: dict[str, Tensor] = {}
-    buckets = []
-    for index, layout in enumerate(layouts):
-        flat = torch.cat([given[name] for name in layout.names])
-        buckets.append(Bucket(index, layout, flat, is_last=index == len(layouts) - 1))
+    buckets = buckets_of(given, layouts)
     if session.wants_whole_step:
         session.exchange_step_(buckets)
     else:
         for bucket in buckets:
             session.exchange_(bucket)
-    for bucket in buckets:
-        out |= {span.name: bucket.flat[span.start : span.stop] for span in bucket.layout.spans}
-    return out
+    return by_name(buckets)
+
+
+def buckets_of(given: Mapping[str, Tensor], layouts: Sequence[Layout] = LAYOUTS) -> list[Bucket]:
+    """The buckets of one step."""
+    flats = [torch.cat([given[name] for name in layout.names]) for layout in layouts]
+    last = len(layouts) - 1
+    return [Bucket(index, layouts[index], flat, is_last=index == last) for index, flat in enumerate(flats)]
+
+
+def by_name(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+    """What stands in the buckets, by parameter."""
+    return {span.name: bucket.flat[span.start : span.stop] for bucket in buckets for span in bucket.layout.spans}
 
 
 def run(scheme: Scheme, num_workers: int, work: Callable[[Session, int], T]) -> list[T]:

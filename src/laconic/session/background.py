@@ -1,4 +1,4 @@
-"""The session's one thread: buckets are exchanged in order there while the backward pass goes on."""
+"""The session's threads: buckets are exchanged there while the backward pass goes on."""
 
 import atexit
 import queue
@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError
 from laconic.layout import Bucket, Layout
+from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.session import Session
 
 SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and telling a GPU takes as long
@@ -33,24 +35,34 @@ class _Submission:
     done: Future[Tensor | BaseException]
     ready: torch.cuda.Event | None  # when the gradient is there, on CUDA
 
+    def land(self, error: BaseException | None) -> None:
+        self.done.set_result(error or self.bucket.flat)
+
 
 _Submissions = queue.SimpleQueue["_Submission | None"]
 
 
 class Background:
-    """Runs a session's exchanges in a thread, on CUDA with a stream of its own.
+    """Runs a session's exchanges in threads, on CUDA with a stream of their own.
 
-    With `on_host` gradients go to the host in one copy, are exchanged there, and what was heard comes back in another.
+    A step of several buckets goes through a pipeline, unless that is not wanted; one of a single bucket has nothing to
+    overlap, and stays in one thread. With `on_host` gradients go to the host in one copy, are exchanged there, and what
+    was heard comes back in another.
     """
 
-    def __init__(self, session: Session, device: torch.device, *, on_host: bool = False) -> None:
+    def __init__(
+        self, session: Session, device: torch.device, *, on_host: bool = False, pipelined: bool = True
+    ) -> None:
         self.error: BaseException | None = None
         self._session = session
         self._device = device
         self._on_host = on_host
-        self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # there, one for each bucket
+        self._pipelined = pipelined
+        self._pipeline: Pipeline | None = None  # until a step has two buckets
+        self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # on the host, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._waiting: list[_Submission] = []
+        self._collected: list[_Submission] = []
+        self._step_has_begun = False
         self._submissions: _Submissions = queue.SimpleQueue()
         # The thread knows this object weakly, and ends with it: a session that nobody holds must not keep its model.
         self._thread = threading.Thread(
@@ -75,61 +87,91 @@ class Background:
         return outcome
 
     def close(self) -> None:
-        """End the thread after what was submitted; one that hangs in a collective is left behind."""
+        """End the threads after what was submitted; one that hangs in a collective is left behind."""
         self._submissions.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def take(self, submission: _Submission) -> None:
         """Exchange one bucket, or collect it until its step is whole where the session wants that."""
-        self._waiting.append(submission)
-        if self._session.wants_whole_step and not submission.bucket.is_last:
-            return
-        together = self._waiting
-        self._waiting = []
-        if self._stream is None:
-            self._exchange(together)
-        else:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._exchange(together)
+        with _station(self._device, self._stream):
+            if submission.ready is not None:
+                torch.cuda.current_stream().wait_event(submission.ready)
+            if self._session.wants_whole_step:
+                self._collect(submission)
+            elif self._pipelined and (self._step_has_begun or not submission.bucket.is_last):
+                self._step_has_begun = not submission.bucket.is_last
+                self._begin(submission)
+            else:
+                self._exchange([submission])
 
-    def _exchange(self, submissions: list[_Submission]) -> None:
-        """Exchange them; after a first failure none is tried again, since the workers no longer agree on the order."""
+    def _collect(self, submission: _Submission) -> None:
+        self._collected.append(submission)
+        if submission.bucket.is_last:
+            together = self._collected
+            self._collected = []
+            self._exchange(together)
+
+    def _begin(self, submission: _Submission) -> None:
+        """Let a bucket into the pipeline."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._session, partial(_station, self._device, self._stream))
+            weakref.finalize(self, self._pipeline.close)
+        self.error = self._pipeline.error = self.error or self._pipeline.error
+        there = self._there(submission.bucket)
+
+        def land(error: BaseException | None) -> None:
+            if error is None:
+                self._bring_back(submission.bucket, there)
+            self.error = self.error or error
+            submission.land(error)
+
+        self._pipeline.begin(Flight(there, land))
+
+    def _exchange(self, submissions: Sequence[_Submission]) -> None:
+        """One after the other; after a first failure none is tried again: the workers no longer agree on the order."""
         if self.error is None:
             try:
-                for submission in submissions:
-                    if submission.ready is not None:
-                        torch.cuda.current_stream().wait_event(submission.ready)
-                with self._at_work([submission.bucket for submission in submissions]) as buckets:
-                    if self._session.wants_whole_step:
-                        self._session.exchange_step_(buckets)
-                    else:
-                        self._session.exchange_(buckets[0])
+                buckets = [self._there(submission.bucket) for submission in submissions]
+                if self._session.wants_whole_step:
+                    self._session.exchange_step_(buckets)
+                else:
+                    self._session.exchange_(buckets[0])
+                for submission, there in zip(submissions, buckets, strict=True):
+                    self._bring_back(submission.bucket, there)
             except BaseException as error:
                 self.error = error
         for submission in submissions:
-            submission.done.set_result(self.error or submission.bucket.flat)
+            submission.land(self.error)
 
-    @contextmanager
-    def _at_work(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
-        """The buckets where the session works on them; what it made of them is theirs on leaving."""
+    def _there(self, bucket: Bucket) -> Bucket:
+        """The bucket where the session works on it."""
         if not self._on_host:
-            yield buckets
-            return
-        there = [replace(bucket, flat=self._room(bucket)) for bucket in buckets]
-        for bucket, copy in zip(buckets, there, strict=True):
-            copy.flat.copy_(bucket.flat, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()  # also over: what was copied back from here a step ago
-        yield there
-        for bucket, copy in zip(buckets, there, strict=True):
-            bucket.flat.copy_(copy.flat, non_blocking=True)
-
-    def _room(self, bucket: Bucket) -> Tensor:
+            return bucket
         key = bucket.layout, bucket.flat.dtype
         if key not in self._rooms:
             pinned = self._stream is not None
             self._rooms[key] = torch.empty(bucket.flat.shape, dtype=bucket.flat.dtype, pin_memory=pinned)
-        return self._rooms[key]
+        room = self._rooms[key].copy_(bucket.flat, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()  # also over: what was copied back from here a step ago
+        return replace(bucket, flat=room)
+
+    def _bring_back(self, bucket: Bucket, there: Bucket) -> None:
+        """What the session made of it."""
+        if self._on_host:
+            bucket.flat.copy_(there.flat, non_blocking=True)
+
+
+@contextmanager
+def _station(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Where a thread's work runs: on CUDA that of all threads on one stream, which keeps it in order."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
 
 
 def _run(submissions: _Submissions, background: weakref.ref[Background]) -> None:

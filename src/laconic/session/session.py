@@ -15,7 +15,7 @@ from laconic.session import state
 from laconic.session.overflow import OverflowRule
 from laconic.session.regroup import regrouped
 from laconic.session.stats import Stats
-from laconic.session.talker import Talker
+from laconic.session.talk import Talk
 from laconic.transport import Transport, ring_bytes
 
 
@@ -40,7 +40,6 @@ class Session:
         self._loss_scale = loss_scale
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
-        self._talker = Talker(self._clock)
         self._ledger: Ledger[Account] = Ledger(scheme.memory)
         undoes = loss_scale is not None
         self._path = path_for(scheme, transport, self._clock, self._ledger, undoes=undoes, holds_idle=holds_idle)
@@ -52,18 +51,39 @@ class Session:
         self._scale = 1.0
         self._dense_bytes_out = 0
         self._layouts: list[Layout] = []  # of the last whole step
-        self._seen: list[Layout] = []  # of this one
+        self._seen: list[Layout] = []  # of this one, as far as its buckets have come
+        self._is_whole = False  # whether all of them have
+        self._num_ended = 0
         self._resumed_layouts: list[Layout] = []
 
     def exchange_(self, bucket: Bucket) -> None:
         """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
+        talk = self.begin(bucket)
+        while talk.message is not None:
+            talk.go_on(self.say(talk))
+        self.end_(talk)
+
+    def begin(self, bucket: Bucket) -> Talk:
+        """Choose and encode, as far as the first message."""
         work = self._open(bucket)
         path = self._path_of(work)
         if path.looks:
             self._look_(work, path)
-        said = self._talker.drive(work, path.speak(work))
-        self._close_(work, path, said)
-        if bucket.is_last:
+        talk = Talk(work, path, path.speak(work))
+        talk.go_on()
+        return talk
+
+    def say(self, talk: Talk) -> Any:
+        """Send its next message; what all said."""
+        assert talk.message is not None
+        with self._clock.time("exchange", talk.work.device):
+            return talk.message()
+
+    def end_(self, talk: Talk) -> None:
+        """Apply what was heard; with the last bucket of a step the step ends."""
+        self._close_(talk.work, talk.path, talk.said)
+        self._num_ended += 1
+        if self._is_whole and self._num_ended == len(self._seen):
             self._end_step()
 
     def _open(self, bucket: Bucket) -> Work:
@@ -73,6 +93,7 @@ class Session:
             # Where nothing is kept the scale stays on: a 16-bit type needs it.
             self._scale = self._loss_scale() if self._loss_scale and self.scheme.memory.kinds else 1.0
         self._seen.append(bucket.layout)
+        self._is_whole = bucket.is_last
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.transport.num_workers)
         density = self.scheme.trigger.density(self._step - self._overflow.skipped_steps, self._target)
         account = self._ledger.open(bucket.layout, bucket.flat.device)
@@ -113,6 +134,8 @@ class Session:
         self._step += 1
         self._layouts = self._seen
         self._seen = []
+        self._is_whole = False
+        self._num_ended = 0
 
     @property
     def wants_whole_step(self) -> bool:
