@@ -13,3 +13,9 @@ def check_vector(x: Tensor, dtype: torch.dtype, length: int, name: str, *, dims:
     if x.dtype != dtype or x.numel() != length or x.dim() != dims or not x.is_contiguous():
         given = f"{'' if x.is_contiguous() else 'strided '}{x.dtype}{list(x.shape)}"
         raise KernelError(f"{name} is {given}; give a contiguous {dtype}[{length}]")
+
+
+def check_rows(x: Tensor, dtype: torch.dtype, least: int, name: str) -> None:
+    """Raise unless `x` is a matrix of that dtype whose rows are contiguous and have at least that many entries."""
+    if x.dtype != dtype or x.dim() != 2 or x.stride(1) != 1 or x.shape[1] < least:
+        raise KernelError(f"{name} is {x.dtype}{list(x.shape)}; give rows of {dtype}, each of {least} entries or more")

@@ -28,25 +28,26 @@ class Gathering(Path):
 
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)
-        wire = self.transport.wire or work.device
-        frame = plan.shape.write_overflow(wire, **work.frame_id) if not work.finite else None
         sent = None
-        if frame is None:
+        if work.finite:
             with self.clock.time("select", work.device):
                 due = work.account.due_(work.flat, 1 / work.scale)
                 chosen, values = plan.withdraw_(work.account.balance, due)
                 work.taken = Taken(plan.positions(chosen), plan.num_fixed, values)
             with self.clock.time("encode", work.device):
-                codes, scale = self.quantize.encode(values.to(wire))
-                sent = self.quantize.decode(codes, scale)[: values.numel()].to(work.device)
-                frame = plan.shape.write(chosen.to(wire), codes, scale, **work.frame_id)
+                codes, scale = self.quantize.encode(values)
+                sent = self.quantize.decode(codes, scale)[: values.numel()]
+                frame = self.on_wire(plan.shape.write(chosen, codes, scale, **work.frame_id))
+        else:
+            frame = plan.shape.write_overflow(self.transport.wire or work.device, **work.frame_id)
         frames = yield partial(self.transport.all_gather, frame, "sparse")
         with self.clock.time("decode", work.device):
-            heard = [plan.shape.read(row, **work.frame_id, peer=peer) for peer, row in enumerate(frames)]
-        return Said(heard, sent) if not any(contents.overflow for contents in heard) else None
+            heard = plan.shape.read_all(frames, work.device, **work.frame_id)
+        return Said(heard, sent) if heard is not None else None
 
     def apply_(self, work: Work, said: Said) -> None:
-        self.plans.of(work).add_up_(work.flat, said.heard, work.scale / self.transport.num_workers)
+        positions, values = said.heard
+        self.plans.of(work).add_up_(work.flat, positions, values, work.scale / self.transport.num_workers)
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {"passes": self.plans.passes()}

@@ -36,8 +36,10 @@ class FloatSum(Path):
             codes = values.div(num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
             is_rounded = codes.dtype != torch.float32 and self.choice.keeps
             sent = codes.to(torch.float32).mul_(num_workers) if is_rounded else None
+            codes = self.on_wire(codes)
         yield partial(self.transport.all_reduce_, codes, "dense")
         with self.clock.time("decode", work.device):
+            codes = codes.to(work.device, non_blocking=True)
             return Said(codes, sent) if kernels.all_finite(codes) else None
 
     def apply_(self, work: Work, said: Said) -> None:

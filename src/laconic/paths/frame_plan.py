@@ -1,7 +1,5 @@
 """What is known about the frames of one bucket beforehand, and what remembers from step to step where to look."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from laconic.memory import Due
 from laconic.paths.path import Work
 from laconic.quantize import Quantizer
 from laconic.select import Chooser, Plan
-from laconic.wire import Contents, FrameShape
+from laconic.wire import FrameShape
 
 
 class FramePlan:
@@ -35,7 +33,9 @@ class FramePlan:
 
     def positions(self, chosen: Tensor) -> Tensor | None:
         """The fixed and the chosen ones; None for every entry."""
-        return None if self.num_fixed == self.plan.num_entries else torch.cat([self.fixed, chosen])
+        if self.num_fixed == self.plan.num_entries:
+            return None
+        return torch.cat([self.fixed, chosen]) if self.num_fixed else chosen.to(torch.int64)
 
     def withdraw_(self, balance: Tensor, due: Due) -> tuple[Tensor, Tensor]:
         """balance += due; take the fixed and the chosen entries out: (chosen positions, fixed and chosen values)."""
@@ -44,6 +44,8 @@ class FramePlan:
             whole = balance.clone() if addend is None else balance.add(addend, alpha=factor)
             balance.zero_()
             return self.fixed[:0].to(torch.int32), whole
+        if not self.num_fixed:
+            return self._select.withdraw_(balance, addend, factor, self.plan, self.searches)
         owed = due.at(self.fixed)
         whole = balance.index_select(0, self.fixed).add_(owed)
         balance.index_copy_(0, self.fixed, -owed)  # the addition leaves zeros there, so that they are not chosen
@@ -61,16 +63,13 @@ class FramePlan:
         balance.index_fill_(0, at, 0)
         return values
 
-    def add_up_(self, flat: Tensor, heard: Sequence[Contents], factor: float) -> None:
+    def add_up_(self, flat: Tensor, positions: Tensor, values: Tensor, factor: float) -> None:
         """flat = factor * the sum of what everyone sent, in rank order, so that all workers get the same bits."""
         total = flat.zero_() if flat.dtype == torch.float32 else torch.zeros_like(flat, dtype=torch.float32)
-        # One copy to the device for all frames: each waits for what runs there.
-        positions = torch.cat([contents.positions for contents in heard]).to(flat.device)
-        values = torch.cat([contents.values for contents in heard]).to(flat.device).mul_(factor)
-        sizes = [self.num_fixed, self.plan.k]
-        whole, chosen = torch.split(values.view(len(heard), sum(sizes)), sizes, dim=1)
-        total[self.fixed] = sum(whole)  # from zero on, row by row
-        kernels.add_at_(total, list(positions.view(chosen.shape)), list(chosen))
+        whole, chosen = values.mul_(factor).tensor_split([self.num_fixed], dim=1)
+        if self.num_fixed:
+            total[self.fixed] = sum(whole)  # from zero on, row by row
+        kernels.add_at_(total, list(positions), list(chosen))
         if total is not flat:
             flat.copy_(total)
 

@@ -46,8 +46,10 @@ class IntegerSum(Path):
             key = key_of(self.grid.seed, _ROUND, self.transport.rank, work.step, work.number)
             words = self._encode(values, steps, key)
             sent = self._read(words, values.numel(), steps.step, steps) if self.choice.keeps else None
+            words = self.on_wire(words)
         words = yield partial(self._add, words, work)
-        return Said((words, steps), sent)
+        with self.clock.time("decode", work.device):
+            return Said((words.to(work.device, non_blocking=True), steps), sent)
 
     def apply_(self, work: Work, said: Said) -> None:
         assert work.taken is not None

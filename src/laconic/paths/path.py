@@ -86,6 +86,16 @@ class Path:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
         return 0
 
+    def on_wire(self, message: Tensor) -> Tensor:
+        """A message where the transport takes it: as it is, or a copy in pinned memory of the host.
+
+        The copy is complete when the phase ends that it is made in.
+        """
+        wire = self.transport.wire
+        if wire is None or message.device.type == wire.type:
+            return message
+        return torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message, non_blocking=True)
+
     def kept(self, work: Work) -> Sequence[Tensor]:
         """What a step on this bucket may change besides its account."""
         return ()

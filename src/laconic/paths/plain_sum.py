@@ -24,9 +24,10 @@ class PlainSum(Path):
     def speak(self, work: Work) -> Speech:
         with self.clock.time("encode", work.device):
             # Multiplied first, as DDP does, so that the sum stays within the range of a 16-bit type.
-            codes = work.flat.mul_(1 / self.transport.num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
+            mine = work.flat.mul_(1 / self.transport.num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
+            codes = self.on_wire(mine)
         yield partial(self.transport.all_reduce_, codes, "dense")
         return Said(codes)
 
     def apply_(self, work: Work, said: Said) -> None:
-        work.flat.copy_(said.heard)  # Inf and NaN survive a sum, so all workers see them alike
+        work.flat.copy_(said.heard, non_blocking=True)  # Inf and NaN survive a sum, so all workers see them alike

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
+from laconic.wire.rows import by_rows
 
 
 class Bitmap:
@@ -26,6 +27,7 @@ class Bitmap:
         return kernels.set_bits(positions, n)
 
     @staticmethod
+    @by_rows
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.unpack_bits(words)  # ascending, and none below zero
         if positions.numel() != k:

@@ -36,7 +36,7 @@ class EliasFano:
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.decode_elias_fano(words, n, k, _low_width(n, k))
-        if positions.numel() != k:
+        if positions.shape[-1] != k:
             raise FrameError(f"its index block is no code of {k} ascending positions under {n}")
         return positions
 

@@ -98,18 +98,20 @@ class CodesShape:
         return shortest._write(index, codes, scale, step, bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
-        head = torch.tensor(self._header(step, bucket), dtype=torch.int32, device=codes.device)
+        head = torch.zeros(len(_HEADER), dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
-        return _signed_(end_to_end(blocks))
+        frame = end_to_end(blocks)
+        kernels.seal_(frame.view(torch.int32), self._header(step, bucket), _CHECK)
+        return frame
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
-        head = torch.tensor(self._header(step, bucket, _OVERFLOW), dtype=torch.int32, device=device)
-        blank = head.new_zeros(self.num_bytes // 4 - len(_HEADER))
-        return _signed_(torch.cat([head, blank]).view(torch.uint8))
+        words = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)
+        kernels.seal_(words, self._header(step, bucket, _OVERFLOW), _CHECK)
+        return words.view(torch.uint8)
 
     def codes(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> tuple[Tensor, Tensor] | None:
         """(codes, scale) as `peer` wrote them, or None if it saw Inf or NaN; FrameError if not as foretold."""
@@ -119,14 +121,12 @@ class CodesShape:
             words = frame.view(torch.int32)
             found = _header_of(frame)
             overflow = found[_CODECS] & _OVERFLOW
-            known = self._header(step, bucket, overflow)[:_SCALE]
-            for name, there, expected in zip(_HEADER, found, known, strict=False):
+            for name, there, expected in zip(_HEADER, found, self._header(step, bucket, overflow), strict=False):
                 if there != expected:
                     raise FrameError(
                         f"{name} is {there}, not {expected}; all workers must run the same scheme and model"
                     )
-            # When the sum was taken its own word was zero; now that word adds 2*_CHECK + 1 times itself.
-            if (int(kernels.check_sum(words)) - (2 * _CHECK + 2) * found[_CHECK]) % (1 << 32):
+            if not _sum_fits(int(kernels.check_sum(words)), found):
                 raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
             return None
@@ -142,9 +142,9 @@ class CodesShape:
         return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
-        """What both ends know beforehand; the scale and the check sum are zero, to be filled in."""
+        """What both ends know beforehand; the scale and the check sum come after it."""
         codecs = _VERSION | self.index.codec.codec_id << 8 | self.quantize.code_id << 16 | flags
-        return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket, 0, 0]
+        return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,48 @@ class FrameShape(CodesShape):
                 raise FrameError("its values are not finite")
             return Contents(positions, values, False)
 
+    def read_all(self, frames: Tensor, device: torch.device, *, step: int, bucket: int) -> tuple[Tensor, Tensor] | None:
+        """(positions, values) of everyone's frames, in rows by rank on `device`; None if someone saw Inf or NaN.
+
+        A GPU reads all rows at once; where something is not as foretold they are read one by one, to name the peer.
+        """
+        if device.type != "cpu":
+            together = self._read_together(frames, device, step, bucket)
+            if together is not None:
+                return together
+        heard = [self.read(row, step=step, bucket=bucket, peer=peer) for peer, row in enumerate(frames)]
+        if any(contents.overflow for contents in heard):
+            return None
+        positions = torch.stack([contents.positions for contents in heard])
+        values = torch.stack([contents.values for contents in heard])
+        return positions.to(device), values.to(device)
+
+    def _read_together(
+        self, frames: Tensor, device: torch.device, step: int, bucket: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """What all frames say, or None if one of them is not as foretold."""
+        heads = frames[:, : 4 * len(_HEADER)].contiguous().view(torch.int32).tolist()
+        known = self._header(step, bucket)
+        if frames.shape[1] != self.num_bytes or any(head[: len(known)] != known for head in heads):
+            return None
+        there = frames.to(device, non_blocking=True)
+        words = there.view(torch.int32)
+        sums = kernels.check_sum(words)
+        try:
+            index = words[:, len(_HEADER) : self._end_of_index]
+            positions = self.index.codec.decode(index, self.num_entries, self.k)
+        except FrameError:
+            return None
+        count = self.num_fixed + self.k
+        codes = there[:, 4 * self._end_of_index :][:, : self._num_value_bytes].unbind()
+        decoded = [
+            self.quantize.decode(row.view(self.quantize.code_dtype), scale)[:count]
+            for row, scale in zip(codes, words[:, _SCALE].view(torch.float32), strict=True)
+        ]
+        values = torch.stack(decoded)
+        fits = all(_sum_fits(total, head) for total, head in zip(sums.tolist(), heads, strict=True))
+        return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
+
 
 def bucket_of(frame: Tensor) -> int:
     """What a frame says that it is about, not yet checked; -1 if it is too short to say."""
@@ -210,8 +252,6 @@ def _from(peer: int, step: int, bucket: int) -> Iterator[None]:
         raise FrameError(f"frame of bucket {bucket}, step {step} from rank {peer}: {error}") from None
 
 
-def _signed_(frame: Tensor) -> Tensor:
-    """Fill in the check word, which is still zero."""
-    words = frame.view(torch.int32)
-    words[_CHECK] = kernels.check_sum(words)
-    return frame
+def _sum_fits(total: int, head: Sequence[int]) -> bool:
+    """Whether a frame's sum is the one in its head, whose word was zero when the sum was taken."""
+    return (total - (2 * _CHECK + 2) * head[_CHECK]) % (1 << 32) == 0

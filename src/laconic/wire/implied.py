@@ -25,4 +25,4 @@ class Implied:
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        return torch.arange(k, dtype=torch.int32, device=words.device)
+        return torch.arange(k, dtype=torch.int32, device=words.device).expand(*words.shape[:-1], k)

@@ -31,7 +31,7 @@ class IndexCodec(Protocol):
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        """The positions again, int32; FrameError if the words are no code of k positions under n."""
+        """The positions again, int32, of each row of words; FrameError if one is no code of k positions under n."""
 
 
 INDEX_CODECS: tuple[type[IndexCodec], ...] = (Implied, EliasFano, Bitmap, Rice)  # of equally short ones the first

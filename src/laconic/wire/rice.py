@@ -6,6 +6,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
+from laconic.wire.rows import by_rows
 
 
 class Rice:
@@ -31,6 +32,7 @@ class Rice:
         return kernels.encode_rice(positions)
 
     @staticmethod
+    @by_rows
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.decode_rice(words, n, k)
         if positions.numel() != k:

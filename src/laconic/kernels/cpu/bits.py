@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,9 @@ def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tens
 
 
 def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
+    if words.dim() == 2:
+        rows = [decode_elias_fano(row, n, k, width) for row in words]
+        return torch.stack(rows) if all(len(row) == k for row in rows) else words.new_empty(len(rows), 0)
     positions = torch.empty(k + 1, dtype=torch.int32)  # one more shows that there were too many
     at = pointer("words", words, torch.int32)
     count = library().laconic_decode_elias_fano(at, words.numel(), n, k, width, positions.data_ptr())
@@ -75,8 +80,20 @@ def decode_rice(words: Tensor, n: int, k: int) -> Tensor:
 
 
 def check_sum(words: Tensor) -> Tensor:
-    total = library().laconic_check_sum(pointer("words", words, torch.int32), words.numel())
-    return torch.tensor(total - (total >> 31 << 32), dtype=torch.int32)
+    if words.dim() == 2:
+        return torch.tensor([_check_sum(row) for row in words], dtype=torch.int32)
+    return torch.tensor(_check_sum(words), dtype=torch.int32)
+
+
+def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
+    there = words.numpy()
+    there[: len(head)] = head
+    there[check] = _check_sum(words)
+
+
+def _check_sum(words: Tensor) -> int:
+    total: int = library().laconic_check_sum(pointer("words", words, torch.int32), words.numel())
+    return total - (total >> 31 << 32)
 
 
 def _words(num_bits: int) -> Tensor:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from laconic.kernels.checks import check_vector
+from laconic.kernels.gpu.launch import launch
 
 BLOCK = tl.constexpr(1024)
 _SUM_BLOCK = tl.constexpr(4096)
@@ -47,11 +50,12 @@ def _set_bits(positions, words, count, num_bits):
     tl.atomic_or(words + (bit >> 5), 1 << (bit & 31), mask=(bit >= 0) & (bit < num_bits), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def _count_ones(words, counts, num_words):
+@triton.jit(do_not_specialize=["num_words", "stride"])
+def _count_ones(words, counts, num_words, stride):
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
-    tl.store(counts + tl.program_id(0), tl.sum(num_ones(word), 0))
+    word = tl.load(words + row * stride + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
+    tl.store(counts + row * tl.num_programs(0) + tl.program_id(0), tl.sum(num_ones(word), 0))
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -65,11 +69,28 @@ def _list_ones(words, ends, positions, num_words):
 
 
 @triton.jit
-def _check_sum(words, total, num_words):
+def _weighted_sum(word, at):
+    """The sum of (2*at + 1) * word modulo 2^32."""
+    return tl.sum((word * (2 * at + 1)).to(tl.int64), 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_words", "stride"])
+def _check_sum(words, totals, num_words, stride):
     """Integers wrap, so that the order of the atomic additions does not matter."""
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
-    weighted = tl.load(words + at, mask=at < num_words, other=0) * (2 * at + 1)
-    tl.atomic_add(total, tl.sum(weighted.to(tl.int64), 0).to(tl.int32), sem="relaxed")
+    word = tl.load(words + row * stride + at, mask=at < num_words, other=0)
+    tl.atomic_add(totals + row, _weighted_sum(word, at), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_words", "check", "a", "b", "c", "d", "e", "f", "g"])
+def _seal(words, num_words, check, a, b, c, d, e, f, g):
+    at = tl.program_id(0) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
+    word = tl.load(words + at, mask=(at < num_words) & (at != check), other=0)
+    word = tl.where(at == 0, a, tl.where(at == 1, b, tl.where(at == 2, c, tl.where(at == 3, d, word))))
+    word = tl.where(at == 4, e, tl.where(at == 5, f, tl.where(at == 6, g, word)))
+    tl.store(words + at, word, mask=(at < num_words) & (at < 7))
+    tl.atomic_add(words + check, _weighted_sum(word, at), sem="relaxed")
 
 
 def num_blocks(count: int) -> int:
@@ -82,11 +103,12 @@ def words_of(num_bits: int) -> int:
     return -(-num_bits // 32)
 
 
-def count_ones(words: Tensor) -> Tensor:
-    """The number of ones up to the end of each block of words, int64."""
-    counts = torch.empty(num_blocks(words.numel()), dtype=torch.int32, device=words.device)
-    _count_ones[(counts.numel(),)](words, counts, words.numel())
-    return counts.cumsum(0)
+def count_ones(rows: Tensor) -> Tensor:
+    """For each row the number of ones up to the end of each block of words, int64."""
+    num_rows, num_words = rows.shape
+    counts = torch.empty((num_rows, num_blocks(num_words)), dtype=torch.int32, device=rows.device)
+    launch(_count_ones, (counts.shape[1], num_rows), rows, counts, num_words, rows.stride(0))
+    return counts.cumsum(1)
 
 
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:
@@ -95,7 +117,7 @@ def set_bits(positions: Tensor, num_bits: int) -> Tensor:
     check_vector(positions, torch.int32, count, "positions")
     words = torch.zeros(words_of(num_bits), dtype=torch.int32, device=positions.device)
     if count:
-        _set_bits[(num_blocks(count),)](positions, words, count, num_bits)
+        launch(_set_bits, (num_blocks(count), 1), positions, words, count, num_bits)
     return words
 
 
@@ -105,20 +127,24 @@ def unpack_bits(words: Tensor) -> Tensor:
     check_vector(words, torch.int32, num_words, "words")
     if num_words == 0:
         return words.new_empty(0)
-    ends = count_ones(words)
+    ends = count_ones(words.view(1, -1))[0]
     positions = words.new_empty(int(ends[-1]))
     _list_ones[(num_blocks(num_words),)](words, ends, positions, num_words)
     return positions
 
 
 def check_sum(words: Tensor) -> Tensor:
-    """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
+    """The sum of (2i + 1) * word_i of each row modulo 2^32, int32, 0-d where there is one row."""
+    rows = words.view(1, -1) if words.dim() == 1 else words
+    num_rows, num_words = rows.shape
+    totals = torch.zeros(num_rows, dtype=torch.int32, device=words.device)
+    if num_words:
+        launch(_check_sum, (-(-num_words // _SUM_BLOCK.value), num_rows), rows, totals, num_words, rows.stride(0))
+    return totals.view(words.shape[:-1])
 
-    The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
-    """
+
+def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
+    """Write the seven numbers of a `head` before a frame's other words, and the sum of all at `check`, now zero."""
     num_words = words.numel()
     check_vector(words, torch.int32, num_words, "words")
-    total = torch.zeros((), dtype=torch.int32, device=words.device)
-    if num_words:
-        _check_sum[(-(-num_words // _SUM_BLOCK.value),)](words, total, num_words)
-    return total
+    launch(_seal, (-(-num_words // _SUM_BLOCK.value), 1), words, num_words, check, *head)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.kernels.checks import check_vector
+from laconic.kernels.checks import check_rows, check_vector
 from laconic.kernels.gpu.bits import (
     BLOCK,
     count_ones,
@@ -21,6 +21,7 @@ from laconic.kernels.gpu.bits import (
     words_of,
 )
 from laconic.kernels.gpu.lanes import lane_at, pack_into
+from laconic.kernels.gpu.launch import launch
 
 
 @triton.jit(do_not_specialize=["count", "width", "num_bits"])
@@ -31,12 +32,17 @@ def _set_high_bits(positions, words, count, width, num_bits):
     tl.atomic_or(words + (bit >> 5), 1 << (bit & 31), mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_words", "n", "k", "width"])
-def _decode(lows, words, ends, positions, damaged, num_words, n, k, width):
+@triton.jit(do_not_specialize=["num_low_words", "num_words", "stride", "n", "k", "width"])
+def _decode(rows, ends, positions, damaged, num_low_words, num_words, stride, n, k, width):
     """The i-th one, at bit b, gives position i the high part b - i; `damaged` is set if one is wrong, or if not k.
 
     Two positions share their high part where their ones are neighbours, and then the low parts must rise.
     """
+    row = tl.program_id(1).to(tl.int64)
+    lows = rows + row * stride
+    words = lows + num_low_words
+    ends += row * tl.num_programs(0)
+    positions += row * k
     word, at, rank, most = words_and_ranks(words, ends, num_words)
     before = tl.load(words + at - 1, mask=(at > 0) & (at < num_words), other=0).to(tl.uint32, bitcast=True)
     follows = word & ((word << 1) | (before >> 31))
@@ -65,23 +71,29 @@ def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tens
     words = torch.zeros(num_low_words + words_of(num_high_bits), dtype=torch.int32, device=positions.device)
     if count:
         high = words[num_low_words:]
-        _set_high_bits[(num_blocks(count),)](positions, high, count, width, num_high_bits)
+        launch(_set_high_bits, (num_blocks(count), 1), positions, high, count, width, num_high_bits)
         pack_into(words[:num_low_words], positions, width)
     return words
 
 
 def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
-    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n."""
+    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n.
+
+    With rows, those of each, and none if one of them is no code.
+    """
+    rows = words.view(1, -1) if words.dim() == 1 else words
     num_low_words = words_of(k * width)
-    check_vector(words, torch.int32, max(words.numel(), num_low_words), "words")
-    high = words[num_low_words:]
-    num_words = high.numel()
+    num_words = rows.shape[1] - num_low_words
+    check_rows(rows, torch.int32, num_low_words, "words")
     if k == 0 or num_words == 0:
-        return unpack_bits(high)
-    ends = count_ones(high)
-    positions = words.new_empty(k)
+        return unpack_bits(words[num_low_words:]) if words.dim() == 1 else words.new_empty(len(rows), 0)
+    ends = count_ones(rows[:, num_low_words:])
+    positions = words.new_empty(len(rows), k)
     damaged = words.new_zeros(1)
-    _decode[(num_blocks(num_words),)](words, high, ends, positions, damaged, num_words, n, k, width)
+    grid = (num_blocks(num_words), len(rows))
+    launch(_decode, grid, rows, ends, positions, damaged, num_low_words, num_words, rows.stride(0), n, k, width)
     if not damaged.item():
-        return positions
-    return words.new_empty(0) if int(ends[-1]) == k else unpack_bits(high)
+        return positions.view(*words.shape[:-1], k)
+    if words.dim() == 2:
+        return words.new_empty(len(rows), 0)
+    return words.new_empty(0) if int(ends[0, -1]) == k else unpack_bits(words[num_low_words:])

@@ -13,6 +13,7 @@ from torch import Tensor
 from laconic.errors import KernelError
 from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.bits import BLOCK, num_blocks, words_of
+from laconic.kernels.gpu.launch import launch
 
 
 @triton.jit(do_not_specialize=["count", "width", "num_words"])
@@ -51,7 +52,7 @@ def pack_into(words: Tensor, values: Tensor, width: int) -> None:
     """Write the low `width` bits of the int32 `values` end to end into `words`, all of which are written."""
     num_words = words.numel()
     if num_words:
-        _pack_lanes[(num_blocks(num_words),)](values, words, values.numel(), width, num_words)
+        launch(_pack_lanes, (num_blocks(num_words), 1), values, words, values.numel(), width, num_words)
 
 
 def pack_lanes(values: Tensor, width: int) -> Tensor:
@@ -69,7 +70,7 @@ def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
     check_vector(words, torch.int32, max(words.numel(), words_of(count * width)), "words")
     values = words.new_empty(count)
     if count:
-        _unpack_lanes[(num_blocks(count),)](words, values, count, width)
+        launch(_unpack_lanes, (num_blocks(count), 1), words, values, count, width)
     return values
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laconic.kernels import reference
 from laconic.kernels.checks import check_vector
+from laconic.kernels.gpu.launch import launch
 from laconic.kernels.gpu.magnitude import magnitude_bits
 from laconic.kernels.gpu.withdraw_adding import TILE
 
@@ -66,7 +67,7 @@ def all_finite(x: Tensor) -> bool:
         return reference.all_finite(x)
     check_vector(x, torch.float32, n, "x")
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    _find_strange[_tiles(n)](x, found, n)
+    launch(_find_strange, (*_tiles(n), 1), x, found, n)
     return not found.item()
 
 

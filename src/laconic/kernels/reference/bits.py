@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,13 @@ def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tens
 
 @kernel
 def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
-    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n."""
+    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n.
+
+    With rows, those of each, and none if one of them is no code.
+    """
+    if words.dim() == 2:
+        rows = [decode_elias_fano(row, n, k, width) for row in words]
+        return torch.stack(rows) if all(len(row) == k for row in rows) else words.new_empty(len(rows), 0)
     num_low_words = words_of(k * width)
     ones = unpack_bits(words[num_low_words:])
     if ones.numel() != k or k == 0:
@@ -79,12 +87,19 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
 
 @kernel
 def check_sum(words: Tensor) -> Tensor:
-    """The sum of (2i + 1) * word_i modulo 2^32, as a 0-d int32.
+    """The sum of (2i + 1) * word_i of each row modulo 2^32, int32, 0-d where there is one row.
 
     The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
     """
-    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-    return _to_int32((words * weights).sum())  # int64 wraps modulo 2^64, which keeps the low 32 bits right
+    weights = torch.arange(1, 2 * words.shape[-1], 2, device=words.device)
+    return _to_int32((words * weights).sum(-1))  # int64 wraps modulo 2^64, which keeps the low 32 bits right
+
+
+@kernel
+def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
+    """Write the seven numbers of a `head` before a frame's other words, and the sum of all at `check`, now zero."""
+    words[: len(head)] = torch.tensor(head, dtype=torch.int32, device=words.device)
+    words[check] = check_sum(words)
 
 
 def words_of(num_bits: int) -> int:
