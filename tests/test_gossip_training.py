@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from laconic.errors import LabError
-from laconic.measure.lab import iproute
+from laconic.measure.lab import netlink
 from test_cli import SMALL, laconic, start
 
 try:
-    iproute.require()
+    netlink.require()
     MISSING = ""
 except LabError as error:
     MISSING = str(error)

@@ -32,6 +32,7 @@ FLOORS = (
 FENCES = {
     "torch.distributed": {"transport", "attach", "measure"},
     "triton": {"kernels"},
+    "pyroute2": {"measure"},
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -7,7 +7,6 @@ import json
 import platform
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +20,12 @@ import pytest
 
 from laconic.errors import LabError
 from laconic.measure.cli import lab as cli
-from laconic.measure.lab import Counters, Host, Lab, LabSpec, Link, iproute, labs, noted_signals, register, run
+from laconic.measure.lab import Counters, Host, Lab, LabSpec, Link, labs, netlink, noted_signals, register, run
 
 
 def _missing() -> str:
     try:
-        iproute.require()
+        netlink.require()
     except LabError as error:
         return str(error)
     return ""
@@ -106,7 +105,7 @@ def payload_bits_per_s(
 
 
 def traces(lab_id: str) -> list[str]:
-    names = [name for name in iproute.namespaces() if lab_id in name]
+    names = [name for name in netlink.namespaces() if lab_id in name]
     files = [path.name for path in register.DIRECTORY.glob(f"{lab_id}*")]
     return names + files
 
@@ -146,10 +145,10 @@ def test_a_rate_is_read_and_written_the_same(text: str, bits_per_s: int | None) 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "10", "10mb", "10 mbit", "-1mbit", "0mbit", "mbit", "1e3mbit", "None", "\u0661mbit"]
+    "text", ["", "10", "10mb", "10 mbit", "-1mbit", "0mbit", "mbit", "1e3mbit", "None", "\u0661mbit", "35gbit"]
 )
 def test_another_text_says_what_to_write(text: str) -> None:
-    with pytest.raises(LabError, match=r"10mbit.*none|1kbit") as caught:
+    with pytest.raises(LabError, match=r"10mbit.*none|1kbit|34gbit") as caught:
         Link.parse(text)
     assert "\n" not in str(caught.value)
 
@@ -178,10 +177,10 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
             Lab.create(LabSpec(2))
         return str(caught.value)
 
-    monkeypatch.setattr(iproute, "_capabilities", lambda: {iproute._CAP_NET_ADMIN, iproute._CAP_SYS_ADMIN})
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert complaint() == "a lab needs the command ip: install iproute2"
-    monkeypatch.setattr(iproute, "_capabilities", set)
+    monkeypatch.setattr(netlink, "_capabilities", lambda: {netlink._CAP_NET_ADMIN, netlink._CAP_SYS_ADMIN})
+    monkeypatch.setitem(sys.modules, "pyroute2", None)
+    assert complaint() == "a lab needs pyroute2: pip install 'laconic[lab]', or pyroute2 alone"
+    monkeypatch.setattr(netlink, "_capabilities", set)
     assert "run it with sudo" in complaint()
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert "use a Linux machine" in complaint()
@@ -189,12 +188,35 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_lab
 def test_hosts_reach_each_other_by_address_and_name_and_the_machine_sees_nothing(two_hosts: Lab) -> None:
-    ours = subprocess.run(["ip", "address"], capture_output=True, text=True, check=True).stdout
-    assert "10.77.0." not in ours
+    assert "10.77.0." not in Path("/proc/net/fib_trie").read_text()
     assert [host.address for host in two_hosts.hosts] == ["10.77.0.1", "10.77.0.2"]
     assert payload_bits_per_s(two_hosts.hosts[0], two_hosts.hosts[1], 1000) > 0
     lookup = "import socket; print(socket.gethostname(), socket.gethostbyname('host1'), socket.getfqdn())"
     assert line_of(python(two_hosts.hosts[0], lookup)) == "host0 10.77.0.2 host0"
+
+
+@needs_lab
+def test_a_lab_needs_no_command_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Lab.create(LabSpec(2, Link.parse("1gbit"))) as lab:
+        assert payload_bits_per_s(lab.hosts[0], lab.hosts[1], 1000) > 0
+        lab.cut(1)
+        assert [host.is_cut for host in lab.hosts] == [False, True]
+        lab.heal(1)
+        assert lab.hosts[0].counters().bytes_out > 1000
+        ended = lab.hosts[0].popen(["no-such-command"], stderr=subprocess.PIPE)
+        assert ended.communicate()[1] == "laconic: no-such-command cannot be run on host0: No such file or directory\n"
+        assert ended.returncode == 127
+    assert traces(lab.id) == []
+
+
+@needs_lab
+def test_a_command_starts_as_on_the_machine_itself(two_hosts: Lab) -> None:
+    state = ["sh", "-c", "grep -E 'SigIgn|SigBlk' /proc/self/status; ls /proc/self/fd"]
+    here = subprocess.run(state, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    there = two_hosts.hosts[0].popen(state, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate()[0]
+    assert there == here, "signals that are ignored, or files that are open"
+    assert two_hosts.hosts[0].popen(["ls", "/sys/class/net"], stdout=subprocess.PIPE).communicate()[0] == "eth0\nlo\n"
 
 
 @needs_lab
@@ -203,10 +225,10 @@ def test_a_link_of_50mbit_carries_no_more_both_ways(slow_and_fast: tuple[Host, H
     # The burst that leaves at once is 1 ms of the rate, 6 kB: 0.4 % of what is sent. Headers take 4.3 % off.
     most = 1.004 * 50e6
     assert payload_bits_per_s(slow, fast, 1_600_000) <= most
-    sent = iproute.queue_counts(slow.namespace, "eth0")["bytes"]
+    sent = netlink.queue_state(slow.namespace, "eth0").bytes
     assert sent > 1_600_000, "the way out passes the queue by"
     assert payload_bits_per_s(fast, slow, 1_600_000) <= most
-    received = iproute.queue_counts(slow.switch, slow.name)["bytes"]
+    received = netlink.queue_state(slow.switch, slow.name).bytes
     assert received > 1_600_000, "the way in passes the queue by"
 
 
@@ -224,7 +246,7 @@ def test_each_host_has_the_link_it_was_given() -> None:
     with Lab.create(LabSpec(3, Link.parse("1gbit"), {1: Link.parse("50mbit"), 2: Link.parse("none")})) as lab:
         for host, bytes_per_s in zip(lab.hosts, [125_000_000, 6_250_000, None], strict=True):
             for namespace, device in ((host.namespace, "eth0"), (host.switch, host.name)):
-                assert iproute.queue_counts(namespace, device)["options"].get("rate") == bytes_per_s
+                assert netlink.queue_state(namespace, device).bytes_per_s == bytes_per_s
 
 
 @needs_lab
@@ -281,8 +303,8 @@ def test_nothing_is_left_after_the_end_and_after_an_error() -> None:
 @needs_lab
 def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda size: "broken")
-    monkeypatch.setattr(Link, "queue", "a queue that tc does not know")
-    with pytest.raises(LabError, match=r"`tc .* failed: ") as caught:
+    monkeypatch.setattr(Link, "queue", {"kind": "unheard-of"})
+    with pytest.raises(LabError, match=r"could not add a queue of kind unheard-of .* sch_tbf") as caught:
         Lab.create(LabSpec(2))
     assert "\n" not in str(caught.value)
     assert traces("broken") == []
@@ -294,7 +316,7 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
 ) -> None:
     foreign = [f"foreign-{secrets.token_hex(3)}", f"laconic-{secrets.token_hex(3)}-0"]  # the second is in no register
     for name in foreign:
-        iproute.ip("netns", "add", name)
+        netlink.create(name)
     try:
         with subprocess.Popen(
             [sys.executable, "-c", LAB_TO_KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -318,10 +340,10 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
             assert wait_until(lambda: not is_running(int(sleeper)))
             assert len(traces(two_hosts.id)) == 5
             assert payload_bits_per_s(two_hosts.hosts[1], two_hosts.hosts[0], 1000) > 0
-            assert set(foreign) <= iproute.namespaces()
+            assert set(foreign) <= netlink.namespaces()
     finally:
         for name in foreign:
-            iproute.ip("netns", "delete", name)
+            netlink.delete(name)
 
 
 def test_a_process_is_known_by_its_start_as_well_as_its_number() -> None:
@@ -390,7 +412,7 @@ def test_a_command_that_will_not_end_is_ended(two_hosts: Lab, tmp_path: Path, mo
     with noted_signals() as signals:
         threading.Thread(target=interrupt).start()
         assert run(two_hosts, ["sh", "-c", stubborn], signals, grace_s=1) == 130
-    assert iproute.pids(two_hosts.hosts[0].namespace) == []
+    assert netlink.pids(two_hosts.hosts[0].namespace) == []
     assert [path.read_text() for path in tmp_path.iterdir()] == ["int\nterm\n"] * 2
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from laconic.errors import LabError
 from laconic.measure import cli
-from laconic.measure.lab import iproute, labs
+from laconic.measure.lab import labs, netlink
 from test_cli import laconic
 
 try:
-    iproute.require()
+    netlink.require()
     MISSING = ""
 except LabError as error:
     MISSING = str(error)

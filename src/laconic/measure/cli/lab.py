@@ -69,7 +69,9 @@ def run_up(asked: argparse.Namespace) -> int:
             lab.close()
             return 128 + signals[0]
     print(_describe([lab]))
-    print(f"enter a host with `ip netns exec {lab.hosts[0].namespace} bash`, run on all with", file=sys.stderr)
+    print(
+        f"enter a host with `nsenter --net=/run/netns/{lab.hosts[0].namespace} bash`, run on all with", file=sys.stderr
+    )
     print("`laconic lab run -- COMMAND`, remove the lab with `laconic lab down`", file=sys.stderr)
     return 0
 

@@ -6,10 +6,11 @@ import secrets
 from types import TracebackType
 
 from laconic.errors import LabError
-from laconic.measure.lab import iproute, register
+from laconic.measure.lab import netlink, register
 from laconic.measure.lab.host import INTERFACE, Host
 from laconic.measure.lab.spec import LabSpec, Link
 
+_BRIDGE = "bridge"
 _MASTER_PORT = "29500"  # torchrun's own default; always free on a host that is new
 
 
@@ -29,7 +30,7 @@ class Lab:
     @classmethod
     def create(cls, spec: LabSpec, *, standing: bool = False) -> Lab:
         """Make the hosts, after removing labs whose process is gone; a standing lab outlives this process."""
-        iproute.require()
+        netlink.require()
         remove_abandoned()
         owner = None if standing else register.Process.current()
         lab = cls(register.Entry(secrets.token_hex(3), tuple(str(link) for link in spec.links), owner))
@@ -63,22 +64,22 @@ class Lab:
 
     def pids(self) -> list[int]:
         """The processes on its hosts."""
-        return [pid for host in self.hosts for pid in iproute.pids(host.namespace)]
+        return [pid for host in self.hosts for pid in netlink.pids(host.namespace)]
 
     def cut(self, index: int) -> None:
         """Pull the host's cable: its packets are lost both ways until `heal`."""
-        iproute.ip("-n", self.switch, "link", "set", self.host(index).name, "down")
+        netlink.switch(self.switch, self.host(index).name, "down")
 
     def heal(self, index: int) -> None:
         """Put the host's cable back."""
-        iproute.ip("-n", self.switch, "link", "set", self.host(index).name, "up")
+        netlink.switch(self.switch, self.host(index).name, "up")
 
     def close(self) -> None:
         """End all processes on the hosts and remove what `create` made; a second call does nothing."""
         for host in self.hosts:
             host.kill()
         for namespace in (*(host.namespace for host in self.hosts), self.switch):
-            iproute.delete(namespace)
+            netlink.delete(namespace)
         self._names.unlink(missing_ok=True)
         self._entry.remove()
 
@@ -108,40 +109,23 @@ class Lab:
         names = [f"{form}{host.address} {host.name}" for host in self.hosts for form in ("", "::ffff:")]
         self._names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""]))
         for namespace in (self.switch, *(host.namespace for host in self.hosts)):
-            iproute.ip("netns", "add", namespace)
-        iproute.ip_batch(
-            self.switch,
-            ["link add bridge type bridge mcast_snooping 0", *_switch_on("bridge")],
-        )
+            netlink.create(namespace)
+        netlink.add_bridge(self.switch, _BRIDGE)
         for host in self.hosts:
             self._plug_in(host)
 
     def _plug_in(self, host: Host) -> None:
-        iproute.ip_batch(
-            self.switch,
-            [
-                f"link add {host.name} type veth peer name {INTERFACE} netns {host.namespace}",
-                f"link set {host.name} master bridge",
-                *_switch_on(host.name),
-            ],
-        )
-        iproute.ip_batch(
-            host.namespace,
-            ["link set lo up", f"address add {host.address}/24 dev {INTERFACE}", *_switch_on(INTERFACE)],
-        )
+        netlink.add_cable(self.switch, _BRIDGE, host.name, host.namespace, INTERFACE)
+        netlink.add_address(host.namespace, INTERFACE, host.address)
+        netlink.switch(host.namespace, "lo", "up")
         # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
-        iproute.tc_batch(host.namespace, [f"qdisc add dev {INTERFACE} root {host.link.queue}"])
-        iproute.tc_batch(self.switch, [f"qdisc add dev {host.name} root {host.link.queue}"])
-
-
-def _switch_on(device: str) -> list[str]:
-    """No IPv6 address, and so none of its neighbour talk: an idle link counts 0 bytes."""
-    return [f"link set {device} addrgenmode none", f"link set {device} up"]
+        netlink.add_queue(host.namespace, INTERFACE, host.link.queue)
+        netlink.add_queue(self.switch, host.name, host.link.queue)
 
 
 def labs() -> list[Lab]:
     """Every lab on this machine, abandoned ones too."""
-    iproute.require()
+    netlink.require()
     return [Lab(entry) for entry in register.entries()]
 
 

@@ -10,6 +10,7 @@ from decimal import Decimal
 from laconic.errors import LabError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
+_MAX_BITS_PER_S = 8 * (2**32 - 1)  # the field of a token bucket's rate has 32 bits
 _MAX_HOSTS = 250  # one address each in 10.77.0.0/24
 
 # A burst leaves at once after a pause, so it is time that the link gives away: 1 ms of the rate, and two packets at
@@ -32,6 +33,8 @@ class Link:
     def __post_init__(self) -> None:
         if self.bits_per_s is not None and self.bits_per_s < 1000:
             raise LabError(f"a link of {self.bits_per_s} bits per second is too slow; give 1kbit or more")
+        if self.bits_per_s is not None and self.bits_per_s > _MAX_BITS_PER_S:
+            raise LabError(f"a link of {self.bits_per_s} bits per second cannot be made; give up to 34gbit, or none")
 
     @classmethod
     def parse(cls, text: str) -> Link:
@@ -50,13 +53,17 @@ class Link:
         return f"{self.bits_per_s / scale:.12g}{unit}"
 
     @property
-    def queue(self) -> str:
-        """The tc words for the queue at either end of the link."""
+    def queue(self) -> dict[str, str | int]:
+        """The queue at either end of the link, in tc's words; its rate is in bytes per second."""
         if self.bits_per_s is None:
-            return "pfifo limit 10000"  # not shaped, but counted like the others; as fast as no queue (15 Gbit/s)
-        burst_bytes = max(_BURST_MIN_BYTES, round(self.bits_per_s / 8 * _BURST_S))
-        limit_bytes = max(_QUEUE_MIN_BYTES, round(self.bits_per_s / 8 * _QUEUE_S))
-        return f"tbf rate {self.bits_per_s}bit burst {burst_bytes} limit {limit_bytes}"
+            # Not shaped, but counted like the others; as fast as no queue (15 Gbit/s).
+            return {"kind": "pfifo", "limit": 10000}
+        return {
+            "kind": "tbf",
+            "rate": self.bits_per_s // 8,
+            "burst": max(_BURST_MIN_BYTES, round(self.bits_per_s / 8 * _BURST_S)),
+            "limit": max(_QUEUE_MIN_BYTES, round(self.bits_per_s / 8 * _QUEUE_S)),
+        }
 
 
 @dataclass(frozen=True)
