@@ -113,6 +113,7 @@ def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:
     assert set(result["split_ms"]) == {"compute", "select", "encode", "exchange", "decode"}
     assert sum(result["split_ms"].values()) == pytest.approx(result["step_ms"])
     facts = _records(tmp_path / "a b")
+    assert facts[0]["kind"] == "job" and facts[0]["mps"] is False
     assert [fact["step"] for fact in facts if fact["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert [fact["step"] for fact in facts if fact["kind"] == "eval"] == [0, 3, 6]
     assert sum(fact["bytes_out"] for fact in facts if fact["kind"] == "step") == result["bytes_out"]

@@ -15,6 +15,7 @@ from laconic.measure.cli.lab import add_spec, spec_of
 from laconic.measure.lab import Lab, LabSpec, noted_signals
 from laconic.measure.lab import run as run_in_lab
 from laconic.measure.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic.measure.train.mps import shared_gpu
 from laconic.measure.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
@@ -53,10 +54,10 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
     `tell` is for results of jobs that run in this process; workers tell their own.
     """
     if spec is None:
-        yield lambda job: work_in_process(job, tell, say) if job.in_process else launch(job)
+        yield lambda job: work_in_process(job, tell, say) if job.in_process else _sharing_gpus(launch, job, spec)
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
-        yield lambda job: _launch_on_hosts(lab, job, signals)
+        yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
 
 
 def say(text: str) -> None:
@@ -64,7 +65,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _launch_on_hosts(lab: Lab, job: Job, signals: list[int]) -> int:
+def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
+    with shared_gpu(job, num_workers(job, spec), say):
+        return start(job)
+
+
+def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(lab.hosts)))}
     command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]

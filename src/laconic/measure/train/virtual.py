@@ -46,7 +46,7 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
         raise SchemeError(f"{scheme} lives inside PyTorch's DDP; leave --in-process out, or give another scheme")
     data = TASKS[job.task].load(job.data)
     with Recorder(job.out) as records:
-        records.write("job", **job.facts(), workers_seen=job.workers, first_step=0)
+        records.write("job", **job.facts(), workers_seen=job.workers, mps=False, first_step=0)
 
         def train(loop: TrainingLoop, session: Session) -> Result:
             leads = loop.group.place == 0

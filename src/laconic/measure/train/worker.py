@@ -26,6 +26,7 @@ from laconic.measure.train.gossip import GossipLearner
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.measured import interface_bytes, link_bytes_since
+from laconic.measure.train.mps import uses_mps
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
@@ -60,7 +61,8 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
             else:
                 forget_checkpoint(job.out)
         with _LeadersLog(job, loop) as log:
-            log.write("job", **job.facts(), workers_seen=learner.course.num_workers, first_step=loop.steps_done)
+            seen = {"workers_seen": learner.course.num_workers, "mps": uses_mps(job)}
+            log.write("job", **job.facts(), **seen, first_step=loop.steps_done)
             loop.run_(log)
             result = summarize(loop)
             log.write("result", **result.as_dict())
