@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from laconic.measure.tasks import TASKS, Data, cifar10
+from laconic.measure.tasks import TASKS, Data, Training, cifar10
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
+from laconic.measure.train.optimizer import Updater
 from laconic.measure.train.worker import make_learner
 from workers import WorkerPool
 
 
 def test_examples_depend_on_the_step_alone() -> None:
-    job, data = Job(scheme="dense", batch=500), TASKS["fashion-mnist"].load(None)
+    job, data = Job(scheme="dense", batch=500), TASKS["fashion-mnist"].load(None, None)
     course = Course(job, data, 1, 4)
     walk = len(data.train_targets) // 4 // 500  # steps in which each example of its share comes once
     in_order = [course.examples(step) for step in range(2 * walk)]
@@ -59,3 +65,57 @@ def _running_mean_after_a_step(scheme: str) -> float:
 @pytest.mark.parametrize(("scheme", "second"), [("dense", 0.0), ("silent", 900.0)])
 def test_silent_keeps_norms_to_itself_too(two_workers: WorkerPool, scheme: str, second: float) -> None:
     assert two_workers.run(_running_mean_after_a_step, scheme) == pytest.approx([0.0, second], abs=1)
+
+
+@pytest.mark.parametrize(
+    "asked,expected",
+    [
+        ({"task": "fashion-mnist"}, Training(lr=0.2, batch=32)),
+        ({"task": "chars"}, Training(lr=0.5, batch=16, context=64)),
+        ({"task": "chars", "lr": 0.1, "clip_norm": 2.0}, Training(lr=0.1, batch=16, context=64, clip_norm=2.0)),
+        (
+            {"task": "chars", "optimizer": "adamw", "lr": 1e-3, "betas": "0.8,0.9", "context": 32},
+            Training(lr=1e-3, batch=16, context=32, optimizer="adamw", betas=(0.8, 0.9)),
+        ),
+        # Momentum that the scheme's memory carries is no longer the optimizer's; a vote is a step by itself.
+        ({"task": "chars", "scheme": "dgc:momentum=0.9"}, Training(lr=0.1, batch=16, context=64, momentum=0.0)),
+        (
+            {"task": "chars", "scheme": "dgc", "optimizer": "adamw", "lr": 1e-3},
+            Training(lr=1e-3, batch=16, context=64, optimizer="adamw", betas=(0.0, 0.95)),
+        ),
+        ({"task": "chars", "scheme": "sign"}, Training(lr=1e-3, batch=16, context=64, momentum=0.0)),
+    ],
+)
+def test_settings_are_the_models_unless_asked(asked: dict[str, Any], expected: Training) -> None:
+    found = Job(**asked).training
+    assert found.lr == pytest.approx(expected.lr)
+    assert replace(found, lr=expected.lr) == expected
+
+
+def test_a_gradient_is_clipped_to_its_norm_and_matrices_alone_decay() -> None:
+    model = nn.Linear(3, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    Updater(model, Training(lr=1.0, batch=1, momentum=0.0, weight_decay=0.0, clip_norm=0.5)).apply_()
+    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4) and float(moved.std()) == pytest.approx(0, abs=1e-6)
+    decays = {
+        p: group["weight_decay"]
+        for group in Updater(
+            model, Training(lr=1.0, batch=1, optimizer="adamw", weight_decay=0.1)
+        ).optimizer.param_groups
+        for p in group["params"]
+    }
+    assert decays == {model.weight: 0.1, model.bias: 0.0}
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
+    data = TASKS["fashion-mnist"].load(None, None)
+    rates = {
+        warmup: [Course(Job(steps=100, warmup=warmup), data, 0, 4).rate(step) for step in range(100)]
+        for warmup in (None, 0, 10)
+    }
+    assert rates[0][0] == 1 and rates[10][:11] == pytest.approx([0.1 * i for i in range(1, 11)] + [1.0])
+    assert rates[None][:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])  # a twentieth of the steps
+    assert rates[10][55] == pytest.approx(0.5) and rates[10][99] == pytest.approx(math.sin(math.pi / 180) ** 2)

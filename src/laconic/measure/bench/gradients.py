@@ -42,13 +42,14 @@ def layers(n: int, generator: torch.Generator) -> Tensor:
 def captured(n: int, generator: torch.Generator) -> Tensor:
     """Gradients of the fashion-mnist CNN while it trains, those of one step after the other until there are n."""
     task = TASKS["fashion-mnist"]
-    data = task.load(None)
+    data = task.load(None, None)
     torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    model = task.model(None, data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=task.momentum)
+    kind = task.model(None)
+    model = kind.make(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=kind.training.lr, momentum=kind.training.momentum)
     steps: list[Tensor] = []
     while sum(one.numel() for one in steps) < n:
-        batch = torch.randint(len(data.train_targets), (task.batch,), generator=generator)
+        batch = torch.randint(len(data.train_targets), (kind.training.batch,), generator=generator)
         optimizer.zero_grad()
         cross_entropy(model(data.prepare(data.train_inputs[batch])), data.train_targets[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

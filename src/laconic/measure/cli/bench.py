@@ -17,11 +17,13 @@ from laconic.measure.cli.table import table
 from laconic.measure.inspect.unions import as_dicts, unions
 from laconic.measure.records import Recorder
 from laconic.measure.report import write_report
-from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job
 from laconic.select import SCORES
 
-_OF_A_UNION = ("task", "model", "data", "batch", "lr", "momentum", "seed", "labels_per_worker")
+_OF_A_UNION = (
+    *("task", "model", "data", "batch", "context", "seed", "labels_per_worker"),
+    *("optimizer", "lr", "warmup", "momentum", "betas", "weight_decay", "clip_norm"),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,7 +72,7 @@ def run_union(asked: argparse.Namespace) -> int:
         raise TaskError(f"--workers is {asked.workers!r}; give numbers with commas, as in 2,4,8") from None
     job = job_of(asked, workers=max(num_workers), steps=asked.steps, out=None, json=False)
     what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": asked.rho}
-    what["batch"] = job.batch or TASKS[job.task].batch
+    what["batch"] = job.training.batch
     with Recorder(asked.out) as records:
         records.write("unions", **what)
         found = as_dicts(

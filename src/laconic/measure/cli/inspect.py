@@ -16,7 +16,6 @@ from laconic.measure.cli.table import number, table
 from laconic.measure.inspect import Look, inspect
 from laconic.measure.records import Recorder
 from laconic.measure.report import write_report
-from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job
 
 _STEPS = 50
@@ -77,8 +76,7 @@ def _steps(text: str) -> list[int]:
 def _setting(job: Job, at: Sequence[int], rho: float) -> dict[str, Any]:
     """What was run, as a fact for the records."""
     names = ("task", "model", "scheme", "workers", "steps", "seed")
-    batch = job.batch or TASKS[job.task].batch
-    return {**{name: getattr(job, name) for name in names}, "batch": batch, "at": list(at), "rho": rho}
+    return {**{name: getattr(job, name) for name in names}, "batch": job.training.batch, "at": list(at), "rho": rho}
 
 
 def _text(looks: Sequence[Look], rho: float) -> str:

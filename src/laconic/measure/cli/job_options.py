@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from laconic.measure.lab import LabSpec
-from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job
 
 
@@ -39,7 +38,7 @@ def setting(job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: 
     return {
         **job.facts(),
         "steps": steps,
-        "batch": job.batch or TASKS[job.task].batch,
+        "batch": job.training.batch,
         "workers": spec.hosts - job.servers if spec else job.workers,
         "hosts": spec.hosts if spec else None,
         "link": str(spec.link) if spec else None,

@@ -11,7 +11,6 @@ from laconic.measure.cli.job_options import add_job_options, job_of
 from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
 from laconic.measure.figures import sentences
 from laconic.measure.records import make_writable, to_json
-from laconic.measure.tasks import TASKS
 from laconic.measure.train import Job, is_worker, work
 from laconic.measure.train.checkpoint import load_checkpoint
 from laconic.measure.train.result import Result, beside_dense
@@ -54,7 +53,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def check_before_launch(job: Job, num_workers: int) -> None:
     """Find what is missing before any worker starts, so that it is said once."""
-    data = TASKS[job.task].load(job.data)
+    data = job.load_data()
     if job.out is None:
         return
     if job.resume:

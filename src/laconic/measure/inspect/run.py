@@ -13,7 +13,6 @@ from laconic.errors import SchemeError, TaskError
 from laconic.layout import Bucket, Layout
 from laconic.measure.inspect.fit import Fit, fit
 from laconic.measure.inspect.tail import tail
-from laconic.measure.tasks import TASKS
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.virtual import run_virtual
@@ -46,7 +45,7 @@ def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] 
     A step is that of `laconic train`, but for the whole model being one bucket. The run ends with the last look.
     """
     scheme = _checked(job, rho)
-    data = TASKS[job.task].load(job.data)
+    data = job.load_data()
     num_steps = job.num_steps(len(data.train_targets), job.workers)
     strange = [step for step in at if not 1 <= step <= num_steps]
     if strange or not at:

@@ -3,8 +3,8 @@
 from laconic.measure.tasks.chars import CHARS
 from laconic.measure.tasks.cifar10 import CIFAR10
 from laconic.measure.tasks.fashion_mnist import FASHION_MNIST
-from laconic.measure.tasks.task import Data, Task
+from laconic.measure.tasks.task import Data, Model, Task, Training
 
 TASKS: dict[str, Task] = {task.name: task for task in (FASHION_MNIST, CIFAR10, CHARS)}
 
-__all__ = ["TASKS", "Data", "Task"]
+__all__ = ["TASKS", "Data", "Model", "Task", "Training"]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from laconic.errors import TaskError
 from laconic.measure.tasks.models import ResNet
-from laconic.measure.tasks.task import Data, Task
+from laconic.measure.tasks.task import Data, Model, Task, Training
 
 _ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 _MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as the data set's own page gives it
@@ -31,7 +31,7 @@ _TIMEOUT_S = 30
 _PADDING = 4
 
 
-def _load(folder: Path | None) -> Data:
+def _load(folder: Path | None, context: int | None) -> Data:
     home = _find(folder) if folder is not None else _download()
     train = np.concatenate([_read(home / name) for name in _TRAIN])
     test = _read(home / "test_batch.bin")
@@ -111,6 +111,9 @@ def _augment(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(mirror.view(-1, 1, 1, 1).to(images.device), shifted.flip(3), shifted)
 
 
+_TRAINING = Training(lr=0.3, batch=32)
 CIFAR10 = Task(
-    "cifar10", {"resnet20": lambda _: ResNet(20), "resnet8": lambda _: ResNet(8)}, _load, lr=0.3, momentum=0.5, batch=32
+    "cifar10",
+    {"resnet20": Model(lambda _: ResNet(20), _TRAINING), "resnet8": Model(lambda _: ResNet(8), _TRAINING)},
+    _load,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.errors import TaskError
 from laconic.measure.tasks.models import CNN
-from laconic.measure.tasks.task import Data, Task
+from laconic.measure.tasks.task import Data, Model, Task, Training
 
 SLICE = Path(__file__).parent / "data" / "fashion_mnist_slice.xz"
 _NUM_TRAIN = 10_000
@@ -21,7 +21,7 @@ _NUM_TEST = 2_000
 _NUM_PIXELS = 28 * 28
 
 
-def _load(folder: Path | None) -> Data:
+def _load(folder: Path | None, context: int | None) -> Data:
     train_x, train_y, test_x, test_y = _read_slice() if folder is None else _read_folder(folder)
     return Data(
         _images(train_x), torch.from_numpy(train_y).long(), _images(test_x), torch.from_numpy(test_y).long(), _prepare
@@ -71,4 +71,4 @@ def read_idx(folder: Path, name: str) -> np.ndarray:
     return body.reshape(shape)
 
 
-FASHION_MNIST = Task("fashion-mnist", {"cnn": lambda _: CNN()}, _load, lr=0.2, momentum=0.5, batch=32)
+FASHION_MNIST = Task("fashion-mnist", {"cnn": Model(lambda _: CNN(), Training(lr=0.2, batch=32))}, _load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,29 @@ class Data:
     test_targets: Tensor
     prepare: Callable[[Tensor], Tensor]
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    vocabulary: int = 0  # how many tokens there are, where examples are made of those
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained; each field has the name of the option that says otherwise."""
+
+    lr: float  # at its peak
+    batch: int  # examples per worker and step
+    optimizer: str = "sgd"
+    momentum: float = 0.5  # SGD's
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    weight_decay: float = 1e-4
+    clip_norm: float = math.inf
+    context: int | None = None  # tokens of an example, where it is made of those
+
+
+@dataclass(frozen=True)
+class Model:
+    """One kind of model, and how it is trained unless a job says otherwise."""
+
+    make: Callable[[Data], nn.Module]
+    training: Training
 
 
 @dataclass(frozen=True)
@@ -29,18 +53,14 @@ class Task:
     """One kind of training job; the first model is its default."""
 
     name: str
-    models: Mapping[str, Callable[[Data], nn.Module]]
-    load: Callable[[Path | None], Data]
-    lr: float
-    momentum: float
-    batch: int  # per worker
+    models: Mapping[str, Model]
+    load: Callable[[Path | None, int | None], Data]  # from --data, in examples of --context tokens
 
-    def model(self, name: str | None, data: Data) -> nn.Module:
+    def model(self, name: str | None) -> Model:
         """A model by name, or the default."""
         if name is not None and name not in self.models:
             raise TaskError(f"task {self.name} has no model {name!r}; give one of {', '.join(self.models)}")
-        make = self.models[name] if name is not None else next(iter(self.models.values()))
-        return make(data)
+        return self.models[name] if name is not None else next(iter(self.models.values()))
 
 
 def shard(targets: Tensor, rank: int, num_workers: int, labels_per_worker: int | None, seed: int) -> Tensor:

@@ -13,13 +13,10 @@ from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS, Data
 from laconic.measure.tasks.task import shard
 from laconic.measure.train.job import Job
-from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
+from laconic.measure.train.optimizer import Updater
 
-_WEIGHT_DECAY = 1e-4
 _WARM_UP_SHARE = 0.05
 _EVAL_BATCH = 100
-_VOTE_LR = 1e-3  # of sparse-sign's authors
 _CPU = torch.device("cpu")
 
 
@@ -32,10 +29,7 @@ class Course:
         self.data = data
         self.num_workers = num_workers
         self.flips = rank >= num_workers - job.flipped  # whether this worker sends gradients with the wrong sign
-        self._task = TASKS[job.task]
-        self.batch = job.batch or self._task.batch
-        momentum = self._task.momentum if job.momentum is None else job.momentum
-        self._lr, self._momentum = _carried(parse(job.scheme), job.lr, self._task.lr, momentum)
+        self.batch = job.training.batch
         self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
         if self.batch > len(self._mine):
             raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
@@ -44,19 +38,23 @@ class Course:
 
     def model(self, device: torch.device) -> nn.Module:
         """The task's model, drawn from torch's own generator."""
-        model = self._task.model(self._job.model, self.data).to(device)
+        model = TASKS[self._job.task].model(self._job.model).make(self.data).to(device)
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Plain SGD over the model's parameters; `set_rate_` before each step gives it the step's rate."""
-        return torch.optim.SGD(model.parameters(), lr=self._lr, momentum=self._momentum, weight_decay=_WEIGHT_DECAY)
+    def updater(self, model: nn.Module) -> Updater:
+        """The job's optimizer over the model's parameters."""
+        return Updater(model, self._job.training)
 
-    def set_rate_(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Give the optimizer the learning rate of a step."""
-        for group in optimizer.param_groups:
-            group["lr"] = self._lr * _schedule(step, self.num_steps)
+    def rate(self, step: int) -> float:
+        """The learning rate of a step over its peak: a linear warm-up, then a cosine down to zero."""
+        warm_up = self._job.warmup
+        if warm_up is None:
+            warm_up = max(1, round(_WARM_UP_SHARE * self.num_steps))
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self.num_steps - warm_up)))
 
     def examples(self, step: int, device: torch.device = _CPU) -> tuple[Tensor, Tensor]:
         """This worker's inputs and targets at a step: a walk over its share, shuffled anew each time round.
@@ -105,26 +103,3 @@ def score(model: nn.Module, data: Data, device: torch.device, place: int = 0, nu
 def _generator(*numbers: int) -> torch.Generator:
     """A generator of its own for each tuple of numbers."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-def _schedule(step: int, num_steps: int) -> float:
-    """Linear warm-up over the first twentieth, then a cosine down to zero."""
-    warm_up = max(1, round(_WARM_UP_SHARE * num_steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
-
-
-def _carried(scheme: AnyScheme, asked_lr: float | None, lr: float, momentum: float) -> tuple[float, float]:
-    """(lr, momentum) of the optimizer.
-
-    Where the scheme's memory carries momentum, lr/(1-m) stays as it was. A vote is a step of the rate's own size in
-    every entry: it takes no momentum, and then SGD's weight decay is decoupled, w -= lr*(vote + decay*w).
-    """
-    if not isinstance(scheme, Scheme):
-        return asked_lr or lr, momentum
-    if scheme.exchange.votes:
-        return asked_lr or _VOTE_LR, 0.0
-    if scheme.memory.momentum:
-        return (asked_lr or lr) * (1 - scheme.memory.momentum) / (1 - momentum), 0.0
-    return asked_lr or lr, momentum

@@ -32,7 +32,7 @@ class DdpLearner:
         self.course = course
         self._device = device
         self.model = course.model(device)
-        self.optimizer = course.optimizer(self.model)
+        self.updater = course.updater(self.model)
         # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
         one_bucket = scheme.has_owners or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         self._ddp = DistributedDataParallel(
@@ -54,14 +54,14 @@ class DdpLearner:
 
     def learn_(self, step: int) -> float:
         """One step; what went wrong in the session's thread is raised as it was, not as DDP wraps it."""
-        self.optimizer.zero_grad()
+        self.updater.optimizer.zero_grad()
         try:
             loss = self.course.backward_(self._ddp, step, self._device)
         except RuntimeError:
             if isinstance(self.session.error, LaconicError):
                 raise self.session.error from None
             raise
-        self.optimizer.step()
+        self.updater.apply_()
         return float(loss)  # on CUDA this waits for the step to end
 
     def finish_(self) -> Spent:

@@ -55,8 +55,8 @@ class GossipLearner:
         self.course = course
         self._device = device
         self.model = course.model(device)
-        self.optimizer = course.optimizer(self.model)
-        self.session = follow(self.model, self.optimizer, job.scheme, group=group)
+        self.updater = course.updater(self.model)
+        self.session = follow(self.model, self.updater.optimizer, job.scheme, group=group)
         self.group = FollowingWorkers(self.session)
         self._before_average: dict[str, float] = {}
 
@@ -64,9 +64,9 @@ class GossipLearner:
         return self.session.stats()
 
     def learn_(self, step: int) -> float:
-        self.optimizer.zero_grad()
+        self.updater.optimizer.zero_grad()
         loss = self.course.backward_(self.model, step, self._device)
-        self.optimizer.step()
+        self.updater.apply_()
         self.session.step()
         return float(loss)  # on CUDA this waits for the step to end
 

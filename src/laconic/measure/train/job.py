@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.measure.tasks import TASKS
+from laconic.measure.tasks import TASKS, Data, Training
+from laconic.measure.train.optimizer import OPTIMIZERS
+from laconic.measure.train.training import settled
 from laconic.recipes import parse
 from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
+_ABOVE_ZERO = (
+    *("workers", "steps", "epochs", "batch", "context", "lr"),
+    *("labels_per_worker", "eval_every", "server_timeout"),
+)
+
+
+def _models() -> str:
+    """Those of tasks that have several."""
+    return "; ".join(f"{task.name}: {', '.join(task.models)}" for task in TASKS.values() if len(task.models) > 1)
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -25,7 +36,7 @@ class Job:
     """One training run."""
 
     task: str = _option("fashion-mnist", f"what to train: {', '.join(TASKS)}")
-    model: str | None = _option(None, "one of the task's models (cifar10: resnet20, resnet8)")
+    model: str | None = _option(None, f"one of the task's models ({_models()})")
     data: Path | None = _option(None, "folder or file of the data; fashion-mnist has a slice built in")
     scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`")
     workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
@@ -34,8 +45,16 @@ class Job:
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
     batch: int | None = _option(None, "examples per worker and step")
+    context: int | None = _option(None, "tokens per example, of a task whose examples are made of those")
+    optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
     lr: float | None = _option(None, "peak learning rate; it warms up, then falls as a cosine")
-    momentum: float | None = _option(None, "the optimizer's; a scheme that carries momentum takes its place")
+    warmup: int | None = _option(None, "steps to the peak learning rate (default: a twentieth of them)")
+    momentum: float | None = _option(None, "of sgd; a scheme that carries momentum takes its place")
+    betas: str | None = _option(
+        None, "of adamw, as in 0.9,0.95; a scheme that carries momentum takes the first's place"
+    )
+    weight_decay: float | None = _option(None, "of the optimizer; adamw's is for matrices alone")
+    clip_norm: float | None = _option(None, "norm above which an averaged gradient is scaled down to it; inf for none")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
     flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
@@ -52,21 +71,18 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
-        for name in ("workers", "steps", "epochs", "batch", "lr", "labels_per_worker", "eval_every", "server_timeout"):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
         self._check_workers()
         if not 0 <= self.seed < 2**63:
             raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
         if self.task not in TASKS:
             raise TaskError(f"no task is called {self.task!r}; give one of {', '.join(TASKS)}")
-        if self.model is not None and self.model not in TASKS[self.task].models:
-            raise TaskError(f"task {self.task} has no model {self.model!r}; give {', '.join(TASKS[self.task].models)}")
         if self.steps is not None and self.epochs is not None:
             raise TaskError("--steps and --epochs say the same thing twice; give one")
+        self._check_optimizer()
         if self.backend not in ("gloo", "nccl"):
             raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
         if self.device not in ("cpu", "cuda"):
@@ -75,6 +91,19 @@ class Job:
             raise TaskError("--backend nccl needs --device cuda")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
+
+    def _check_optimizer(self) -> None:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise TaskError(f"--weight-decay is {self.weight_decay}; give a finite number of 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise TaskError(f"--clip-norm is {self.clip_norm}; give a number above 0, or inf for none")
+        if self.warmup is not None and self.warmup < 0:
+            raise TaskError(f"--warmup is {self.warmup}; give 0 or more steps")
+        if self.warmup is not None and self.epochs is None and self.warmup > (self.steps or DEFAULT_STEPS):
+            raise TaskError(f"--warmup is {self.warmup}; give no more than --steps, {self.steps or DEFAULT_STEPS}")
+        assert self.training  # an error where settings do not fit together
 
     def _check_workers(self) -> None:
         if self.servers < 0:
@@ -101,12 +130,24 @@ class Job:
         """Whether each worker trains a model of its own."""
         return parse(self.scheme).of_what == "models"
 
+    @cached_property
+    def training(self) -> Training:
+        """How the model is trained: its own settings, unless they are given here or the scheme asks for others."""
+        given = {option.name: getattr(self, option.name) for option in fields(Training)}
+        if self.betas is not None:
+            given["betas"] = _betas(self.betas)
+        asked = {name: value for name, value in given.items() if value is not None}
+        return settled(TASKS[self.task].model(self.model).training, asked, parse(self.scheme))
+
+    def load_data(self) -> Data:
+        """The task's examples."""
+        return TASKS[self.task].load(self.data, self.training.context)
+
     def num_steps(self, num_examples: int, num_workers: int) -> int:
         """The steps to train in all."""
         if self.epochs is None:
             return self.steps or DEFAULT_STEPS
-        batch = self.batch or TASKS[self.task].batch
-        return max(1, round(self.epochs * num_examples / (batch * num_workers)))
+        return max(1, round(self.epochs * num_examples / (self.training.batch * num_workers)))
 
     def facts(self) -> dict[str, Any]:
         """The job as plain values, for the records."""
@@ -123,6 +164,16 @@ class Job:
             elif value is not None and value is not False:
                 words += [name, str(value)]
         return words
+
+
+def _betas(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(word) for word in text.split(","))
+    except ValueError:
+        first = second = math.nan
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise TaskError(f"--betas is {text!r}; give two numbers in [0, 1) with a comma, as in --betas 0.9,0.95")
+    return first, second
 
 
 def _plain(value: Any) -> Any:

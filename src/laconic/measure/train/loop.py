@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import nn
 
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.measured import Spent, measured, step_fact
+from laconic.measure.train.optimizer import Updater
 from laconic.measure.train.worker_group import WorkerGroup
 from laconic.session import Stats
 
@@ -35,7 +35,7 @@ class Learner(Protocol):
     def model(self) -> nn.Module: ...
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def updater(self) -> Updater: ...
 
     @property
     def session(self) -> StatefulSession: ...
@@ -105,7 +105,7 @@ class TrainingLoop:
         """Train on one batch; returns what was measured."""
         before = self.learner.stats()
         with measured() as spent:
-            self.course.set_rate_(self.learner.optimizer, self.steps_done)
+            self.learner.updater.set_rate_(self.course.rate(self.steps_done))
             loss = self.learner.learn_(self.steps_done)
         self.seconds += spent.seconds
         self.steps_done += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from laconic.measure.train.loop import TrainingLoop
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 
-_MUST_BE_THE_SAME = ("task", "model")
+_MUST_BE_THE_SAME = ("task", "model", "context", "optimizer")
 
 
 def save(loop: TrainingLoop) -> None:
@@ -27,7 +28,7 @@ def save(loop: TrainingLoop) -> None:
     learner = loop.learner
     state: dict[str, Any] = {"session": learner.session.state_dict(), "bytes": loop.bytes_so_far()}
     if loop.group.place == 0 or learner.owns_model:
-        state |= {"model": learner.model.state_dict(), "optimizer": learner.optimizer.state_dict()}
+        state |= {"model": learner.model.state_dict(), **learner.updater.state_dict()}
         state |= {"seconds": loop.seconds, "settings": settings(job)}
     save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group)
 
@@ -46,7 +47,7 @@ def resume_(loop: TrainingLoop) -> None:
     if learner.owns_model:
         lead = next((state for state in states if state["session"].get("rank") == rank), lead)
     learner.model.load_state_dict(lead["model"])
-    learner.optimizer.load_state_dict(lead["optimizer"])
+    learner.updater.load_state_dict(lead)
     learner.session.load_state_dict([state["session"] for state in states])
     loop.seconds = lead["seconds"]
     loop.steps_done = step
@@ -57,14 +58,14 @@ def resume_(loop: TrainingLoop) -> None:
 
 def settings(job: Job) -> dict[str, Any]:
     """What decides how a run goes, defaults filled in, by the name of its option."""
-    task = TASKS[job.task]
+    training = asdict(job.training)
     return {
         "task": job.task,
-        "model": job.model or next(iter(task.models)),
+        "model": job.model or next(iter(TASKS[job.task].models)),
         "scheme": job.scheme,
-        "batch": job.batch or task.batch,
-        "lr": job.lr or task.lr,
-        "momentum": task.momentum if job.momentum is None else job.momentum,
+        **{name.replace("_", "-"): training[name] for name in training},
+        "betas": ",".join(str(beta) for beta in job.training.betas),
+        "warmup": job.warmup,
         "seed": job.seed,
         "labels-per-worker": job.labels_per_worker,
     }

@@ -16,7 +16,7 @@ from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
 from laconic.measure.figures import sentences
 from laconic.measure.records import Recorder
-from laconic.measure.tasks import TASKS, Data
+from laconic.measure.tasks import Data
 from laconic.measure.train.course import Course, loss_of, score
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import NoObserver, TrainingLoop
@@ -44,7 +44,7 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
     scheme = parse(job.scheme)
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} lives inside PyTorch's DDP; leave --in-process out, or give another scheme")
-    data = TASKS[job.task].load(job.data)
+    data = job.load_data()
     with Recorder(job.out) as records:
         records.write("job", **job.facts(), workers_seen=job.workers, mps=False, first_step=0)
 
@@ -149,7 +149,7 @@ class Replica:
 
     def __init__(self, course: Course, model: nn.Module | None = None) -> None:
         self.model = model or course.model(_CPU)
-        self.optimizer = course.optimizer(self.model)
+        self.updater = course.updater(self.model)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.layout = Layout.of(names, [p.numel() for p in self.trained])
@@ -174,7 +174,7 @@ class Replica:
         """One step of the optimizer; the mean loss of all batches since the last."""
         for parameter, span in zip(self.trained, self.layout.spans, strict=True):
             parameter.grad = flat[span.start : span.stop].view_as(parameter)
-        self.optimizer.step()
+        self.updater.apply_()
         loss = statistics.fmean(self._losses)
         self._losses = []
         return loss
@@ -196,7 +196,7 @@ class VirtualLearner:
         before_exchange: Callable[[int, Bucket], None],
     ) -> None:
         self.model = replica.model
-        self.optimizer = replica.optimizer
+        self.updater = replica.updater
         self.session = session
         self._course = course
         self._replica = replica

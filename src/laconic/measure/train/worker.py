@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from laconic.errors import TaskError
 from laconic.measure.records import Recorder, forget_after
-from laconic.measure.tasks import TASKS, Data
+from laconic.measure.tasks import Data
 from laconic.measure.train.checkpoint import forget_checkpoint
 from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
@@ -49,7 +49,7 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
         return _serve(job)
     torch.manual_seed(job.seed)
     device = _device(job)
-    data = TASKS[job.task].load(job.data)
+    data = job.load_data()
     with _process_group(job.backend):
         learner = make_learner(job, data, device)
         loop = TrainingLoop(job, learner.course, learner, learner.group)
