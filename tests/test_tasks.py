@@ -119,3 +119,27 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     assert rates[0][0] == 1 and rates[10][:11] == pytest.approx([0.1 * i for i in range(1, 11)] + [1.0])
     assert rates[None][:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])  # a twentieth of the steps
     assert rates[10][55] == pytest.approx(0.5) and rates[10][99] == pytest.approx(math.sin(math.pi / 180) ** 2)
+
+
+def _sequences(context: int) -> Data:
+    windows = torch.randint(65, (4, context), generator=torch.Generator().manual_seed(1))
+    return Data(windows, windows, windows, windows, lambda tokens: tokens, vocabulary=65)
+
+
+@pytest.mark.parametrize(
+    "name,millions", [("gpt", 0.62), ("gpt-tiny", 1.03), ("gpt-small", 10.8), ("gpt2", 85.3), ("gpt2-medium", 302.6)]
+)
+def test_language_models_are_as_large_as_they_say(name: str, millions: float) -> None:
+    kind = TASKS["chars"].models[name]
+    with torch.device("meta"):
+        model = kind.make(_sequences(kind.training.context or 0))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.01)
+
+
+def test_a_gpt2_begins_with_every_character_about_as_likely() -> None:
+    torch.manual_seed(0)
+    data = _sequences(16)
+    model = TASKS["chars"].models["gpt-tiny"].make(data)
+    targets = torch.randint(65, data.test_inputs.shape)
+    loss = nn.functional.cross_entropy(model(data.test_inputs).flatten(0, 1), targets.flatten())
+    assert float(loss.detach()) == pytest.approx(math.log(65), abs=0.2)

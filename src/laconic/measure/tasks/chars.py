@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import TaskError
-from laconic.measure.tasks.models import GPT
+from laconic.measure.tasks.models import GPT, GPT2
 from laconic.measure.tasks.task import Data, Model, Task, Training
 
 _TEST_SHARE = 0.1
@@ -48,4 +48,22 @@ def _gpt(data: Data) -> GPT:
     return GPT(data.vocabulary, context=data.train_inputs.shape[1])
 
 
-CHARS = Task("chars", {"gpt": Model(_gpt, Training(lr=0.5, batch=16, context=64))}, _load)
+def _gpt2(lr: float, num_layers: int, width: int, num_heads: int) -> Model:
+    """A GPT-2 of some size, with the settings that language models of its time and since are trained with."""
+    training = Training(
+        lr=lr, batch=16, optimizer="adamw", betas=(0.9, 0.95), weight_decay=0.1, clip_norm=1.0, context=256
+    )
+    return Model(lambda data: GPT2(data.vocabulary, data.train_inputs.shape[1], width, num_layers, num_heads), training)
+
+
+CHARS = Task(
+    "chars",
+    {
+        "gpt": Model(_gpt, Training(lr=0.5, batch=16, context=64)),
+        "gpt-tiny": _gpt2(1e-3, num_layers=5, width=128, num_heads=4),
+        "gpt-small": _gpt2(6e-4, num_layers=6, width=384, num_heads=6),
+        "gpt2": _gpt2(3e-4, num_layers=12, width=768, num_heads=12),
+        "gpt2-medium": _gpt2(2e-4, num_layers=24, width=1024, num_heads=16),
+    },
+    _load,
+)

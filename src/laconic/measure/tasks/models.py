@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -96,3 +97,23 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.layers(x)))  # type: ignore[no-any-return]
+
+
+class GPT2(GPT):
+    """The same as GPT-2 begins and ends it (Radford et al. 2019): one matrix for tokens in and out, small weights.
+
+    Over 65 characters at a context of 256: 1.0 M parameters in 5 layers of 128, 10.8 M in 6 of 384, 85.3 M in 12 of
+    768, 302.6 M in 24 of 1,024.
+    """
+
+    def __init__(self, vocabulary: int, context: int, width: int, num_layers: int, num_heads: int) -> None:
+        super().__init__(vocabulary, context, width, num_layers, num_heads)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.token.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                # What each layer adds to the stream shrinks with their number, so that the stream's size does not grow.
+                adds = name.endswith(("out.weight", "feed.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if adds else 0.02)
