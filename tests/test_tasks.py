@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.optimizer import Updater
+from laconic.measure.train.result import Result
+from laconic.measure.train.virtual import work_in_process
 from laconic.measure.train.worker import make_learner
 from workers import WorkerPool
 
@@ -143,3 +147,76 @@ def test_a_gpt2_begins_with_every_character_about_as_likely() -> None:
     targets = torch.randint(65, data.test_inputs.shape)
     loss = nn.functional.cross_entropy(model(data.test_inputs).flatten(0, 1), targets.flatten())
     assert float(loss.detach()) == pytest.approx(math.log(65), abs=0.2)
+
+
+def _small_job(**options: Any) -> Job:
+    asked = {"task": "chars", "model": "gpt-tiny", "scheme": "topk:rho=0.05", "steps": 2, "batch": 4, "context": 16}
+    return Job(workers=2, **{**asked, **options})
+
+
+def _text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(200)))
+    return path
+
+
+def _result_in_process(job: Job) -> Result:
+    results: list[Result] = []
+    assert work_in_process(job, results.append, lambda said: None) == 0
+    return results[0]
+
+
+def _over_processes(job: Job) -> dict[str, Any]:
+    """What rank 0 of two finds after its steps."""
+    torch.manual_seed(job.seed)
+    learner = make_learner(job, job.load_data(), torch.device("cpu"))
+    loop = TrainingLoop(job, learner.course, learner, learner.group)
+    for _ in range(learner.course.num_steps):
+        loop.step_()
+    stats = learner.stats()
+    found = {"loss": loop.evaluate()["loss"], "bytes_out": stats.bytes_out, "skipped_steps": stats.skipped_steps}
+    learner.session.close()
+    return found
+
+
+def _check_ways(found: Callable[[Job], dict[str, Any]], job: Job) -> None:
+    """The same job in micro-batches and in mixed precision comes to the same end."""
+    whole, micro, bf16, fp16 = (
+        found(replace(job, accumulate=parts, amp=amp))
+        for parts, amp in ((1, None), (4, None), (1, "bf16"), (2, "fp16"))
+    )
+    assert micro["loss"] == pytest.approx(whole["loss"], rel=1e-3)  # sums are rounded in another order
+    assert micro["bytes_out"] == pytest.approx(whole["bytes_out"], rel=0.01)  # one exchange, not four
+    for mixed in (bf16, fp16):
+        assert mixed["loss"] == pytest.approx(whole["loss"], rel=0.02) and mixed["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("scheme", ["topk:rho=0.05", "gossip:mode=matched,rate=1"])
+def test_micro_batches_and_mixed_precision_train_alike(two_workers: WorkerPool, tmp_path: Path, scheme: str) -> None:
+    job = _small_job(scheme=scheme, data=_text(tmp_path))
+    _check_ways(lambda one: two_workers.run(_over_processes, one)[0], job)
+
+
+def test_so_they_do_among_virtual_workers(tmp_path: Path) -> None:
+    job = _small_job(data=_text(tmp_path), in_process=True, eval_every=100)
+    _check_ways(lambda one: _result_in_process(one).as_dict(), job)
+
+
+def _overflow(job: Job) -> tuple[bool, int, float]:
+    """(whether a step whose scaled gradient is too large for fp16 leaves the model alone, skipped steps, the scale)."""
+    learner = make_learner(job, job.load_data(), torch.device("cpu"))
+    scaler = learner.updater.grad_scaler
+    assert scaler is not None
+    scaler.scale(torch.zeros(1))  # from here on it has a scale
+    scaler.update(2.0**40)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    learner.learn_(0)
+    same = all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+    skipped = learner.stats().skipped_steps
+    learner.session.close()
+    return same, skipped, scaler.get_scale()
+
+
+def test_an_overflow_in_fp16_makes_no_step_on_any_worker(two_workers: WorkerPool, tmp_path: Path) -> None:
+    job = _small_job(data=_text(tmp_path), amp="fp16")
+    assert two_workers.run(_overflow, job) == [(True, 1, 2.0**39)] * 2

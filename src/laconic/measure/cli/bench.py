@@ -21,7 +21,7 @@ from laconic.measure.train import Job
 from laconic.select import SCORES
 
 _OF_A_UNION = (
-    *("task", "model", "data", "batch", "context", "seed", "labels_per_worker"),
+    *("task", "model", "data", "batch", "context", "accumulate", "seed", "labels_per_worker"),
     *("optimizer", "lr", "warmup", "momentum", "betas", "weight_decay", "clip_norm"),
 )
 

@@ -21,7 +21,7 @@ from laconic.measure.train import Job
 _STEPS = 50
 # What a run in one process has no use for, and what is said otherwise here.
 _WITHOUT = (
-    *("scheme", "steps", "epochs", "eval_every", "backend", "device"),
+    *("scheme", "steps", "epochs", "eval_every", "backend", "device", "amp", "compile"),
     *("servers", "server_timeout", "flipped", "in_process"),
     *("out", "no_checkpoint", "resume", "tensorboard", "quiet", "json"),
 )

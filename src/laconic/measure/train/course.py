@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from laconic.measure.train.optimizer import Updater
 
 _WARM_UP_SHARE = 0.05
 _EVAL_BATCH = 100
+_AMP_TYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU = torch.device("cpu")
 
 
@@ -41,11 +44,13 @@ class Course:
         model = TASKS[self._job.task].model(self._job.model).make(self.data).to(device)
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self._job.compile:
+            model.compile()  # in place, so that parameters keep their names
         return model
 
     def updater(self, model: nn.Module) -> Updater:
         """The job's optimizer over the model's parameters."""
-        return Updater(model, self._job.training)
+        return Updater(model, self._job.training, scales_loss=self._job.amp == "fp16")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step over its peak: a linear warm-up, then a cosine down to zero."""
@@ -72,32 +77,49 @@ class Course:
             inputs = self.data.augment(inputs, _generator(self._job.seed, self.rank, step, 1))
         return inputs, self.data.train_targets.index_select(0, chosen).to(device)
 
-    def backward_(self, net: nn.Module, step: int, device: torch.device) -> Tensor:
-        """The backward pass of a step, into the gradients of what `net` trains; the loss."""
+    def backward_(
+        self,
+        net: nn.Module,
+        updater: Updater,
+        step: int,
+        device: torch.device,
+        no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Tensor:
+        """The backward pass of a step, into the gradients of what `net` trains; the loss.
+
+        Micro-batches but for the last are under `no_sync`, DDP's way to add up gradients and exchange them once.
+        """
         inputs, targets = self.examples(step, device)
-        loss = loss_of(net(inputs), targets)
-        (-loss if self.flips else loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        num_parts = self._job.accumulate
+        losses = []
+        for number, part in enumerate(zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True), 1):
+            with no_sync() if number < num_parts else nullcontext():
+                _, loss = self._forward(net, *part)
+                back = updater.scaled(loss / num_parts)
+                (-back if self.flips else back).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
+    @torch.no_grad()
+    def score(self, model: nn.Module, device: torch.device, place: int = 0, num_places: int = 1) -> list[float]:
+        """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
+        data = self.data
+        sums = torch.zeros(3, dtype=torch.float64)
+        model.eval()
+        for start in range(place * _EVAL_BATCH, len(data.test_targets), num_places * _EVAL_BATCH):
+            part = slice(start, start + _EVAL_BATCH)
+            targets = data.test_targets[part].to(device)
+            logits, loss = self._forward(model, data.prepare(data.test_inputs[part].to(device)), targets)
+            right = (logits.argmax(-1) == targets).sum()
+            sums += torch.tensor([float(right), float(loss) * targets.numel(), targets.numel()])
+        model.train()
+        return sums.tolist()
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, over the places of a sequence too."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-@torch.no_grad()
-def score(model: nn.Module, data: Data, device: torch.device, place: int = 0, num_places: int = 1) -> list[float]:
-    """[right answers, summed loss, answers] on the test data, or on one of several equal parts of it."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    model.eval()
-    for start in range(place * _EVAL_BATCH, len(data.test_targets), num_places * _EVAL_BATCH):
-        part = slice(start, start + _EVAL_BATCH)
-        targets = data.test_targets[part].to(device)
-        logits = model(data.prepare(data.test_inputs[part].to(device)))
-        right = (logits.argmax(-1) == targets).sum()
-        sums += torch.tensor([float(right), float(loss_of(logits, targets)) * targets.numel(), targets.numel()])
-    model.train()
-    return sums.tolist()
+    def _forward(self, net: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, mean cross-entropy), over the places of a sequence too; in the precision that is asked for."""
+        with torch.autocast(inputs.device.type, _AMP_TYPES.get(self._job.amp), enabled=self._job.amp is not None):
+            logits = net(inputs)
+            return logits, F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _generator(*numbers: int) -> torch.Generator:

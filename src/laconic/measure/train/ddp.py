@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
 from laconic.errors import LaconicError
-from laconic.measure.train.course import Course, score
+from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.measured import Spent
 from laconic.measure.train.worker_group import ProcessWorkers, ServedWorkers, WorkerGroup
@@ -44,7 +44,13 @@ class DdpLearner:
         # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
         self._ddp.broadcast_buffers = scheme.talks and not job.asks_servers
         servers = range(job.servers) if job.asks_servers else ()
-        self.session = attach(self._ddp, scheme, servers=servers, timeout_s=job.server_timeout)
+        self.session = attach(
+            self._ddp,
+            scheme,
+            grad_scaler=self.updater.grad_scaler,
+            servers=servers,
+            timeout_s=job.server_timeout,
+        )
         self.group: WorkerGroup = ProcessWorkers(group, device)
         if isinstance(self.session.transport, ServerClient):
             self.group = ServedWorkers(self.session.transport)
@@ -56,7 +62,7 @@ class DdpLearner:
         """One step; what went wrong in the session's thread is raised as it was, not as DDP wraps it."""
         self.updater.optimizer.zero_grad()
         try:
-            loss = self.course.backward_(self._ddp, step, self._device)
+            loss = self.course.backward_(self._ddp, self.updater, step, self._device, self._ddp.no_sync)
         except RuntimeError:
             if isinstance(self.session.error, LaconicError):
                 raise self.session.error from None
@@ -71,5 +77,5 @@ class DdpLearner:
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """Each worker scores a part of the test data."""
         self.group.share_(self.model.buffers())
-        part = score(self.model, self.course.data, self._device, self.group.place, self.group.num_living)
+        part = self.course.score(self.model, self._device, self.group.place, self.group.num_living)
         return self.group.total(torch.tensor(part, dtype=torch.float64)).tolist(), {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.gossip import Follower, follow
-from laconic.measure.train.course import Course, score
+from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.measured import Spent, measured
 from laconic.measure.train.worker_group import EndFacts
@@ -65,7 +65,7 @@ class GossipLearner:
 
     def learn_(self, step: int) -> float:
         self.updater.optimizer.zero_grad()
-        loss = self.course.backward_(self.model, step, self._device)
+        loss = self.course.backward_(self.model, self.updater, step, self._device)
         self.updater.apply_()
         self.session.step()
         return float(loss)  # on CUDA this waits for the step to end
@@ -79,7 +79,7 @@ class GossipLearner:
 
     def _replicas(self, distance: float) -> dict[str, float]:
         """The accuracy of the worst replica, and the root mean square of their distances to the mean."""
-        right, _, count = score(self.model, self.course.data, self._device)
+        right, _, count = self.course.score(self.model, self._device)
         rows = self.group.gather([right / count, distance])
         apart = math.sqrt(sum(distance**2 for _, distance in rows) / len(rows))
         return {"worst_accuracy": min(accuracy for accuracy, _ in rows), "consensus_distance": apart}
@@ -95,7 +95,7 @@ class GossipLearner:
         own = self.session.read()
         self.session.write_(mean)
         self.group.gather([])  # who is there for a part of the test
-        shared = score(self.model, self.course.data, self._device, self.group.place, self.group.num_living)
+        shared = self.course.score(self.model, self._device, self.group.place, self.group.num_living)
         self.session.write_(own)
         rows = self.group.gather(shared)
         return [sum(column) for column in zip(*rows, strict=True)], {**replicas, "alive": len(rows)}

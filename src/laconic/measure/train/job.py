@@ -17,7 +17,7 @@ from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
 _ABOVE_ZERO = (
-    *("workers", "steps", "epochs", "batch", "context", "lr"),
+    *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
     *("labels_per_worker", "eval_every", "server_timeout"),
 )
 
@@ -55,6 +55,9 @@ class Job:
     )
     weight_decay: float | None = _option(None, "of the optimizer; adamw's is for matrices alone")
     clip_norm: float | None = _option(None, "norm above which an averaged gradient is scaled down to it; inf for none")
+    accumulate: int = _option(1, "micro-batches that each batch is cut into, whose gradients add up to one exchange")
+    amp: str | None = _option(None, "bf16 or fp16: mixed precision, of which fp16 scales the loss")
+    compile: bool = _option(False, "let torch.compile make the model faster")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
     flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
@@ -83,6 +86,8 @@ class Job:
         if self.steps is not None and self.epochs is not None:
             raise TaskError("--steps and --epochs say the same thing twice; give one")
         self._check_optimizer()
+        if self.amp not in (None, "bf16", "fp16"):
+            raise TaskError(f"--amp is {self.amp!r}; give bf16 or fp16")
         if self.backend not in ("gloo", "nccl"):
             raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
         if self.device not in ("cpu", "cuda"):
@@ -103,7 +108,11 @@ class Job:
             raise TaskError(f"--warmup is {self.warmup}; give 0 or more steps")
         if self.warmup is not None and self.epochs is None and self.warmup > (self.steps or DEFAULT_STEPS):
             raise TaskError(f"--warmup is {self.warmup}; give no more than --steps, {self.steps or DEFAULT_STEPS}")
-        assert self.training  # an error where settings do not fit together
+        batch = self.training.batch  # an error where settings do not fit together
+        if batch % self.accumulate:
+            raise TaskError(
+                f"a batch of {batch} cannot be cut into {self.accumulate} equal micro-batches; give --batch a multiple"
+            )
 
     def _check_workers(self) -> None:
         if self.servers < 0:

@@ -66,6 +66,8 @@ def settings(job: Job) -> dict[str, Any]:
         **{name.replace("_", "-"): training[name] for name in training},
         "betas": ",".join(str(beta) for beta in job.training.betas),
         "warmup": job.warmup,
+        "accumulate": job.accumulate,
+        "amp": job.amp,
         "seed": job.seed,
         "labels-per-worker": job.labels_per_worker,
     }

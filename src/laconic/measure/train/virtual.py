@@ -17,7 +17,7 @@ from laconic.layout import Bucket, Layout
 from laconic.measure.figures import sentences
 from laconic.measure.records import Recorder
 from laconic.measure.tasks import Data
-from laconic.measure.train.course import Course, loss_of, score
+from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import NoObserver, TrainingLoop
 from laconic.measure.train.measured import Spent
@@ -84,7 +84,8 @@ def run_virtual(
         course = Course(job, data, transport.rank, transport.num_workers)
         replica = first if shares_model or leads else first.copy(course)
         group = VirtualWorkers(transport, rows, has_servers=job.asks_servers)
-        session = Session(scheme, transport)
+        scaler = replica.updater.grad_scaler
+        session = Session(scheme, transport, loss_scale=scaler.get_scale if scaler else None)
 
         def before_exchange(step: int, bucket: Bucket) -> None:
             if interrupted.is_set():
@@ -160,15 +161,14 @@ class Replica:
         """A replica of its own."""
         return Replica(course, copy.deepcopy(self.model))
 
-    def gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        """(the gradient as one vector, the loss) on a batch."""
+    def gradient(self, course: Course, step: int) -> tuple[Tensor, float]:
+        """(the gradient as one vector, the loss) of a worker at a step."""
         with self._turn:
-            loss = loss_of(self.model(inputs), targets)
-            found = torch.autograd.grad(loss, self.trained, allow_unused=True)
-            self._losses.append(float(loss.detach()))
-        pairs = zip(found, self.trained, strict=True)
-        flat = torch.cat([torch.zeros(p.numel()) if g is None else g.reshape(-1) for g, p in pairs])
-        return flat, float(loss.detach())
+            self.updater.optimizer.zero_grad()
+            loss = float(course.backward_(self.model, self.updater, step, _CPU))
+            flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self.trained])
+            self._losses.append(loss)
+        return flat, loss
 
     def apply_(self, flat: Tensor) -> float:
         """One step of the optimizer; the mean loss of all batches since the last."""
@@ -208,9 +208,7 @@ class VirtualLearner:
         return self.session.stats(ages=ages)
 
     def learn_(self, step: int) -> float:
-        flat, loss = self._replica.gradient(*self._course.examples(step))
-        if self._course.flips:
-            flat.neg_()
+        flat, loss = self._replica.gradient(self._course, step)
         bucket = Bucket(0, self._replica.layout, flat, is_last=True)
         self._before_exchange(step + 1, bucket)
         self.session.exchange_(bucket)
@@ -224,7 +222,7 @@ class VirtualLearner:
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """The first scores all of the test data; the others wait."""
-        mine = score(self.model, self._course.data, _CPU) if self._group.place == 0 else [0.0, 0.0, 0.0]
+        mine = self._course.score(self.model, _CPU) if self._group.place == 0 else [0.0, 0.0, 0.0]
         sums = self._group.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         return sums, {"bytes_in": self.session.stats().bytes_in}
 
