@@ -1,27 +1,24 @@
 """Top-k by chunks: the same share of every few thousand entries, so that no part of a tensor is passed over."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
 from laconic.errors import SchemeError
 from laconic.kernels.chunks import withdraw_of_chunks_
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Window, share_of, withdraw_windows_
+from laconic.select.plan import Chooser, Plan, Window, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedTopK:
+class ChunkedTopK(Chooser):
     """The k = max(1, round(rho*C)) largest |r| of each C entries of a parameter, ties to the lower position.
 
     Chunks are cut within parameters, so the result does not depend on how DDP cuts its buckets; the last chunk of a
     parameter, if it is shorter, sends its own share (after SparseLoCo, arXiv 2508.15706).
     """
-
-    is_shared: ClassVar[bool] = False
 
     rho: float  # share of entries sent; smaller sends less
     chunk: int = 4096
@@ -43,9 +40,6 @@ class ChunkedTopK:
     def per_parameter(self) -> bool:
         return True
 
-    def density_among(self, num_workers: int) -> float:
-        return self.rho
-
     def plan(self, layout: Layout, density: float) -> Plan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         large = [span for span in layout.spans if span.num_entries >= max(1, self.dense_below)]
@@ -57,8 +51,6 @@ class ChunkedTopK:
             windows.append(Window(rest, span.stop, share_of(span.stop - rest, density)))
         return Plan(layout.num_entries, fixed=small, windows=tuple(w for w in windows if w.start < w.stop))
 
-    def withdraw_(
-        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        of_chunks_ = partial(withdraw_of_chunks_, chunk=self.chunk)
-        return withdraw_windows_(of_chunks_, balance, addend, factor, plan, searches)
+    @property
+    def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return partial(withdraw_of_chunks_, chunk=self.chunk)

@@ -1,6 +1,5 @@
 """Send everything: the dense schemes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,11 +7,11 @@ import torch
 from torch import Tensor
 
 from laconic.layout import Layout, positions_of
-from laconic.select.plan import Plan, Selector
+from laconic.select.plan import Chooser, Plan, SharedSelector
 
 
 @dataclass(frozen=True)
-class Everything(Selector):
+class Everything(SharedSelector, Chooser):
     """Every entry, every time."""
 
     is_shared = True
@@ -27,8 +26,3 @@ class Everything(Selector):
 
     def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
         return positions_of((), device)
-
-    def withdraw_(
-        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty(0, dtype=torch.int32, device=balance.device), balance[:0]

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from laconic import kernels
 from laconic.layout import Layout, Span
 
 
@@ -75,6 +76,11 @@ class Chooser(Selector, Protocol):
     def dense_below(self) -> int:
         """Parameters with fewer entries go whole."""
 
+    @property
+    def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """kernels.withdraw_, or a function like it, for one window."""
+        return kernels.withdraw_
+
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
@@ -83,6 +89,15 @@ class Chooser(Selector, Protocol):
         The chosen entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from step
         to step where to look first.
         """
+        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
+        values = [balance[:0]]
+        for window, search in zip(plan.windows, searches, strict=True):
+            inside = slice(window.start, window.stop)
+            due = None if addend is None else addend[inside]
+            at, what = self.withdraw_window_(balance[inside], due, window.k, search, factor=factor)
+            chosen.append(at + window.start)
+            values.append(what)
+        return torch.cat(chosen), torch.cat(values)
 
 
 def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> Plan:
@@ -91,26 +106,6 @@ def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> Plan:
     num_large = layout.num_entries - sum(span.num_entries for span in small)
     windows = (Window(0, layout.num_entries, share_of(num_large, density)),) if num_large else ()
     return Plan(layout.num_entries, small, windows)
-
-
-def withdraw_windows_(
-    withdraw_: Callable[..., tuple[Tensor, Tensor]],
-    balance: Tensor,
-    addend: Tensor | None,
-    factor: float,
-    plan: Plan,
-    searches: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """What Chooser.withdraw_ returns, by a function like kernels.withdraw_ in each window."""
-    chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
-    values = [balance[:0]]
-    for window, search in zip(plan.windows, searches, strict=True):
-        inside = slice(window.start, window.stop)
-        due = None if addend is None else addend[inside]
-        at, what = withdraw_(balance[inside], due, window.k, search, factor=factor)
-        chosen.append(at + window.start)
-        values.append(what)
-    return torch.cat(chosen), torch.cat(values)
 
 
 def share_of(num_entries: int, density: float) -> int:

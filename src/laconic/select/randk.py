@@ -9,14 +9,14 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.draws import hash_64
 from laconic.layout import Layout, positions_of
-from laconic.select.plan import Plan, Selector, plan_of_bucket
+from laconic.select.plan import Plan, SharedSelector, plan_of_bucket
 
 _MODES = ("independent", "cycle")
 _FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandK(Selector):
+class RandK(SharedSelector):
     """k = max(1, round(rho*N)) positions floor((t*N + r) / k), t = 0..k-1, of one drawn r in [0, N): evenly spread.
 
     Each entry is in k of the N draws (systematic sampling, Madow and Madow 1944; its use here is ours).

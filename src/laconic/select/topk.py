@@ -1,6 +1,6 @@
 """Exact top-k: the entries that matter most now."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -8,13 +8,13 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.plan import Plan, Selector, Window, plan_of_bucket, share_of, withdraw_windows_
+from laconic.select.plan import Chooser, Plan, Window, plan_of_bucket, share_of
 
 _SCOPES = ("bucket", "parameter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(Selector):
+class TopK(Chooser):
     """The k = max(1, round(rho*N)) largest |r|, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
@@ -60,7 +60,6 @@ class TopK(Selector):
         windows = [Window(span.start, span.stop, share_of(span.num_entries, density)) for span in large]
         return replace(plan, windows=tuple(windows))
 
-    def withdraw_(
-        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return withdraw_windows_(SEARCHES[self.search], balance, addend, factor, plan, searches)
+    @property
+    def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return SEARCHES[self.search]
