@@ -1,43 +1,32 @@
 """The frozen scheme of models that gossip: four answers, since what a worker keeps is its own model."""
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from dataclasses import dataclass
 
 from laconic.errors import SchemeError
 from laconic.exchange import Gossip
 from laconic.layout import Layout, halves_of
 from laconic.memory import Memory, Nothing, Residual
 from laconic.quantize import Exact, FloatCode, Quantizer, Residue, is_residue
-from laconic.scheme.parts import COMPOSED, write_part
+from laconic.scheme.base import SchemeBase
 from laconic.select import Chooser, Everything, Overlap
-from laconic.text import write_pairs
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, Period, Speech
 from laconic.wire import CodesShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class GossipScheme:
-    """What is sent of a model, how it is written, to whom it goes, and when.
-
-    str() gives a text that `laconic.parse` reads back: the recipe's own form, or all four answers.
-    """
+class GossipScheme(SchemeBase):
+    """What is sent of a model, how it is written, to whom it goes, and when."""
 
     select: Chooser = Everything()
     quantize: Quantizer | Residue = Exact()
     exchange: Gossip = Gossip()
     trigger: EveryStep | Speech = EveryStep()
-    # Set by a recipe; not an argument, so that dataclasses.replace() cannot carry it to another composition.
-    label: str = field(default="", init=False, compare=False, repr=False)
-
-    of_what: ClassVar[str] = "models"
-    talks: ClassVar[bool] = True
-    has_owners: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         name = type(self.trigger).__name__
-        if self.exchange.of_what != self.of_what:
+        if self.of_what != "models":
             raise SchemeError(f"{type(self.exchange).__name__} is for gradients, and gossip sends models; use Gossip()")
         if self.select.is_shared and self.chooses:
             raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
@@ -70,10 +59,6 @@ class GossipScheme:
                 "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
                 f"nothing; use {'Residual()' if self.chooses else 'Nothing()'}, or leave memory out"
             )
-
-    def __str__(self) -> str:
-        questions = [answer.name for answer in fields(self) if answer.init]
-        return self.label or f"{COMPOSED}:" + write_pairs({q: write_part(q, getattr(self, q)) for q in questions})
 
     def bytes_out(self, layout: Layout, num_workers: int) -> int:
         """What leaves one worker for a model of this layout per step, asked and answering; not known under Change."""

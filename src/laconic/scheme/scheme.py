@@ -1,34 +1,25 @@
 """The frozen half: five answers, checked together when they are composed."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
 from laconic.quantize import Exact, Grid, Levels, Quantizer, Residue, Sign
-from laconic.scheme.parts import COMPOSED, PARTS, write_part
+from laconic.scheme.base import SchemeBase
 from laconic.select import Everything, Overlap, Selector
-from laconic.text import write_pairs
 from laconic.trigger import EveryStep, Speech, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """What is sent, how it is written, what is kept, where it goes, and when.
-
-    str() gives a text that `laconic.parse` reads back: the recipe's own form, or all five answers.
-    """
+class Scheme(SchemeBase):
+    """What is sent, how it is written, what is kept, where it goes, and when."""
 
     select: Selector = Everything()
     quantize: Quantizer | Grid = Exact()
     memory: Memory = Nothing()
     exchange: Pattern = AllReduce()
     trigger: Trigger = EveryStep()
-    # Set by a recipe; not an argument, so that dataclasses.replace() cannot carry it to another composition.
-    label: str = field(default="", init=False, compare=False, repr=False)
-
-    of_what: ClassVar[str] = "gradients"
 
     def __post_init__(self) -> None:
         self._check_of_gradients()
@@ -65,7 +56,7 @@ class Scheme:
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
 
     def _check_of_gradients(self) -> None:
-        if self.exchange.of_what != self.of_what:
+        if self.of_what != "gradients":
             raise SchemeError("Gossip exchanges models; use GossipScheme(...), or laconic.parse('gossip')")
         if isinstance(self.trigger, Speech):
             name = type(self.trigger).__name__
@@ -92,16 +83,6 @@ class Scheme:
             raise SchemeError(f"{name} of one level loses too much to be kept; use levels=2 or more, or Nothing()")
 
     @property
-    def talks(self) -> bool:
-        """Whether anything is sent at all."""
-        return self.exchange.talks
-
-    @property
-    def has_owners(self) -> bool:
-        """Whether entries have owners who answer for them, and who may be servers."""
-        return self.exchange.has_owners
-
-    @property
     def server(self) -> Server:
         """What owners do, where entries have any."""
         if not isinstance(self.exchange, Server):
@@ -120,8 +101,3 @@ class Scheme:
         if not self.has_owners or self.server.votes or not self.memory.refunds:
             return False
         return self.server.down_rho > 0 or self.quantize != Exact()
-
-    def __str__(self) -> str:
-        return self.label or f"{COMPOSED}:" + write_pairs(
-            {question: write_part(question, getattr(self, question)) for question in PARTS}
-        )

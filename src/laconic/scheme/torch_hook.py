@@ -1,25 +1,23 @@
 """PyTorch's own DDP hooks, as something to compare a composition with."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 from laconic.errors import SchemeError
+from laconic.exchange import AllReduce
+from laconic.scheme.base import SchemeBase
 
 TORCH_HOOKS = ("fp16", "powersgd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchHook:
+class TorchHook(SchemeBase):
     """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
+
+    exchange = AllReduce()
 
     hook: str
     rank: int = 1  # PowerSGD's
     start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
-    label: str = field(default="", init=False, compare=False, repr=False)
-
-    of_what: ClassVar[str] = "gradients"
-    talks: ClassVar[bool] = True
-    has_owners: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.hook not in TORCH_HOOKS:
