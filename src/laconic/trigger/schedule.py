@@ -1,5 +1,6 @@
 """Schedules of density: the share of entries that may go at a step; 1 means a dense step."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,24 +20,32 @@ class Trigger:
         return target
 
 
-@dataclass(frozen=True, kw_only=True)
-class EveryStep(Trigger):
-    """The same share at every step; in gossip a worker speaks at each."""
+class ByClock:
+    """When a worker of a gossip speaks whatever has changed: every `steps` steps, by the clock."""
 
-    per: ClassVar[str] = "model"
-    measure: ClassVar[None] = None
+    steps: float
+
+    per = "model"  # what speaks on its own
+    measure = None  # what says how far a group has moved, where that decides
 
     def speaks(self, step: int, gap: int, phase: float) -> bool:
-        """See Period."""
-        return True
+        """Whether a group speaks, `gap` steps after its last exchange; a worker's own `phase` is in [0, 1)."""
+        return math.floor((step + 1) / self.steps + phase) > math.floor(step / self.steps + phase)
 
     def turns(self, step: int) -> range:
-        """See Period."""
-        return range(step, step + 1)
+        """The turns, by number, that come with this step by the clock that all workers share."""
+        return range(math.floor(step / self.steps), math.floor((step + 1) / self.steps))
 
     def messages_per_step(self, per_turn: float, per_model: float) -> float:
-        """See Period."""
-        return per_turn
+        """What leaves a worker, of `per_turn` messages at a turn, each 1/`per_model` of a model; NaN: not known."""
+        return per_turn / self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryStep(ByClock, Trigger):
+    """The same share at every step; in gossip a worker speaks at each."""
+
+    steps = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +66,7 @@ class WarmUp(Trigger):
 class Ramp(Trigger):
     """25 %, 6.25 %, 1.6 %, 0.4 %, ... for `steps` steps each, down to the target (Lin et al., ICLR 2018)."""
 
-    thins_out: ClassVar[bool] = True
+    thins_out = True
 
     steps: int
 

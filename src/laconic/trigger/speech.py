@@ -6,10 +6,10 @@ where last_k is the group after its last exchange; `lr_ratio` is the learning ra
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from laconic.errors import SchemeError
-from laconic.trigger.schedule import Trigger
+from laconic.trigger.schedule import ByClock, Trigger
 
 _PER = ("model", "tensor")
 _GAIN = 4.0  # one model sent multiplies a moving bar by this; 16 was no better
@@ -17,32 +17,17 @@ _LEAST_LR_RATIO = 1e-3  # a schedule that ends at zero would let everything spea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Period(Trigger):
+class Period(ByClock, Trigger):
     """Every `steps` steps, whatever has changed.
 
     A worker's first turn is drawn, so that not all speak at once; those who gossip in pairs have theirs together.
     """
-
-    per: ClassVar[str] = "model"  # what speaks on its own
-    measure: ClassVar[None] = None  # what says how far a group has moved, where that decides
 
     steps: float
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.steps < math.inf:
             raise SchemeError(f"Period.steps is {self.steps}; give 1 or more, or in pairs 0.1 or more")
-
-    def speaks(self, step: int, gap: int, phase: float) -> bool:
-        """Whether a group speaks, `gap` steps after its last exchange; a worker's own `phase` is in [0, 1)."""
-        return math.floor((step + 1) / self.steps + phase) > math.floor(step / self.steps + phase)
-
-    def turns(self, step: int) -> range:
-        """The turns, by number, that come with this step by the clock that all workers share."""
-        return range(math.floor(step / self.steps), math.floor((step + 1) / self.steps))
-
-    def messages_per_step(self, per_turn: float, per_model: float) -> float:
-        """What leaves a worker, of `per_turn` messages at a turn, each 1/`per_model` of a model; NaN: not known."""
-        return per_turn / self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +55,6 @@ class Gaps(Trigger):
         return self
 
     def speaks(self, step: int, gap: int, phase: float) -> bool | None:
-        """See `must`: a worker's phase does not matter where change decides."""
-        return self.must(step, gap)
-
-    def must(self, step: int, gap: int) -> bool | None:
         """Whether a group speaks whatever it changed, `gap` steps after its last exchange; None: look at it."""
         if step < self.warmup or gap >= self.longest:
             return True
@@ -122,7 +103,7 @@ class TargetRate(Gaps):
     which an entry sent does most; small tensors weigh more than their entries, hence 1.5. bar *= 4^(sent - rate).
     """
 
-    bar: ClassVar[None] = None  # found by the first measurement
+    bar = None  # found by the first measurement
 
     per: str = "tensor"
     rate: float = 0.12
