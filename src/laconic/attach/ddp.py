@@ -156,7 +156,7 @@ class DdpAdapter:
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         self._background = Background(self.session, device, on_host=self._on_host)
-        ddp.register_comm_hook(self, _hook)
+        ddp.register_comm_hook(self, DdpAdapter.submit)
 
     def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:
         """What a user should know before training."""
@@ -213,7 +213,3 @@ class DdpAdapter:
     def close(self) -> None:
         self._background.close()
         self.transport.close()
-
-
-def _hook(adapter: DdpAdapter, bucket: GradBucket) -> Future[Tensor]:
-    return adapter.submit(bucket)

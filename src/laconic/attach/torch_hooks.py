@@ -35,7 +35,7 @@ class TorchHookSession:
         self._steps = 0
         self._clock = _BusyClock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
-        ddp.register_comm_hook(self, _hook)
+        ddp.register_comm_hook(self, TorchHookSession.run)
 
     def _power_state(self, ddp: DistributedDataParallel, group: ProcessGroup) -> powerSGD_hook.PowerSGDState:
         trained = [p for p in ddp.parameters() if p.requires_grad]
@@ -115,10 +115,6 @@ class TorchHookSession:
 
     def close(self) -> None:
         """The hook has no thread of its own, and keeps its group for as long as DDP calls it."""
-
-
-def _hook(session: TorchHookSession, bucket: GradBucket) -> Future[Tensor]:
-    return session.run(bucket)
 
 
 def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
