@@ -71,7 +71,7 @@ def test_too_many_levels_are_refused_by_the_number_that_fits(num_workers: int) -
     assert carrier_for(most, num_workers, 1).lane_bits == 16
     with pytest.raises(SchemeError, match=f"use {most} levels or fewer, or stages=2"):
         carrier_for(most + 1, num_workers, 1)
-    scheme = Scheme(quantize=MaxNorm(levels=40_000 // num_workers), exchange=parse("maxnorm:stages=1").exchange)  # type: ignore[union-attr]
+    scheme = Scheme(quantize=MaxNorm(levels=40_000 // num_workers), exchange=parse("maxnorm:stages=1").exchange)
     if num_workers <= 5:
         with pytest.raises(SchemeError, match="levels or fewer"):
             run(scheme, num_workers, lambda session, rank: None)

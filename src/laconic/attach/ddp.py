@@ -63,11 +63,13 @@ def attach(
     grad_scaler: GradScaler | None = None,
     servers: Sequence[int] = (),
     timeout_s: float = TIMEOUT_S,
+    pipeline: bool = True,
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
     ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
+    Without `pipeline` a bucket is exchanged after the other: the same numbers, in more time.
     """
     scheme = _checked(ddp, scheme)
     group: ProcessGroup = ddp.process_group
@@ -88,7 +90,7 @@ def attach(
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler)
+    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler, pipelined=pipeline)
     if transport.rank == 0:
         for remark in adapter.remarks(ddp, may_lose_workers=bool(servers)):
             warnings.warn(remark, stacklevel=2)
@@ -141,6 +143,8 @@ class DdpAdapter:
         transport: Transport,
         device: torch.device,
         grad_scaler: GradScaler | None,
+        *,
+        pipelined: bool,
     ) -> None:
         self.session = Session(
             scheme,
@@ -155,7 +159,7 @@ class DdpAdapter:
         trained = [p for p in self._names if p.requires_grad]
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
-        self._background = Background(self.session, device, on_host=self._on_host)
+        self._background = Background(self.session, device, on_host=self._on_host, pipelined=pipelined)
         ddp.register_comm_hook(self, DdpAdapter.submit)
 
     def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:

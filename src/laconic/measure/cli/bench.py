@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from laconic.errors import TaskError
-from laconic.measure.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_wire
+from laconic.measure.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
 from laconic.measure.cli.job_options import add_job_options, job_of
 from laconic.measure.cli.launching import say
 from laconic.measure.cli.table import table
@@ -40,6 +40,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
     _add_effort(select)
     select.set_defaults(run=run_select)
+
+    step = parts.add_parser("step", help="the stations of an exchange on one process, without a network")
+    _add_size(step, 25_000_000, with_rho=False)
+    step.add_argument("--scheme", default="topk:rho=0.01", metavar="TEXT", help="default topk:rho=0.01")
+    step.add_argument("--workers", type=int, default=4, metavar="M", help="who all say the same (default 4)")
+    step.add_argument("--steps", type=int, default=20, metavar="N", help="of which medians are taken (default 20)")
+    step.set_defaults(run=run_step)
 
     _add_union(parts)
 
@@ -97,9 +104,10 @@ def run_union(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _add_size(parser: argparse.ArgumentParser, n: int) -> None:
+def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True) -> None:
     parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
-    parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    if with_rho:
+        parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
 
@@ -112,12 +120,13 @@ def _add_effort(parser: argparse.ArgumentParser) -> None:
 def _check(asked: argparse.Namespace) -> None:
     if asked.n < 1 or asked.n >= 2**31:
         raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
-    if not 0 < asked.rho <= 1:
+    if not 0 < getattr(asked, "rho", 1) <= 1:
         raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
-    if getattr(asked, "rounds", 1) < 1:
-        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    for name in ("rounds", "workers", "steps"):
+        if getattr(asked, name, 1) < 1:
+            raise TaskError(f"--{name} is {getattr(asked, name)}; give 1 or more")
     threads = getattr(asked, "threads", None)
     if threads is not None:
         if threads < 1:
@@ -164,6 +173,22 @@ def run_select(asked: argparse.Namespace) -> int:
         ]  # fmt: skip
         print(table(head, rows))
     return 0 if all(one.exact for one in found) else 1
+
+
+def run_step(asked: argparse.Namespace) -> int:
+    """Measure the stations of a step."""
+    _check(asked)
+    found = bench_step(asked.n, asked.workers, asked.scheme, asked.device, asked.steps)
+    if asked.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(f"{found.scheme}, {found.n:,} entries in {found.num_buckets} buckets, {found.kernels} kernels")
+    peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / found.n:.2f}"
+    passes = "-" if found.passes is None else f"{found.passes:.2f}"
+    times = (f"{ms:.2f}" for ms in (found.choose_ms, found.encode_ms, found.apply_ms, found.total_ms))
+    head = ("choose ms", "encode ms", "apply ms", "total ms", "bytes out", "peak bytes an entry", "passes")
+    print(table(head, [(*times, f"{found.wire_bytes:,}", peak, passes)]))
+    return 0
 
 
 def run_kernels(asked: argparse.Namespace) -> int:

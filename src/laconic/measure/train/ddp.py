@@ -20,6 +20,7 @@ from laconic.server.client import ServerClient
 from laconic.session import Stats
 
 _ONE_BUCKET_MB = 4096
+_WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
 
 
 class DdpLearner:
@@ -33,8 +34,10 @@ class DdpLearner:
         self._device = device
         self.model = course.model(device)
         self.updater = course.updater(self.model)
-        # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often.
-        one_bucket = scheme.has_owners or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
+        # An owner's answer to a bucket waits for the last worker, so a step of several buckets waits as often; in a
+        # large model those waits overlap with other buckets' work.
+        is_small = sum(p.numel() for p in self.model.parameters()) < _WORTH_A_PIPELINE
+        one_bucket = (scheme.has_owners and is_small) or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
         self._ddp = DistributedDataParallel(
             self.model,
             process_group=group,
@@ -50,6 +53,7 @@ class DdpLearner:
             grad_scaler=self.updater.grad_scaler,
             servers=servers,
             timeout_s=job.server_timeout,
+            pipeline=not job.no_pipeline,
         )
         self.group: WorkerGroup = ProcessWorkers(group, device)
         if isinstance(self.session.transport, ServerClient):

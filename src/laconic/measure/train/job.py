@@ -66,6 +66,7 @@ class Job:
     backend: str = _option("gloo", "gloo or nccl")
     device: str = _option("cpu", "cpu or cuda")
     out: Path | None = _option(None, "folder for records and checkpoints")
+    no_pipeline: bool = _option(False, "exchange one bucket after the other, instead of several stations at once")
     no_checkpoint: bool = _option(False, "write records alone to --out")
     resume: bool = _option(False, "continue from the checkpoint in --out")
     tensorboard: bool = _option(False, "also write TensorBoard events to --out")
