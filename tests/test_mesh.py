@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,13 @@ def pair() -> Iterator[tuple[Mesh, socket.socket]]:
         link = _Local(mine)
         yield Mesh(0, {1: link}, timeout_s=0.2), theirs
         link.close()
+
+
+@pytest.fixture(autouse=True, params=["native", "python"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes move natively, where that is built, and by Python alike."""
+    if request.param == "python":
+        monkeypatch.setattr(sys.modules["laconic.transport.moving"], "level", lambda: None)
 
 
 class _Local(Connection):

@@ -24,6 +24,9 @@ class Quantizer(ValueCodec):
 
     adds: ClassVar[bool] = False  # whether a network can add its codes
 
+    def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.stack([self.decode(row, scale) for row, scale in zip(codes, scales, strict=True)])
+
 
 class FloatCode(Quantizer):
     """A floating-point type, which a network can add."""
@@ -38,6 +41,9 @@ class FloatCode(Quantizer):
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.to(torch.float32)
+
+    def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return self.decode(codes, scales.unsqueeze(1))
 
     def sum_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
         """The type in which an all-reduce adds a gradient of this type."""

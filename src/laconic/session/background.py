@@ -43,7 +43,7 @@ _Submissions = queue.SimpleQueue["_Submission | None"]
 
 
 class Background:
-    """Runs a session's exchanges in threads, on CUDA with a stream of their own.
+    """Runs a session's exchanges in threads, on CUDA with streams of their own.
 
     A step of several buckets goes through a pipeline, unless that is not wanted; one of a single bucket has nothing to
     overlap, and stays in one thread. With `on_host` gradients go to the host in one copy, are exchanged there, and what
@@ -116,7 +116,9 @@ class Background:
     def _begin(self, submission: _Submission) -> None:
         """Let a bucket into the pipeline."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._session, partial(_station, self._device, self._stream))
+            # On a stream of its own: on this one the next gradient is waited for.
+            stream = torch.cuda.Stream(self._device) if self._stream is not None else None  # type: ignore[no-untyped-call]
+            self._pipeline = Pipeline(self._session, partial(_station, self._device, stream))
             weakref.finalize(self, self._pipeline.close)
         self.error = self._pipeline.error = self.error or self._pipeline.error
         there = self._there(submission.bucket)
@@ -166,7 +168,7 @@ class Background:
 
 @contextmanager
 def _station(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Where a thread's work runs: on CUDA that of all threads on one stream, which keeps it in order."""
+    """Where a thread's work runs. A phase ends when its stream is through, so what one hands on is there for all."""
     if stream is None:
         yield
     else:

@@ -46,6 +46,9 @@ class ValueCodec(ValueCode, Protocol):
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """The float32 values that these codes stand for; more than were encoded, where codes share bytes."""
 
+    def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The same for rows of codes, each with a scale of its own."""
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -215,12 +218,8 @@ class FrameShape(CodesShape):
         except FrameError:
             return None
         count = self.num_fixed + self.k
-        codes = there[:, 4 * self._end_of_index :][:, : self._num_value_bytes].unbind()
-        decoded = [
-            self.quantize.decode(row.view(self.quantize.code_dtype), scale)[:count]
-            for row, scale in zip(codes, words[:, _SCALE].view(torch.float32), strict=True)
-        ]
-        values = torch.stack(decoded)
+        codes = there[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
+        values = self.quantize.decode_rows(codes, words[:, _SCALE].view(torch.float32))[:, :count].contiguous()
         fits = all(_sum_fits(total, head) for total, head in zip(sums.tolist(), heads, strict=True))
         return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
 

@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 2  # as in native/interface.cpp
+_INTERFACE = 3  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -63,6 +63,7 @@ _SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
+    "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, ctypes.POINTER(_N))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
 }
 

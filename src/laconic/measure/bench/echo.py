@@ -24,8 +24,10 @@ class Echo(Collectives):
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
-        everyone = torch.empty((self.num_workers, frame.numel()), dtype=frame.dtype, pin_memory=frame.is_pinned())
-        return everyone.copy_(frame)
+        room = torch.empty(
+            (self.num_workers, frame.numel()), dtype=frame.dtype, device=frame.device, pin_memory=frame.is_pinned()
+        )
+        return room.copy_(frame)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
