@@ -55,6 +55,7 @@ class _Rounds(Path):
 
     said: list[tuple[str, int]]
 
+    most_messages = 3
     looks = False
 
     def speak(self, work: Work) -> Speech:

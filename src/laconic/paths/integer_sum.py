@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ _ROUND, _ROUND_AGAIN = range(2)  # a worker's two streams of draws
 @dataclass
 class IntegerSum(Path):
     """The workers tell each other norms, scales where there are several, and codes; the sum of codes is a code."""
+
+    most_messages: ClassVar[int] = 3  # norms, scales where there are several, codes
 
     transport: Collectives
     choice: SharedChoice

@@ -80,6 +80,7 @@ class Path:
     transport: Transport
     clock: PhaseClock
 
+    most_messages: ClassVar[int] = 1  # about a bucket; whoever waits for no more need not know what came of the last
     looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
 
     def bytes_out(self, layout: Layout) -> int:

@@ -26,6 +26,7 @@ class Flight:
     bucket: Bucket
     land: Callable[[BaseException | None], None]
     talk: Talk | None = None  # None where it could not begin
+    num_said: int = 0
     is_over: bool = False
     ready: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)  # told whenever it is the talker's turn
 
@@ -83,18 +84,21 @@ class Pipeline:
                 step_is_whole = False
 
     def _say(self, flight: Flight) -> bool:
-        """Send its next message, if there is one."""
+        """Send its next message, if there is one; whether there may be another."""
         flight.ready.get()
         if flight.is_over:
             return False
-        heard = _Heard(flight, spoke=False)
-        if self.error is None and flight.talk is not None and flight.talk.message is not None:
+        talk = flight.talk
+        if self.error is None and talk is not None and talk.message is not None:
             try:
-                heard = _Heard(flight, True, self._session.say(flight.talk))
+                heard = self._session.say(talk)
+                flight.num_said += 1
+                self._heard.put(_Heard(flight, True, heard))
+                return flight.num_said < talk.path.most_messages
             except BaseException as error:
                 self._fail(error)
-        self._heard.put(heard)
-        return heard.spoke
+        self._heard.put(_Heard(flight, spoke=False))
+        return False
 
     def _hear(self) -> None:
         """The third: go on with what was heard, which at a speech's end is to apply it."""
