@@ -19,6 +19,7 @@ from laconic import __version__, recipes
 from laconic.errors import TaskError
 from laconic.measure import cli
 from laconic.measure.compare import compare, round_of
+from laconic.measure.measures import MEASURES
 from laconic.measure.records import Recorder
 from laconic.measure.train import DIVERGED, Job, resume
 from laconic.measure.train.checkpoint import forget_checkpoint
@@ -224,10 +225,13 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--hosts", "2", "--workers", "2"], "leave --workers out"),
         (["train", "--servers", "1", "--scheme", "topk"], "topk asks no server; leave --servers out"),
-        (["compare", "--suite", "links", "--workers", "2"], "leave --link, --link-of, --target and --workers out"),
+        (["compare", "--suite", "links", "--workers", "2"], "--target, --target-loss and --workers out"),
         (["compare", "--out", "/dev"], "/dev is not empty; give --out a new folder"),
         (["compare", "--scheme", "dense", "--scheme", "dense"], "given twice"),
         (["compare", "--target", "88"], "between 0 and 1"),
+        (["compare", "--target", "0.8", "--target-loss", "2"], "two targets; give one"),
+        (["compare", "--target-loss", "0"], "give a number above 0"),
+        (["compare", "--scheme", "dense", "--scheme", "sign", "--clip-norm", "1"], "leave --clip-norm out"),
         (["bench", "wire", "--n", "0"], "--n is 0"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
@@ -344,16 +348,22 @@ def test_a_diverged_run_does_not_spoil_a_comparison(tmp_path: Path) -> None:
     for scheme, accuracy, diverged_at in (("dense", 0.1, 2), ("bf16", 0.8, None), ("topk", 0.7, None)):
         with Recorder(round_of(tmp_path, scheme, 1)) as records:
             for step in (0, 4):
-                records.write("eval", step=step, seconds=step * 0.5, accuracy=accuracy)
+                records.write("eval", step=step, seconds=step * 0.5, accuracy=accuracy, loss=1 - accuracy)
             records.write("step", step=1, ms=1.0, exchange_ms=1.0)
             sent = {"bytes_out": 8, "bytes_in": 8, "link_bytes_out": None, "link_bytes_in": None, "ratio": 1.0}
-            result: dict[str, Any] = {"split_ms": {}, "steps": 2 if diverged_at else 4, "accuracy": accuracy, **sent}
+            judged = {"accuracy": accuracy, "loss": None if diverged_at else 1 - accuracy}
+            result: dict[str, Any] = {"split_ms": {}, "steps": 2 if diverged_at else 4, **judged, **sent}
             records.write("result", diverged_at=diverged_at, **result)
-    found = compare(tmp_path, ["dense", "bf16", "topk"], 1)
+    found = compare(tmp_path, ["dense", "bf16", "topk"], 1, MEASURES["accuracy"])
     assert found.steps == 4 and found.target == pytest.approx(0.79)
     assert [row.diverged_at for row in found.rows] == [2, None, None]
     # The accuracy before any training, which meets the target here, is not timed.
     assert [row.seconds_to_target for row in found.rows] == [None, 2.0, None]
+    by_loss = compare(tmp_path, ["dense", "bf16", "topk"], 1, MEASURES["loss"])
+    assert by_loss.target == pytest.approx(0.204)  # bf16's and 2 %
+    assert [row.seconds_to_target for row in by_loss.rows] == [None, 2.0, None]
+    assert compare(tmp_path, ["dense"], 1, MEASURES["loss"]).target is None
+    assert compare(tmp_path, ["topk"], 1, MEASURES["loss"], 0.3001).rows[0].seconds_to_target == 2.0
 
 
 @pytest.mark.parametrize("ratio,said", [(None, ""), (1.0, ""), (63.51, "63.5x fewer"), (0.5, "2.0x more")])

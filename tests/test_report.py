@@ -247,24 +247,40 @@ def test_what_diverged_is_marked_and_does_not_compete(tmp_path: Path) -> None:
 
 def test_figures_that_some_schemes_have_are_shown_and_explained(tmp_path: Path) -> None:
     made = make(tmp_path)
-    _break(made, '"accuracy": 0.8912', '"union": 1.974, "worst_accuracy": 0.7, "accuracy": 0.8912')
+    _break(
+        made,
+        '"accuracy": 0.8912',
+        '"union": 1.974, "worst_accuracy": 0.7, "consensus_distance": 0.02, "accuracy": 0.8912',
+    )
     read = _Reader(_page(made))
-    assert read.tables[0][2][len(SHOWN[0]) :] == ["1.97", "70.00 %", "-"]
+    assert read.tables[0][2][len(SHOWN[0]) :] == ["1.97", "70.00 %", "2.00 %"]
     assert read.tables[0][3][len(SHOWN[0]) :] == ["-", "-", "-"]
     assert "Under |U|/k: |U|/k at a server" in read.text and "servers out" not in read.text
+
+
+def test_a_comparison_by_loss_is_drawn_by_loss(tmp_path: Path) -> None:
+    made = make(tmp_path, measure="loss", target=1.5, task="chars")
+    _break(made, '"accuracy": 0.8912', '"loss": 1.4712, "accuracy": 0.8912')
+    _break(made, '"accuracy": 0.8899', '"loss": 1.6, "accuracy": 0.8899')
+    read = _Reader(_page(made))
+    assert read.tables[0][0][1:3] == ["validation loss", "s to 1.5"] and read.tables[0][2][1] == "1.4712"
+    assert "1.4712" in read.bold and "Validation loss against training time" in read.text
+    assert "target validation loss 1.5" in read.text and "accuracy" not in read.text
 
 
 def test_figures_are_declared_once_and_keep_their_names() -> None:
     """Records of earlier runs have these keys."""
     assert [figure.name for figure in declared.FIGURES] == [
-        *("link_bytes_out", "link_bytes_in", "link_use", "seconds_slowest", "worst_accuracy", "consensus_distance"),
+        *("link_bytes_out", "link_bytes_in", "link_use", "tokens_per_s", "seconds_slowest"),
+        *("worst_accuracy", "worst_loss", "consensus_distance"),
         *("union", "oldest_residual", "never_sent"),
         *("server_bytes_out", "server_link_bytes_out", "server_held_bytes"),
     ]
     rounds = [{"union": 2.0, "worst_accuracy": 0.5 + 0.1 * i, "server_bytes_out": 80} for i in (1, 2)]
     found = declared.of_rounds(rounds, steps=8)
     assert set(found) == {
-        *("link_bytes_out", "link_bytes_in", "worst_accuracy", "consensus_distance", "union", "server_bytes_out")
+        *("link_bytes_out", "link_bytes_in", "tokens_per_s", "worst_accuracy", "worst_loss"),
+        *("consensus_distance", "union", "server_bytes_out"),
     }
     assert found["worst_accuracy"] == pytest.approx(0.65) and found["server_bytes_out"] == 10
     assert declared.of_rounds([{**one, "server_link_bytes_out": 88} for one in rounds], 8)["server_bytes_out"] == 11

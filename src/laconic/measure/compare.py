@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from laconic.measure import records
 from laconic.measure.figures import Record, Values, median, of_rounds
+from laconic.measure.measures import Measure
 
-_MARGIN = 0.01  # the default target lies one point under the reference's final accuracy
+_REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,26 @@ class Row(Record):
     speedup: float | None  # of time to target, against dense
     speedup_bf16: float | None
     figures: Values
+    loss: float | None = None
     diverged_at: int | None = None  # the step from which on some round's loss was no number
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, and the accuracy they were timed to."""
+    """All rows, and what they were timed to."""
 
-    target: float
+    measure: str
+    target: float | None  # None where all diverged
     steps: int
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"target": self.target, "steps": self.steps, "rows": [row.as_dict() for row in self.rows]}
+        return {
+            "measure": self.measure,
+            "target": self.target,
+            "steps": self.steps,
+            "rows": [row.as_dict() for row in self.rows],
+        }
 
 
 def folder_of(scheme: str) -> str:
@@ -60,18 +68,30 @@ def round_of(out: Path, scheme: str, number: int) -> Path:
 
 
 def compare(
-    out: Path, schemes: Sequence[str], rounds: int, target: float | None = None, link_bits_per_s: int | None = None
+    out: Path,
+    schemes: Sequence[str],
+    rounds: int,
+    measure: Measure,
+    target: float | None = None,
+    link_bits_per_s: int | None = None,
 ) -> Comparison:
     """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
     runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
     if target is None:
-        sound = {scheme: of for scheme, of in runs.items() if _diverged_at(of) is None} or runs
-        accuracies = {scheme: statistics.median(run.result["accuracy"] for run in of) for scheme, of in sound.items()}
-        target = accuracies.get("dense", max(accuracies.values())) - _MARGIN
-    times = {scheme: median([run.seconds_to(target) for run in of]) for scheme, of in runs.items()}
+        target = _default_target(runs, measure)
+    times = {scheme: median([run.seconds_to(target, measure) for run in of]) for scheme, of in runs.items()}
     rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
     steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
-    return Comparison(target, steps, tuple(rows))
+    return Comparison(measure.name, target, steps, tuple(rows))
+
+
+def _default_target(runs: Mapping[str, Sequence[Run]], measure: Measure) -> float | None:
+    """What the reference sets; None where all runs diverged."""
+    finals = {scheme: median([run.result[measure.name] for run in of]) for scheme, of in runs.items()}
+    sound = {scheme: final for scheme, final in finals.items() if final is not None and not _diverged_at(runs[scheme])}
+    if not sound:
+        return None
+    return measure.target(next((sound[name] for name in _REFERENCES if name in sound), measure.best([*sound.values()])))
 
 
 @dataclass(frozen=True)
@@ -90,12 +110,12 @@ class Run:
         steps = by_kind["step"][records.WARM_UP_STEPS :] or by_kind["step"]
         return cls(by_kind["result"][-1], steps, by_kind["eval"])
 
-    def seconds_to(self, target: float) -> float | None:
+    def seconds_to(self, target: float | None, measure: Measure) -> float | None:
         """Training time until an evaluation reached the target; the one before any training does not count."""
-        if self.result["diverged_at"] is not None:
+        if self.result["diverged_at"] is not None or target is None:
             return None
         trained = (fact for fact in self.evaluations if fact["step"] > 0)
-        return next((float(fact["seconds"]) for fact in trained if fact["accuracy"] >= target), None)
+        return next((float(fact["seconds"]) for fact in trained if measure.reaches(fact[measure.name], target)), None)
 
 
 def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_bits_per_s: int | None) -> Row:
@@ -119,6 +139,7 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         speedup=_quotient(times.get("dense"), times[scheme]),
         speedup_bf16=_quotient(times.get("bf16"), times[scheme]),
         figures={**of_rounds([run.result for run in runs], steps), "link_use": _link_use(runs, link_bits_per_s)},
+        loss=median([run.result["loss"] for run in runs]),
         diverged_at=_diverged_at(runs),
     )
 
@@ -136,7 +157,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _link_use(runs: Sequence[Run], link_bits_per_s: int | None) -> float | None:
-    if runs[0].result.get("worst_accuracy") is not None:
+    if runs[0].result.get("consensus_distance") is not None:
         return None  # gossip talks while it trains, so for how long is not known
     steps = [fact for run in runs for fact in run.steps]
     sent_bits = 8 * sum(fact.get("link_bytes_out", 0) for fact in steps)

@@ -103,6 +103,16 @@ FIGURES = (
         shown_with="link_bytes_out",
     ),
     Figure(
+        name="tokens_per_s",
+        meaning="tokens that all workers together see in a second, by the median step",
+        source=Source.WORKERS,
+        over_rounds=median,
+        place=Place.END,
+        head="tokens/s",
+        form=",.0f",
+        sentence="{:,.0f} tokens/s",
+    ),
+    Figure(
         name="seconds_slowest",
         meaning="of the worker that took longest",
         source=Source.WORKERS,
@@ -119,6 +129,15 @@ FIGURES = (
         factor=100,
     ),
     Figure(
+        name="worst_loss",
+        meaning="of gossip's replicas, of which `loss` is the mean's, where a task is judged by that",
+        source=Source.EVALUATION,
+        over_rounds=median,
+        place=Place.END,
+        head="worst replica",
+        form=".4f",
+    ),
+    Figure(
         name="consensus_distance",
         meaning="||x_i - mean|| / ||mean|| of gossip's replicas, root mean square, before the last average",
         source=Source.EVALUATION,
@@ -128,7 +147,6 @@ FIGURES = (
         form=".2f",
         unit=" %",
         factor=100,
-        shown_with="worst_accuracy",
     ),
     Figure(
         name="union",

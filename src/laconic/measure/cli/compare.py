@@ -19,6 +19,7 @@ from laconic.measure.cli.train import check_before_launch
 from laconic.measure.compare import Comparison, compare, round_of
 from laconic.measure.figures import Place, columns
 from laconic.measure.lab import LabSpec
+from laconic.measure.measures import MEASURES, Measure
 from laconic.measure.records import Recorder, to_json
 from laconic.measure.report import write_report
 from laconic.measure.train import Job
@@ -33,13 +34,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "compare",
         help="train the same job under several schemes and print a table",
         description="Run the same job, with the same seeds, under each scheme. "
-        "Speed-up is by training time to the target accuracy. With --out, DIR/report.html shows it all.",
+        "Speed-up is by training time to a target accuracy or loss. With --out, DIR/report.html shows it all.",
     )
     parser.add_argument(
         "--scheme", action="append", metavar="NAME", help=f"a scheme; repeat it (default {', '.join(_DEFAULT)})"
     )
     parser.add_argument(
-        "--target", type=float, metavar="X", help="accuracy to time (default: dense's final accuracy less one point)"
+        "--target", type=float, metavar="X", help="accuracy to time (default: that of dense less one point)"
+    )
+    parser.add_argument(
+        "--target-loss", type=float, metavar="X", help="validation loss to time (default: that of dense plus 2 %%)"
     )
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
@@ -59,9 +63,13 @@ def run(asked: argparse.Namespace) -> int:
         raise TaskError("a scheme is given twice; give each once")
     if asked.target is not None and not 0 < asked.target <= 1:
         raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
+    if asked.target_loss is not None and not asked.target_loss > 0:
+        raise TaskError(f"--target-loss is {asked.target_loss}; give a number above 0")
+    if asked.target is not None and asked.target_loss is not None:
+        raise TaskError("--target and --target-loss are two targets; give one")
     if asked.rounds < 1:
         raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
-    job = job_of(asked, scheme=schemes[0], json=False, quiet=True, no_checkpoint=True)
+    job, *_ = [job_of(asked, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
     spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
@@ -72,9 +80,11 @@ def run(asked: argparse.Namespace) -> int:
         else:
             _run_all(job, schemes, asked.rounds, out, spec)
             bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
-            found = compare(out, schemes, asked.rounds, asked.target, bits_per_s)
+            found = compare(out, schemes, asked.rounds, *_goal(asked, job), bits_per_s)
             with Recorder(out) as records:
-                what = setting(job, spec, rounds=asked.rounds, steps=found.steps, target=found.target)
+                what = setting(
+                    job, spec, rounds=asked.rounds, steps=found.steps, target=found.target, measure=found.measure
+                )
                 records.write("comparison", **what)
                 for row in found.rows:
                     records.write("row", **row.as_dict())
@@ -83,6 +93,15 @@ def run(asked: argparse.Namespace) -> int:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
     print(printed, flush=True)
     return 0
+
+
+def _goal(asked: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
+    """What is timed, and to which target, None where a reference sets it."""
+    if asked.target_loss is not None:
+        return MEASURES["loss"], asked.target_loss
+    if asked.target is not None:
+        return MEASURES["accuracy"], asked.target
+    return job.measure, None
 
 
 def _run_all(job: Job, schemes: list[str], rounds: int, out: Path, spec: LabSpec | None) -> None:
@@ -111,19 +130,22 @@ def _text(found: Comparison) -> str:
     figures = [row.figures for row in found.rows]
     beside_bytes = columns(figures, Place.BYTES)
     at_end = columns(figures, Place.END)
+    measure = MEASURES[found.measure]
     head = [
-        *("scheme", "accuracy", f"s to {100 * found.target:.1f} %", "step ms", "quartiles", "select+encode"),
+        *("scheme", measure.noun, f"s to {measure.text(found.target)}", "step ms", "quartiles", "select+encode"),
         *("bytes out/step", "in/step", *(figure.head for figure in beside_bytes)),
         *("ratio", "vs dense", "vs bf16", *(figure.head for figure in at_end)),
     ]
     rows = []
     for row in found.rows:
         lower, upper = row.step_ms_quartiles
-        accuracy = f"{100 * row.accuracy:.2f} %" if row.diverged_at is None else f"diverged at step {row.diverged_at}"
+        worth = measure.text(getattr(row, measure.name))
+        if row.diverged_at is not None:
+            worth = f"diverged at step {row.diverged_at}"
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
         rows.append(
             [
-                *(row.scheme, accuracy, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"),
+                *(row.scheme, worth, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"),
                 *(
                     f"{lower:.0f}-{upper:.0f}",
                     number(preparing, ".1f", " %"),

@@ -33,7 +33,9 @@ def job_of(asked: argparse.Namespace, **instead: Any) -> Job:
     return Job(**{**given, **instead})
 
 
-def setting(job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: float | None) -> dict[str, Any]:
+def setting(
+    job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: float | None, measure: str
+) -> dict[str, Any]:
     """The facts that head a comparison's records; hosts and link are None outside a lab."""
     return {
         **job.facts(),
@@ -45,6 +47,7 @@ def setting(job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: 
         "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
         "rounds": rounds,
         "target": target,
+        "measure": measure,
     }
 
 

@@ -37,10 +37,11 @@ class Point:
 
 def sweep_spec(job: Job, asked: argparse.Namespace) -> LabSpec:
     """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
-    if asked.link or asked.link_of or asked.target is not None or hasattr(asked, "workers"):
+    targets = (asked.target, asked.target_loss)
+    if asked.link or asked.link_of or targets != (None, None) or hasattr(asked, "workers"):
         raise TaskError(
             "--suite links chooses the links, times steps and puts a worker on each of --hosts; "
-            "leave --link, --link-of, --target and --workers out"
+            "leave --link, --link-of, --target, --target-loss and --workers out"
         )
     if job.epochs is not None:
         raise TaskError("--suite links times steps; give --steps instead of --epochs")
@@ -53,7 +54,9 @@ def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) ->
     job = replace(job, steps=job.steps or _STEPS, eval_every=10**9)
     points = []
     with Recorder(out) as records:
-        what = setting(job, LabSpec(hosts), rounds=asked.rounds, steps=job.steps or _STEPS, target=None)
+        what = setting(
+            job, LabSpec(hosts), rounds=asked.rounds, steps=job.steps or _STEPS, target=None, measure=job.measure.name
+        )
         records.write("comparison", **{**what, "link": None})
         for link in _LINKS:
             step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}

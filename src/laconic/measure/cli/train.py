@@ -10,6 +10,7 @@ from laconic.errors import LaconicError, TaskError
 from laconic.measure.cli.job_options import add_job_options, job_of
 from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
 from laconic.measure.figures import sentences
+from laconic.measure.measures import MEASURES
 from laconic.measure.records import make_writable, to_json
 from laconic.measure.train import Job, is_worker, work
 from laconic.measure.train.checkpoint import load_checkpoint
@@ -63,7 +64,7 @@ def check_before_launch(job: Job, num_workers: int) -> None:
 
 def _tell(result: Result, job: Job) -> None:
     if not job.quiet:
-        print(to_json(result.as_dict()) if job.json else _text(result), flush=True)
+        print(to_json(result.as_dict()) if job.json else _text(result, job), flush=True)
     if result.diverged_at is not None:
         print(
             f"laconic: {result.scheme} diverged: from step {result.diverged_at} on its loss is no number; "
@@ -73,11 +74,14 @@ def _tell(result: Result, job: Job) -> None:
         )
 
 
-def _text(result: Result) -> str:
+def _text(result: Result, job: Job) -> str:
+    # The task's own measure comes first, and says nothing twice.
+    worth = dict.fromkeys((job.measure.name, *MEASURES))
+    judged = ", ".join(f"{name} {MEASURES[name].text(getattr(result, name))}" for name in worth)
     split = ", ".join(f"{name} {ms:.1f}" for name, ms in result.split_ms.items())
     ratio = f", {beside} than dense fp32" if (beside := beside_dense(result.ratio)) else ""
     return (
-        f"{result.scheme}: accuracy {100 * result.accuracy:.2f} %, loss {result.loss:.4f} after {result.steps} steps "
+        f"{result.scheme}: {judged} after {result.steps} steps "
         f"in {result.seconds:.1f} s; {result.step_ms:.1f} ms a step ({split}); "
         f"{result.bytes_out:,} bytes out and {result.bytes_in:,} in per worker{ratio}{_told_figures(result)}"
     )

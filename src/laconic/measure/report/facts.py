@@ -10,9 +10,10 @@ from statistics import median
 from typing import Any
 
 from laconic.errors import TaskError
-from laconic.measure import records
+from laconic.measure import figures, records
 from laconic.measure.compare import Row
 from laconic.measure.figures import pick
+from laconic.measure.measures import MEASURES, Measure
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -32,6 +33,7 @@ class Setting:
     seed: int
     rounds: int
     target: float | None
+    measure: str = "accuracy"  # what the target is of
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Point:
     seconds: float
     accuracy: float
     bytes_out: float
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ class ShownRow(Row):
         shared = [step for step in rounds[0] if all(step in points for points in rounds)] if rounds else []
         return tuple(
             Point(
-                step, *(median(getattr(r[step], name) for r in rounds) for name in ("seconds", "accuracy", "bytes_out"))
+                step,
+                seconds=median(r[step].seconds for r in rounds),
+                accuracy=median(r[step].accuracy for r in rounds),
+                bytes_out=median(r[step].bytes_out for r in rounds),
+                loss=figures.median([r[step].loss for r in rounds]),
             )
             for step in shared
         )
@@ -87,6 +94,11 @@ class Facts:
     setting: Setting
     rows: tuple[ShownRow, ...]
     sweep: tuple[Sweep, ...]
+
+    @property
+    def measure(self) -> Measure:
+        """What the schemes are judged by."""
+        return MEASURES[self.setting.measure]
 
     @cached_property
     def schemes(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from laconic.measure.measures import Measure
 from laconic.measure.report.axis import linear, logarithmic
 from laconic.measure.report.bars import PLACES, Bar, bar_chart
 from laconic.measure.report.facts import Facts, Point, ShownRow
@@ -15,13 +16,13 @@ _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast on
 
 
 def over_time(facts: Facts) -> str:
-    """Accuracy against training seconds."""
+    """What schemes are judged by against training seconds."""
     ends = [row.middle[-1].seconds for row in facts.rows]
     is_log = max(ends) > _LOG_FROM * min(ends)
     thin = f" Thin lines are the {facts.setting.rounds} rounds, bold ones their median." * (facts.setting.rounds > 1)
     equal = " On the logarithmic axis, twice as fast is the same distance everywhere." * is_log
     return figure(
-        "Accuracy against training time",
+        f"{facts.measure.noun.capitalize()} against training time",
         f"Further left is sooner.{thin}{equal}",
         _curves(facts, "seconds", "training seconds", is_log),
         _evaluations(facts, "seconds", ".2f"),
@@ -29,11 +30,11 @@ def over_time(facts: Facts) -> str:
 
 
 def over_bytes(facts: Facts) -> str:
-    """Accuracy against the bytes a worker sent."""
+    """What schemes are judged by against the bytes a worker sent."""
     silent = [row.scheme for row in facts.rows if not any(point.bytes_out for point in row.middle)]
     left_out = f" Left out, since it sent nothing: {', '.join(silent)}." * bool(silent)
     return figure(
-        "Accuracy against bytes sent",
+        f"{facts.measure.noun.capitalize()} against bytes sent",
         f"Sent by one worker so far, on a logarithmic axis.{left_out}",
         _curves(facts, "bytes_out", "bytes sent per worker", True) if len(silent) < len(facts.rows) else "",
         _evaluations(facts, "bytes_out", ",.0f"),
@@ -41,10 +42,15 @@ def over_bytes(facts: Facts) -> str:
 
 
 def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
-    """Accuracy over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
+    """What schemes are judged by, over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
+    measure = facts.measure
 
     def places(points: Sequence[Point], scheme: str) -> list[tuple[float, float, str]]:
-        found = [(getattr(point, quantity), point.accuracy, f"{scheme}, {_hover(point)}") for point in points]
+        found = [
+            (getattr(point, quantity), worth, f"{scheme}, {_hover(point, measure)}")
+            for point in points
+            if (worth := getattr(point, measure.name)) is not None
+        ]
         return [place for place in found if place[0] > 0 or not is_log]
 
     curves = [
@@ -61,25 +67,34 @@ def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
     form = si_bytes if quantity == "bytes_out" else "{:g}".format
     x = (logarithmic if is_log else linear)(x_name, [place[0] for place in every], LEFT, RIGHT, form)
     target = facts.setting.target
-    levels = [] if target is None else [Level(target, f"target {brief_percent(target)}")]
+    levels = [] if target is None else [Level(target, f"target {measure.brief(target)}")]
     heights = [place[1] for place in every] + [level.y for level in levels]
-    y = linear("accuracy", heights, *plot_places(flags_height(curves, x)), brief_percent)
-    return line_chart(f"Accuracy over {x_name}", x, y, curves, levels, flags(curves, x, y))
+    y = linear(measure.noun, heights, *plot_places(flags_height(curves, x)), measure.brief)
+    return line_chart(f"{measure.noun.capitalize()} over {x_name}", x, y, curves, levels, flags(curves, x, y))
 
 
-def _hover(point: Point) -> str:
-    return f"step {point.step}: {percent(point.accuracy)} after {point.seconds:.2f} s, {point.bytes_out:,.0f} bytes"
+def _hover(point: Point, measure: Measure) -> str:
+    worth = measure.text(getattr(point, measure.name))
+    return f"step {point.step}: {worth} after {point.seconds:.2f} s, {point.bytes_out:,.0f} bytes"
 
 
 def _evaluations(facts: Facts, quantity: str, form: str) -> str:
+    measure = facts.measure
     rows = [
-        [row.scheme, str(i), str(point.step), number(getattr(point, quantity), form), percent(point.accuracy)]
+        [
+            row.scheme,
+            str(i),
+            str(point.step),
+            number(getattr(point, quantity), form),
+            measure.text(getattr(point, measure.name)),
+        ]
         for row in facts.rows
         for i, points in enumerate(row.rounds, 1)
         for point in points
     ]
     name = "bytes sent" if quantity == "bytes_out" else quantity
-    return numbers_behind(f"Accuracy and {name}", ["scheme", "round", "step", name, "accuracy"], rows)
+    title = f"{measure.noun.capitalize()} and {name}"
+    return numbers_behind(title, ["scheme", "round", "step", name, measure.noun], rows)
 
 
 def step_split(facts: Facts) -> str:

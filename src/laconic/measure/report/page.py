@@ -6,25 +6,26 @@ from pathlib import Path
 
 from laconic.errors import TaskError
 from laconic.measure import records
+from laconic.measure.measures import MEASURES
 from laconic.measure.report.facts import Facts, Setting, read_facts
 from laconic.measure.report.figures import link_use, over_bytes, over_time, step_split
 from laconic.measure.report.fits import fits_page
 from laconic.measure.report.inspected import holds_inspection
-from laconic.measure.report.markup import brief_percent, frame
+from laconic.measure.report.markup import frame
 from laconic.measure.report.sweep import over_links
 from laconic.measure.report.table import other_figures, table
 from laconic.measure.report.unions import holds_unions, unions_page
 
 _NOTES = (
     "Time is training time; evaluation is taken off the clock.",
-    "Speed-up is by training time to the target accuracy, never by ratio; what did not reach the target has none.",
+    "Speed-up is by training time to the target, never by ratio; what did not reach it has none.",
     "Step times are medians, with the quartiles below them. Bytes are per worker and step.",
     "Ratio is what a float32 all-reduce of the same gradients would have sent, over what was sent.",
     "Bold marks the best of a column; a scheme that sends nothing is a bound on speed and does not compete.",
 )
 _INTERFACE_NOTE = "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements."
 _LAB_NOTE = "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange."
-_SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to an accuracy."
+_SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to a target."
 
 
 def write_report(folder: Path) -> Path:
@@ -82,6 +83,7 @@ def _sentence(setting: Setting) -> str:
     how = [f"{setting.steps} step{'s' * (setting.steps != 1)}"] if setting.steps else []
     how += [f"{setting.batch} examples per worker and step"] if setting.batch else []
     how += [f"{setting.rounds} round{'s' * (setting.rounds != 1)}", f"seed {setting.seed}"]
-    how += [f"target accuracy {brief_percent(setting.target)}"] if setting.target is not None else []
+    measure = MEASURES[setting.measure]
+    how += [f"target {measure.noun} {measure.brief(setting.target)}"] if setting.target is not None else []
     workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
     return f"{setting.task}{model}, trained by {workers} on {where}: {', '.join(how)}."

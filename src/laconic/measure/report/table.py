@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from laconic.measure.figures import Figure, Place, columns
+from laconic.measure.measures import Measure
 from laconic.measure.report.facts import Facts, ShownRow
-from laconic.measure.report.markup import brief_percent, number, percent, quartiles, scroll_box, text
+from laconic.measure.report.markup import number, percent, quartiles, scroll_box, text
 
 _ON_THE_LINK = ("link_bytes_out", "link_bytes_in", "link_use")
 
@@ -26,7 +27,7 @@ class _Column:
     is_lab: bool = False  # means nothing outside a lab
 
 
-def _columns(target: float | None, rows: Sequence[ShownRow]) -> list[_Column]:
+def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -> list[_Column]:
     def whole(value: float | None) -> str:
         return number(value, ",.0f")
 
@@ -36,9 +37,9 @@ def _columns(target: float | None, rows: Sequence[ShownRow]) -> list[_Column]:
     def times(value: float | None) -> str:
         return number(value, ".2f", "x")
 
-    to_target = "s to target" if target is None else f"s to {brief_percent(target)}"
+    to_target = "s to target" if target is None else f"s to {measure.brief(target)}"
     return [
-        _Column("", "accuracy", lambda row: row.accuracy, percent, max),
+        _Column("", measure.noun, lambda row: getattr(row, measure.name), measure.text, measure.best),
         _Column("", to_target, lambda row: row.seconds_to_target, tenth, min),
         _Column("", "step ms", lambda row: row.step_ms, tenth, min, lambda row: quartiles(row.step_ms_quartiles)),
         _Column("bytes out per step", "counted", lambda row: row.bytes_out, whole, min),
@@ -78,7 +79,11 @@ def _more(seen: float | None, counted: float) -> str:
 
 def table(facts: Facts) -> str:
     """Every scheme's figures side by side."""
-    columns = [c for c in _columns(facts.setting.target, facts.rows) if facts.setting.hosts is not None or not c.is_lab]
+    columns = [
+        c
+        for c in _columns(facts.measure, facts.setting.target, facts.rows)
+        if facts.setting.hosts is not None or not c.is_lab
+    ]
     lines = []
     best = [_best(column, facts.rows) for column in columns]
     for row in facts.rows:

@@ -66,4 +66,5 @@ CHARS = Task(
         "gpt2-medium": _gpt2(2e-4, num_layers=24, width=1024, num_heads=16),
     },
     _load,
+    measure="loss",
 )

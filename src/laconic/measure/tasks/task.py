@@ -55,6 +55,7 @@ class Task:
     name: str
     models: Mapping[str, Model]
     load: Callable[[Path | None, int | None], Data]  # from --data, in examples of --context tokens
+    measure: str = "accuracy"  # one of MEASURES, by which models are judged
 
     def model(self, name: str | None) -> Model:
         """A model by name, or the default."""

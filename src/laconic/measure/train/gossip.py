@@ -53,6 +53,7 @@ class GossipLearner:
 
     def __init__(self, job: Job, course: Course, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.course = course
+        self._measure = job.measure
         self._device = device
         self.model = course.model(device)
         self.updater = course.updater(self.model)
@@ -78,11 +79,13 @@ class GossipLearner:
         return spent
 
     def _replicas(self, distance: float) -> dict[str, float]:
-        """The accuracy of the worst replica, and the root mean square of their distances to the mean."""
-        right, _, count = self.course.score(self.model, self._device)
-        rows = self.group.gather([right / count, distance])
+        """What the worst replica is worth, and the root mean square of their distances to the mean."""
+        right, loss, count = self.course.score(self.model, self._device)
+        worth = {"accuracy": right / count, "loss": loss / count}[self._measure.name]
+        rows = self.group.gather([worth, distance])
         apart = math.sqrt(sum(distance**2 for _, distance in rows) / len(rows))
-        return {"worst_accuracy": min(accuracy for accuracy, _ in rows), "consensus_distance": apart}
+        worst = self._measure.worst([worth for worth, _ in rows])
+        return {f"worst_{self._measure.name}": worst, "consensus_distance": apart}
 
     @torch.no_grad()
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:

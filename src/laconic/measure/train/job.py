@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import TaskError
+from laconic.measure.measures import MEASURES, Measure
 from laconic.measure.tasks import TASKS, Data, Training
 from laconic.measure.train.optimizer import OPTIMIZERS
 from laconic.measure.train.training import settled
@@ -148,6 +149,11 @@ class Job:
             given["betas"] = _betas(self.betas)
         asked = {name: value for name, value in given.items() if value is not None}
         return settled(TASKS[self.task].model(self.model).training, asked, parse(self.scheme))
+
+    @property
+    def measure(self) -> Measure:
+        """What the task's models are judged by."""
+        return MEASURES[TASKS[self.task].measure]
 
     def load_data(self) -> Data:
         """The task's examples."""

@@ -135,6 +135,11 @@ class TrainingLoop:
         }
         return self.last_evaluation
 
+    def tokens_per_s(self, step_ms: float) -> float | None:
+        """What all workers together see in a step of so many ms; None where examples are not made of tokens."""
+        context = self.job.training.context
+        return None if context is None else 1e3 * context * self.course.batch * self.group.num_living / step_ms
+
     def bytes_so_far(self) -> dict[str, int]:
         """What this worker sent and heard since the first step, and what dense would have sent."""
         stats = self.learner.stats()

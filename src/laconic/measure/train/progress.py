@@ -52,10 +52,11 @@ class Progress:
             for name in ("accuracy", "loss"):
                 self._events.add_scalar(f"test/{name}", fact[name], fact["step"])
         if self._shown and not self._bar:
+            measure = self._job.measure
             last = f", {self._text(self._loop.facts[-1])}" if self._loop.facts else ""
             print(
                 f"{self._job.scheme}: step {fact['step']}/{self._loop.course.num_steps}, "
-                f"accuracy {100 * fact['accuracy']:.2f} %{last}",
+                f"{measure.noun} {measure.text(fact[measure.name])}{last}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -63,7 +64,9 @@ class Progress:
     def _text(self, fact: dict[str, Any]) -> str:
         beside = beside_dense(self._loop.learner.stats().ratio)
         said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
-        return f"loss {fact['loss']:.3f}, {fact['ms']:.0f} ms, {said}"
+        rate = self._loop.tokens_per_s(fact["ms"])
+        seen = f", {rate:,.0f} tokens/s" if rate else ""
+        return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {said}"
 
 
 def _bar() -> Bar | None:

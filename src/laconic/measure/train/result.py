@@ -55,13 +55,14 @@ def summarize(loop: TrainingLoop) -> Result:
     out, into, dense, seen_out, seen_in = (round(each / loop.group.num_living) for each in total.tolist())
     end = loop.group.end_facts()
     slowest = max(seconds for (seconds,) in loop.group.gather([loop.seconds]))
+    step_ms, split_ms = median_times(loop.facts)
     workers = {
+        "tokens_per_s": loop.tokens_per_s(step_ms),
         "link_bytes_out": seen_out or None,
         "link_bytes_in": seen_in or None,
         "seconds_slowest": None if loop.group.shares_clock else slowest,
     }
     found = {Source.STATS: vars(stats), Source.EVALUATION: evaluation, Source.WORKERS: workers}
-    step_ms, split_ms = median_times(loop.facts)
     return Result(
         scheme=str(stats.scheme),
         accuracy=evaluation["accuracy"],

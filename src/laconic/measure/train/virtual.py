@@ -246,6 +246,9 @@ class _VirtualObserver:
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self._records.write("eval", **fact)
-        more = "".join(f", {text}" for text in sentences(vars(self._session.stats())))
+        measure = self._loop.job.measure
+        rate = self._loop.tokens_per_s(self._loop.facts[-1]["ms"]) if self._loop.facts else None
+        more = f", {rate:,.0f} tokens/s" if rate else ""
+        more += "".join(f", {text}" for text in sentences(vars(self._session.stats())))
         place = f"step {fact['step']}/{self._loop.course.num_steps}"
-        self._say(f"{self._loop.job.scheme}: {place}, accuracy {100 * fact['accuracy']:.2f} %{more}")
+        self._say(f"{self._loop.job.scheme}: {place}, {measure.noun} {measure.text(fact[measure.name])}{more}")
