@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from laconic.quantize import QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
 from parts import ALL_TEXTS, gossip_texts, talking_schemes
+from test_cli import laconic as run_laconic
 from virtual import gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters, free_port
 
@@ -153,3 +156,15 @@ def test_nccl_with_one_rank(one_nccl_rank: None, text: str) -> None:
     print(result["text"])
     assert result["falls"] or "memory=none" in text
     assert result["equal"]
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_a_language_model_trains_and_tells_its_peak_memory(tmp_path: Path, amp: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    job = ["--task", "chars", "--model", "gpt-tiny", "--data", str(text), "--context", "64", "--accumulate", "2"]
+    ran = run_laconic("train", *job, "--workers", "2", "--steps", "10", "--device", "cuda", "--amp", amp, "--json")
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout.splitlines()[-1])
+    # Weights, gradients and AdamW's two moments in float32; activations are another few MB.
+    assert result["peak_memory_bytes"] > 4 * 4 * 1_000_000 and result["loss"] < 3

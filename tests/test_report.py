@@ -271,7 +271,7 @@ def test_a_comparison_by_loss_is_drawn_by_loss(tmp_path: Path) -> None:
 def test_figures_are_declared_once_and_keep_their_names() -> None:
     """Records of earlier runs have these keys."""
     assert [figure.name for figure in declared.FIGURES] == [
-        *("link_bytes_out", "link_bytes_in", "link_use", "tokens_per_s", "seconds_slowest"),
+        *("link_bytes_out", "link_bytes_in", "link_use", "tokens_per_s", "peak_memory_bytes", "seconds_slowest"),
         *("worst_accuracy", "worst_loss", "consensus_distance"),
         *("union", "oldest_residual", "never_sent"),
         *("server_bytes_out", "server_link_bytes_out", "server_held_bytes"),
@@ -279,7 +279,7 @@ def test_figures_are_declared_once_and_keep_their_names() -> None:
     rounds = [{"union": 2.0, "worst_accuracy": 0.5 + 0.1 * i, "server_bytes_out": 80} for i in (1, 2)]
     found = declared.of_rounds(rounds, steps=8)
     assert set(found) == {
-        *("link_bytes_out", "link_bytes_in", "tokens_per_s", "worst_accuracy", "worst_loss"),
+        *("link_bytes_out", "link_bytes_in", "tokens_per_s", "peak_memory_bytes", "worst_accuracy", "worst_loss"),
         *("consensus_distance", "union", "server_bytes_out"),
     }
     assert found["worst_accuracy"] == pytest.approx(0.65) and found["server_bytes_out"] == 10

@@ -113,6 +113,17 @@ FIGURES = (
         sentence="{:,.0f} tokens/s",
     ),
     Figure(
+        name="peak_memory_bytes",
+        meaning="most that PyTorch allocated at once on a GPU while training, on the worker that took most",
+        source=Source.WORKERS,
+        over_rounds=median,
+        place=Place.END,
+        head="peak MB",
+        form=",.0f",
+        factor=1e-6,
+        sentence="{:,} bytes of GPU memory at the peak",
+    ),
+    Figure(
         name="seconds_slowest",
         meaning="of the worker that took longest",
         source=Source.WORKERS,

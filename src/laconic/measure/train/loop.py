@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 
 from laconic.measure.train.course import Course
@@ -83,6 +84,7 @@ class TrainingLoop:
         self.group = group
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
+        self.peak_memory_bytes = 0  # that PyTorch allocated on a GPU, of training too
         self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
         self.facts: list[dict[str, Any]] = []
         self.last_evaluation: dict[str, Any] = {}
@@ -122,6 +124,8 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data; every worker gets the same figures."""
+        if self.job.device == "cuda":
+            self.peak_memory_bytes = max(self.peak_memory_bytes, torch.cuda.max_memory_allocated())
         (right, loss, count), more = self.learner.score(is_last=self.steps_done == self.course.num_steps)
         if not math.isfinite(loss) and self.steps_done:  # the sum of all workers, who thus agree to stop
             self.diverged_at = self._not_finite_since or self.steps_done
@@ -133,6 +137,8 @@ class TrainingLoop:
             "bytes_out": self.bytes_so_far()["out"],
             **more,
         }
+        if self.job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # a batch of the test data is larger than one of training
         return self.last_evaluation
 
     def tokens_per_s(self, step_ms: float) -> float | None:

@@ -54,9 +54,11 @@ def summarize(loop: TrainingLoop) -> Result:
     total = loop.group.total(torch.tensor(mine, dtype=torch.float64))
     out, into, dense, seen_out, seen_in = (round(each / loop.group.num_living) for each in total.tolist())
     end = loop.group.end_facts()
-    slowest = max(seconds for (seconds,) in loop.group.gather([loop.seconds]))
+    ends = loop.group.gather([loop.seconds, loop.peak_memory_bytes])
+    slowest, peak = (max(column) for column in zip(*ends, strict=True))
     step_ms, split_ms = median_times(loop.facts)
     workers = {
+        "peak_memory_bytes": round(peak) or None,
         "tokens_per_s": loop.tokens_per_s(step_ms),
         "link_bytes_out": seen_out or None,
         "link_bytes_in": seen_in or None,
