@@ -14,6 +14,7 @@ from laconic.measure.tasks import TASKS, Data, Training
 from laconic.measure.train.optimizer import OPTIMIZERS
 from laconic.measure.train.training import settled
 from laconic.recipes import parse
+from laconic.scheme import TorchHook
 from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
@@ -90,6 +91,11 @@ class Job:
         self._check_optimizer()
         if self.amp not in (None, "bf16", "fp16"):
             raise TaskError(f"--amp is {self.amp!r}; give bf16 or fp16")
+        scheme = parse(self.scheme)
+        if self.amp == "fp16" and isinstance(scheme, TorchHook) and scheme.hook == "powersgd":
+            raise TaskError(
+                f"{self.scheme} keeps what it did not send inside PyTorch, where one overflow stays; give --amp bf16"
+            )
         if self.backend not in ("gloo", "nccl"):
             raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
         if self.device not in ("cpu", "cuda"):
