@@ -216,6 +216,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--context", "64"], "leave --context out"),
         (["train", "--accumulate", "3"], "a batch of 32 cannot be cut into 3 equal micro-batches"),
         (["train", "--amp", "fp8"], "give bf16 or fp16"),
+        (["train", "--compile", "--in-process"], "leave --compile out"),
         (["train", "--amp", "fp16", "--scheme", "torch-powersgd"], "one overflow stays; give --amp bf16"),
         (["train", "--resume"], "need --out"),
         (["train", "--resume", "--out", "/tmp/laconic-no-such-run"], "holds no checkpoint"),

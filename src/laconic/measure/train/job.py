@@ -132,6 +132,8 @@ class Job:
                 "--in-process runs on the CPU from its first step, with no more --servers than --workers and without "
                 "--tensorboard"
             )
+        if self.in_process and self.compile:
+            raise TaskError("--in-process is to study what is sent, not how fast; leave --compile out")
         if self.in_process and (self.is_gossip or not parse(self.scheme).talks):
             raise TaskError(
                 f"{self.scheme} trains a model on each worker; leave --in-process out, or give another scheme"
