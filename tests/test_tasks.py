@@ -114,6 +114,29 @@ def test_a_gradient_is_clipped_to_its_norm_and_matrices_alone_decay() -> None:
     assert decays == {model.weight: 0.1, model.bias: 0.0}
 
 
+def test_an_updater_goes_on_from_its_state() -> None:
+    """Moments and the loss scale too: two steps are one, saved and loaded, and one more."""
+    training = Training(lr=0.1, batch=1, optimizer="adamw")
+    models = [nn.Linear(3, 4), nn.Linear(3, 4)]
+    models[1].load_state_dict(models[0].state_dict())
+    whole, first = (Updater(model, training, scales_loss=True) for model in models)
+    for updater, model in ((whole, models[0]), (whole, models[0]), (first, models[1])):
+        _step(updater, model)
+    state = first.state_dict()
+    assert state["grad_scaler"]["_growth_tracker"] == 1
+    second = Updater(models[1], training, scales_loss=True)
+    second.load_state_dict(state)
+    _step(second, models[1])
+    assert second.state_dict()["grad_scaler"] == whole.state_dict()["grad_scaler"]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def _step(updater: Updater, model: nn.Module) -> None:
+    updater.optimizer.zero_grad()
+    updater.scaled(model(torch.ones(2, 3)).square().mean()).backward()  # type: ignore[no-untyped-call]
+    updater.apply_()
+
+
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     data = TASKS["fashion-mnist"].load(None, None)
     rates = {
