@@ -14,7 +14,8 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
 from laconic.kernels.host import end_to_end
-from laconic.wire.index_codec import IndexBlock, foretold_block, varying_codecs
+from laconic.wire.index_codec import IndexBlock, foretold_block
+from laconic.wire.rice import Rice
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 1
@@ -89,16 +90,12 @@ class CodesShape:
 
     def write_smallest(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
         """The same in the shortest code for these positions: for a reader who need not know its length beforehand."""
-        shortest = self
-        index = None
-        for codec in varying_codecs(self.num_entries, self.k):
-            words = codec.encode(positions, self.num_entries)
-            if words.numel() < shortest.index.num_words:
-                shortest = replace(self, own_index=IndexBlock(codec, words.numel()))
-                index = words
-        if index is None:
-            return self.write(positions, codes, scale, step=step, bucket=bucket)
-        return shortest._write(index, codes, scale, step, bucket)
+        if Rice.can_code(self.num_entries, self.k):
+            index = Rice.encode(positions, self.num_entries)
+            if index.numel() < self.index.num_words:
+                shortest = replace(self, own_index=IndexBlock(Rice, index.numel()))
+                return shortest._write(index, codes, scale, step, bucket)
+        return self.write(positions, codes, scale, step=step, bucket=bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         head = torch.zeros(len(_HEADER), dtype=torch.int32, device=codes.device)
@@ -164,13 +161,12 @@ class FrameShape(CodesShape):
         if magic != _MAGIC or not decoders or n != num_entries or not 0 <= min(k, num_fixed) <= k + num_fixed <= n:
             raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
         foretold = cls(n, k, num_fixed, decoders[0])
-        for codec in varying_codecs(n, k):
-            if codec.codec_id == codecs >> 8 & 0xFF:
-                num_words = foretold.index.num_words + (frame.numel() - foretold.num_bytes) // 4
-                if num_words < 1:
-                    raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
-                return replace(foretold, own_index=IndexBlock(codec, num_words))
-        return foretold
+        if codecs >> 8 & 0xFF != Rice.codec_id or not Rice.can_code(n, k):
+            return foretold
+        num_words = foretold.index.num_words + (frame.numel() - foretold.num_bytes) // 4
+        if num_words < 1:
+            raise FrameError(f"a frame from rank {peer} is cut short; nothing of it is applied")
+        return replace(foretold, own_index=IndexBlock(Rice, num_words))
 
     def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
         """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""

@@ -52,12 +52,6 @@ def foretold_block(n: int, k: int) -> IndexBlock:
     return min(known, key=lambda block: block.num_words)
 
 
-@lru_cache(maxsize=1024)
-def varying_codecs(n: int, k: int) -> tuple[type[IndexCodec], ...]:
-    """The codecs whose length depends on the positions too."""
-    return tuple(codec for codec in INDEX_CODECS if codec.can_code(n, k) and codec.num_words(n, k) is None)
-
-
 def smallest_index_codec(n: int, k: int) -> type[IndexCodec]:
     """The codec whose formula gives the fewest words for k positions out of n."""
     return foretold_block(n, k).codec
