@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from workers import run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,14 +30,9 @@ def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
         return
     script = tmp_path / "script.py"
     script.write_text(code)
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={3 if 'laconic.serve' in code else 2}"]
-    ran = subprocess.run(
-        [sys.executable, "-m", *launcher, str(script)],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "20 steps (0 skipped), 2 workers" in ran.stdout
+    codes, printed = run_script(script, 3 if "laconic.serve" in code else 2)
+    assert not any(codes), printed
+    assert "20 steps (0 skipped), 2 workers" in printed
 
 
 def test_each_question_has_a_page_with_python() -> None:

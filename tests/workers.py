@@ -1,31 +1,40 @@
-"""Real worker processes over Gloo, kept for many tests: starting torch four times is most of a test's time."""
+"""Real worker processes over Gloo, kept for many tests: starting torch four times is most of a test's time.
+
+They are forked from one process that has imported torch, and all that DDP imports when it is first built: 4.5 s of a
+processor for each worker that would do so itself.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo"])
+
 
 class WorkerPool:
     """`num_workers` processes in one Gloo group; `run` calls a module-level function in all of them."""
 
     def __init__(self, num_workers: int) -> None:
-        context = mp.get_context("spawn")
         port = free_port()
         self.num_workers = num_workers
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(num_workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_workers, port, there), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, num_workers, port, there), daemon=True)
             process.start()
             self._pipes.append(here)
             self.processes.append(process)
@@ -51,6 +60,33 @@ class WorkerPool:
             process.join()
 
 
+def run_script(script: Path, num_ranks: int, timeout_s: float = 300) -> tuple[list[int | None], str]:
+    """(exit codes, all that was printed) of a script that runs once for each rank, as torchrun would run it."""
+    port = free_port()
+    out = script.with_suffix(".out")
+    processes = [CONTEXT.Process(target=_run, args=(script, out, rank, num_ranks, port)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout_s)
+        process.kill()
+    return [process.exitcode for process in processes], out.read_text()
+
+
+def _run(script: Path, out: Path, rank: int, num_ranks: int, port: int) -> None:
+    printed = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    _meet_at(port)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _meet_at(port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -58,8 +94,7 @@ def free_port() -> int:
 
 
 def _serve(rank: int, num_workers: int, port: int, pipe: Connection) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
+    _meet_at(port)
     dist.init_process_group("gloo", rank=rank, world_size=num_workers)
     while True:
         try:
