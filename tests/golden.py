@@ -1,9 +1,9 @@
 """Golden trajectories: what every deterministic scheme makes of given gradients, as digests in golden.json.
 
 `python tests/golden.py` writes the file anew: a change of numbers is a decision, never an accident. Gradients are
-multiples of 2^-12 made by integer arithmetic, the kernels are the reference's, and everything is float32 on the CPU, so
-that a digest does not depend on the processor. PyTorch's two hooks live inside DDP, and what gossips freely moves when
-answers come: neither has a trajectory of its own, and NOT_DETERMINISTIC lists them.
+multiples of 2^-12 made by integer arithmetic, what is written down is made by the reference kernels, and everything is
+float32 on the CPU, so that a digest does not depend on the processor. PyTorch's two hooks live inside DDP, and what
+gossips freely moves when answers come: neither has a trajectory of its own, and NOT_DETERMINISTIC lists them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ _BAD_RANK = 2
 Step = Callable[[Session, Mapping[str, Tensor]], dict[str, Tensor]]  # a session's, on given gradients by name
 
 
-def trajectory(text: str, course: str = "plain", step_: Step = one_step) -> dict[str, Any]:
+def trajectory(
+    text: str, course: str = "plain", step_: Step = one_step, *, kernels: str = "reference"
+) -> dict[str, Any]:
     """What the steps of M virtual workers come to: a digest, or a sample of values where the order of a sum shows."""
 
     def work(transport: InProcess) -> tuple[list[Tensor], dict[str, Any]]:
@@ -71,7 +74,7 @@ def trajectory(text: str, course: str = "plain", step_: Step = one_step) -> dict
             return _gossip(text, transport, course)
         return _exchange(text, transport, course, step_)
 
-    with _reference_kernels(), one_core():
+    with _kernels(kernels), one_core():
         everyone = in_process(M, work)
     tensors = [tensor for tensors, _ in everyone for tensor in tensors]
     sent = [counts for _, counts in everyone]
@@ -99,6 +102,7 @@ def gradient(rank: int, step: int) -> dict[str, Tensor]:
     return found
 
 
+@cache
 def _whole(count: int, *key: int) -> Tensor:
     """Whole numbers under 2^15 in size: 16 bits of a hash, shifted right by a few others."""
     state = torch.arange(count, dtype=torch.int64)
@@ -155,9 +159,9 @@ def _counts(by_kind: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 @contextmanager
-def _reference_kernels() -> Iterator[None]:
+def _kernels(backend: str) -> Iterator[None]:
     before = os.environ.get("LACONIC_KERNELS")
-    os.environ["LACONIC_KERNELS"] = "reference"
+    os.environ["LACONIC_KERNELS"] = backend
     try:
         yield
     finally:

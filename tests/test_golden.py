@@ -10,6 +10,8 @@ import golden
 from parts import ALL_TEXTS, gossip_texts
 
 WRITTEN = json.loads(golden.FILE.read_text())
+# The longer course with the kernels of this machine: they give the reference's bits, in half of its time.
+KERNELS = {"plain": "", "overflow": "reference"}
 
 
 def test_every_deterministic_scheme_has_a_trajectory() -> None:
@@ -20,7 +22,7 @@ def test_every_deterministic_scheme_has_a_trajectory() -> None:
 @pytest.mark.parametrize("text", golden.TEXTS)
 def test_a_trajectory_is_the_one_written_down(text: str) -> None:
     for course in golden.courses_of(text):
-        found, written = golden.trajectory(text, course), WRITTEN[text][course]
+        found, written = golden.trajectory(text, course, kernels=KERNELS[course]), WRITTEN[text][course]
         if "digest" in written:
             assert found == written, course
         else:
