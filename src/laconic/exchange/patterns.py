@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from laconic.errors import SchemeError
 from laconic.exchange.peers import GRAPHS, pairs_of
@@ -17,10 +16,10 @@ _COMBINES = ("mean", "majority", "weighted")
 class Pattern:
     """One way for all workers to hear of each other."""
 
-    adds_in_flight: ClassVar[bool] = False  # the network sums, so all workers must send the same positions
-    has_owners: ClassVar[bool] = False  # each entry has one, who answers for it, and may be a server
-    talks: ClassVar[bool] = True
-    of_what: ClassVar[str] = "gradients"
+    adds_in_flight = False  # the network sums, so all workers must send the same positions
+    has_owners = False  # each entry has one, who answers for it, and may be a server
+    talks = True
+    of_what = "gradients"
 
     @property
     def votes(self) -> bool:

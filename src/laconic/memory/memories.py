@@ -14,13 +14,9 @@ from laconic.memory.account import Account, Due
 class Memory:
     """What is not sent now is owed, unless an answer says otherwise."""
 
-    refunds: ClassVar[bool] = True  # whether what rounding loses is deposited again
+    refunds = True  # whether what rounding loses is deposited again
     kinds: ClassVar[tuple[str, ...]] = ("residual",)  # kept per parameter, by the name that a checkpoint gives them
-
-    @property
-    def momentum(self) -> float:
-        """What it carries of an optimizer's momentum; 0: none."""
-        return 0.0
+    momentum = 0.0  # what it carries of an optimizer's
 
     def open(self, kept: list[Tensor]) -> Account:
         """An account over the kept tensors of one bucket (one per kind), which it mutates."""

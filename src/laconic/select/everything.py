@@ -1,7 +1,6 @@
 """Send everything: the dense schemes."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ class Everything(SharedSelector, Chooser):
     """Every entry, every time."""
 
     is_shared = True
-    dense_below: ClassVar[int] = 0
+    dense_below = 0
 
     @property
     def density(self) -> float:

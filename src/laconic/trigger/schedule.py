@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from laconic.errors import SchemeError
 
@@ -13,7 +12,7 @@ _STAGE_FACTOR = 0.25
 class Trigger:
     """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
 
-    thins_out: ClassVar[bool] = False  # whether it lowers the share that is sent step by step
+    thins_out = False  # whether it lowers the share that is sent step by step
 
     def density(self, step: int, target: float) -> float:
         """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""
