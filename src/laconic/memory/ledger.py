@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.layout import Layout, Span
+from laconic.layout import Layout
 
 A_co = TypeVar("A_co", covariant=True)
 A = TypeVar("A")
@@ -51,7 +51,13 @@ class Ledger(Generic[A]):
         for span in layout.spans:
             view = flat[span.start : span.stop]
             if span.name in kept:
-                view.copy_(_checked(kept[span.name], span))
+                before = kept[span.name].reshape(-1)
+                if before.numel() != span.num_entries:
+                    raise StateError(
+                        f"the state holds {before.numel()} entries for {span.name!r}, the model {span.num_entries}; "
+                        "load the state of the same model"
+                    )
+                view.copy_(before)
             kept[span.name] = view
         return flat
 
@@ -76,12 +82,3 @@ class Ledger(Generic[A]):
         """Replace everything kept; the next bucket finds its parameters by name."""
         self._accounts = {}
         self._kept = {kind: dict(state.get(kind, {})) for kind in self._memory.kinds}
-
-
-def _checked(tensor: Tensor, span: Span) -> Tensor:
-    if tensor.numel() != span.num_entries:
-        raise StateError(
-            f"the state holds {tensor.numel()} entries for {span.name!r}, the model {span.num_entries}; "
-            "load the state of the same model"
-        )
-    return tensor.reshape(-1)

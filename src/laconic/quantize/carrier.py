@@ -49,7 +49,8 @@ def carrier_for(levels: int, num_workers: int, stages: int = 0) -> Carrier:
     decides: two stages where they send less than half. Codes of one level are not rounded twice unasked: so rounded
     among 4 workers, a small net diverged at a rate at which it trains well in one stage.
     """
-    one, two = _narrowest(levels * num_workers), _narrowest(levels, num_workers)
+    one = _narrowest(levels * num_workers)
+    two = _narrowest(levels, num_workers)
     if stages == 0:
         stages = 2 if levels > 1 and one.bits_per_entry > 2 * two.bits_per_entry else 1
     if stages == 2:
@@ -71,6 +72,4 @@ def _narrowest(largest: int, num_rows: int = 1) -> Carrier:
     """Lanes for integers in [-largest, largest], in the word that wastes less; of equals the shorter."""
     lane_bits = (2 * largest).bit_length()  # ceil(log2(2*largest + 1))
     fitting = [Carrier(lane_bits, dtype, num_rows) for dtype in _WORDS if lane_bits <= dtype.itemsize * 8]
-    if not fitting:
-        raise SchemeError(f"sums up to {largest} do not fit a word; use fewer levels")
     return min(fitting, key=lambda carrier: carrier.bits_per_entry)

@@ -1,7 +1,6 @@
 """Whole multiples of a step that all workers share, so that the sum of the codes is the code of the sum."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Grid:
     from (seed, rank, step, bucket, position), so the step in a checkpoint is all the state there is.
     """
 
-    adds: ClassVar[bool] = True
+    adds = True
 
     levels: int  # s: codes lie in [-s, s]
     block: int = 0  # entries that share a norm, of 16 bits; 0: the whole bucket
@@ -109,11 +108,7 @@ class Grid:
 
     def _norm_of_groups(self, norms: Tensor, count: int) -> Tensor:
         """The norm of each group that shares a scale; a block of norms is a whole number of such groups."""
-        if self.norm_group(count) == self.scale_group(count):
-            return norms
-        if norms.numel() == 1:
-            return norms.expand(-(-count // self.scale_group(count)))
-        groups_per_norm = self.norm_group(count) // self.scale_group(count)
+        groups_per_norm = -(-self.norm_group(count) // self.scale_group(count))
         return norms.repeat_interleave(groups_per_norm)[: -(-count // self.scale_group(count))]
 
     def _inverses(self, norms: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The frozen answers to *how a value is written* in a frame: floating-point types, levels, signs."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ _TRITS_PER_BYTE = 5  # 3^5 = 243
 class Quantizer(ValueCodec):
     """A code of values, which frames hold."""
 
-    adds: ClassVar[bool] = False  # whether a network can add its codes
+    adds = False  # whether a network can add its codes
 
     def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
         return torch.stack([self.decode(row, scale) for row, scale in zip(codes, scales, strict=True)])
@@ -149,7 +148,8 @@ class Sign(Quantizer):
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
-        return kernels.pack_signs(values.contiguous()), _mean_size(values)
+        size = values.abs().mean(dtype=torch.float64)  # since the sum of two large float32 would be Inf
+        return kernels.pack_signs(values.contiguous()), size.to(torch.float32).clamp_min(_SMALLEST)
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return kernels.unpack_signs(codes, 32 * codes.numel(), float(scale))
@@ -170,11 +170,6 @@ class Marks(Quantizer):
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.to(torch.float32)
-
-
-def _mean_size(values: Tensor) -> Tensor:
-    """mean|v|, never zero, and in float64 on the way: the sum of two large float32 would be Inf."""
-    return values.abs().mean(dtype=torch.float64).to(torch.float32).clamp_min(_SMALLEST)
 
 
 @dataclass(frozen=True)

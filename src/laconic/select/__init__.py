@@ -4,7 +4,7 @@ from laconic.kernels.searches import SEARCHES
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
 from laconic.select.overlap import Overlap
-from laconic.select.plan import Chooser, Plan, Selector, SharedSelector, Window
+from laconic.select.plan import Chooser, Plan, Selector, SharedSelector
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES
 from laconic.select.topk import TopK

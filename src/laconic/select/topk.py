@@ -43,7 +43,7 @@ class TopK(Chooser):
 
     @property
     def density(self) -> float:
-        return self.rho or min(1.0, self.cover / 2)  # of two workers, the fewest there can be
+        return self.density_among(2)  # the fewest there can be
 
     @property
     def per_parameter(self) -> bool:
