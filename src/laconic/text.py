@@ -9,7 +9,9 @@ from laconic.errors import SchemeError
 
 def split(text: str, separator: str) -> list[str]:
     """Split at `separator` outside parentheses."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth < 0:

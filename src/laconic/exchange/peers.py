@@ -42,7 +42,8 @@ def check_peers(peers: str, num_workers: int) -> None:
     """SchemeError unless the graph joins all workers, so that what one learns can reach every other."""
     if peers not in GRAPHS and (strange := [rank for pair in pairs_of(peers) for rank in pair if rank >= num_workers]):
         raise SchemeError(f"peers names rank {strange[0]}, but the ranks are 0 to {num_workers - 1}")
-    reached, fresh = {0}, {0}
+    reached = {0}
+    fresh = {0}
     while fresh:
         fresh = {peer for rank in fresh for peer in neighbours(peers, rank, num_workers)} - reached
         reached |= fresh

@@ -85,7 +85,8 @@ def _fixed_before(plan: Plan, n: int, first: int) -> tuple[np.ndarray, np.ndarra
     A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with
     (t*n + first) / k < r. So no device is asked what was drawn.
     """
-    before, drawn = [0], [0]
+    before = [0]
+    drawn = [0]
     for span in plan.fixed:
         rank = span.start - before[-1]
         before.append(before[-1] + span.num_entries)
