@@ -178,14 +178,15 @@ class Follower:
         if had_died:
             self._side.note_all_said_()
             return
-        kept = {name for name in _KEPT if mine[0].get(name) is not None}
+        (own,) = mine
+        kept = {name for name in _KEPT if own.get(name) is not None}
         if kept != self._side.messages.state_dict().keys():
-            raise StateError(f"the state is of {mine[0]['scheme']}; resume with that scheme")
-        if mine[0]["groups"] != [group.num_entries for group in self._vector.groups]:
+            raise StateError(f"the state is of {own['scheme']}; resume with that scheme")
+        if own["groups"] != [group.num_entries for group in self._vector.groups]:
             raise StateError("the state is of another model or of other groups; resume with the same model and scheme")
-        self._side.tracker.load_state_dict(mine[0]["watch"])
-        self._side.messages.load_state_dict(mine[0])
-        self._side.owe(mine[0]["owed"])
+        self._side.tracker.load_state_dict(own["watch"])
+        self._side.messages.load_state_dict(own)
+        self._side.owe(own["owed"])
 
     def close(self) -> None:
         """Ask nobody any more."""
