@@ -79,7 +79,10 @@ class Owner:
             shape = FrameShape(own.num_entries, 0, 0, self._quantize)
             return shape.write_overflow(device, step=step, bucket=bucket)
         if self._server.votes:
-            shape, places, values = self._majority(heard, held, fixed, step)
+            places, votes = self._vote.take(heard, held, fixed, step)
+            signs = FrameShape(own.num_entries, places.numel(), 0, Sign())
+            trits = FrameShape(own.num_entries, own.num_entries, 0, Trits())
+            shape, places, values = _smaller(signs, trits, places, votes, places)
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         codes, scale = shape.quantize.encode(values)
@@ -147,16 +150,6 @@ class Owner:
             return []
         counted = zip(own.spans, _counts_within(own.spans, heard), strict=True)
         return [held[span.start : span.stop] for span, count in counted if not count]
-
-    def _majority(
-        self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
-    ) -> tuple[FrameShape, Tensor, Tensor]:
-        """The entries on which there is a majority, and its signs; as trits where that is smaller."""
-        n = scratch.numel()
-        places, votes = self._vote.take(heard, scratch, fixed, step)
-        shape = FrameShape(n, places.numel(), 0, Sign())
-        trits = FrameShape(n, n, 0, Trits())
-        return _smaller(shape, trits, places, votes, places)
 
     def _cut(self, layout: Layout, device: torch.device) -> tuple[Layout, Tensor]:
         """This share of a bucket, and where in it the entries lie that all workers send at every step; cut once."""

@@ -43,8 +43,7 @@ class Vote:
         if not self.weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
-        weighted = self.weighted and len(heard) > 2
-        if weighted:
+        if self.weighted and len(heard) > 2:
             _add_up_(scratch, heard, {rank: self.weight(rank) * sign for rank, sign in signs.items()}, fixed)
             self._fade(step)
             self._judge(heard, signs, torch.zeros_like(scratch), fixed)
