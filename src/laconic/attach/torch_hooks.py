@@ -5,6 +5,7 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ class TorchHookSession:
         self._group = CountedGroup(group)
         self._num_entries = 0
         self._steps = 0
-        self._clock = _BusyClock()
+        self._seconds = 0.0  # during which at least one bucket was under way
+        self._last_end = 0.0
+        self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         ddp.register_comm_hook(self, TorchHookSession.run)
 
@@ -53,12 +56,20 @@ class TorchHookSession:
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         self._num_entries += bucket.buffer().numel()
         self._steps += bucket.is_last()
-        self._clock.begin()
+        since = time.perf_counter()
         if self._power is not None:
             result = powerSGD_hook.powerSGD_hook(self._power, bucket)
         else:
             result = default_hooks.fp16_compress_hook(self._group, bucket)
-        return result.then(self._clock.end)
+        return result.then(partial(self._end, since))
+
+    def _end(self, since: float, done: Future[Tensor]) -> Tensor:
+        value = done.value()
+        with self._lock:
+            now = time.perf_counter()
+            self._seconds += now - max(since, self._last_end)
+            self._last_end = now
+        return value
 
     def stats(self, *, ages: bool = False) -> Stats:
         traffic = self._group.traffic
@@ -73,25 +84,21 @@ class TorchHookSession:
             bytes_in=traffic.bytes_in,
             dense_bytes_out=ring_bytes(4 * self._num_entries, num_workers),
             by_kind=traffic.copy(),
-            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._clock.seconds},
+            seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
         )
 
     def state_dict(self) -> dict[str, Any]:
         power = self._power
         if power is None:
             return {"scheme": str(self.scheme)}
-        rng = power.rng.get_state(legacy=False)
+        drawn: Any = power.rng.get_state()
         return {
             "scheme": str(self.scheme),
             "iter": power.iter,
             "error": _copied(power.error_dict),
             "p": _copied(power.p_memory_dict),
             "q": _copied(power.q_memory_dict),
-            "rng": {
-                "key": torch.from_numpy(rng["state"]["key"].astype(np.int64)),
-                "pos": rng["state"]["pos"],
-                "gauss": [rng["has_gauss"], rng["gauss"]],
-            },
+            "rng": {"key": torch.from_numpy(drawn[1].astype(np.int64)), "pos": drawn[2], "gauss": list(drawn[3:])},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -119,27 +126,3 @@ class TorchHookSession:
 
 def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return {index: tensor.detach().clone() for index, tensor in tensors.items()}
-
-
-class _BusyClock:
-    """Seconds during which at least one bucket was under way."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._under_way = 0
-        self._since = 0.0
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        with self._lock:
-            if self._under_way == 0:
-                self._since = time.perf_counter()
-            self._under_way += 1
-
-    def end(self, done: Future[Tensor]) -> Tensor:
-        value = done.value()
-        with self._lock:
-            self._under_way -= 1
-            if self._under_way == 0:
-                self.seconds += time.perf_counter() - self._since
-        return value
