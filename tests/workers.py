@@ -60,23 +60,37 @@ class WorkerPool:
             process.join()
 
 
-def run_script(script: Path, num_ranks: int, timeout_s: float = 300) -> tuple[list[int | None], str]:
+def run_script(script: Path, num_ranks: int) -> tuple[list[int | None], str]:
     """(exit codes, all that was printed) of a script that runs once for each rank, as torchrun would run it."""
     port = free_port()
     out = script.with_suffix(".out")
-    processes = [CONTEXT.Process(target=_run, args=(script, out, rank, num_ranks, port)) for rank in range(num_ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout_s)
-        process.kill()
-    return [process.exitcode for process in processes], out.read_text()
+    ranks = [start_forked(_run_script, script, rank, num_ranks, port, out=out, err=out) for rank in range(num_ranks)]
+    return [exit_code(rank) for rank in ranks], out.read_text()
 
 
-def _run(script: Path, out: Path, rank: int, num_ranks: int, port: int) -> None:
-    printed = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+def start_forked(function: Callable[..., None], *arguments: Any, out: Path, err: Path) -> Any:
+    """A process that has torch already and calls a function of a module; what it prints goes to these files."""
+    process = CONTEXT.Process(target=_call, args=(function, arguments, out, err))
+    process.start()
+    return process
+
+
+def exit_code(process: Any, timeout_s: float = 300) -> int | None:
+    """That of a process, once it has ended; one that takes too long is killed."""
+    process.join(timeout_s)
+    process.kill()
+    process.join()
+    code: int | None = process.exitcode
+    return code
+
+
+def _call(function: Callable[..., None], arguments: tuple[Any, ...], out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    function(*arguments)
+
+
+def _run_script(script: Path, rank: int, num_ranks: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     _meet_at(port)
     runpy.run_path(str(script), run_name="__main__")
