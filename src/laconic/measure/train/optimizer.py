@@ -66,7 +66,7 @@ def _adamw(trained: Sequence[Tensor], training: Training) -> torch.optim.Optimiz
     matrices = [p for p in trained if p.dim() > 1]
     others = [p for p in trained if p.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    on_gpu = next(model.parameters()).is_cuda
+    on_gpu = all(p.is_cuda for p in trained)
     return torch.optim.AdamW(
         groups, lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=on_gpu or None
     )
