@@ -110,8 +110,9 @@ def _path(name: str) -> Path:
 
 
 def _levels_here() -> list[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return ["portable"]
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        return ["neon" if machine in ("aarch64", "arm64") else "portable"]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

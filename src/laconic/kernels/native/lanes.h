@@ -7,6 +7,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace laconic {
@@ -44,7 +46,8 @@ struct Sixteen {
   __m512i bits() const { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(kMagnitude)); }
 };
 
-// Appends index and value of the lanes in `hits`, zeroes them at `x`; writes up to 16 places past the end.
+// Appends index and value of the lanes in `hits` of what stands at `x`, and zeroes them there; writes up to 16 places
+// past the end.
 inline int take_hits(Sixteen values, uint32_t hits, int32_t first, float* x, int32_t* index, float* value) {
   const auto mask = static_cast<__mmask16>(hits);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -88,6 +91,36 @@ struct Sixteen {
   }
 };
 
+#elif defined(__ARM_NEON)
+
+struct Sixteen {
+  float32x4_t a, b, c, d;
+
+  static Sixteen load(const float* x) { return {vld1q_f32(x), vld1q_f32(x + 4), vld1q_f32(x + 8), vld1q_f32(x + 12)}; }
+  static Sixteen zero() { return {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)}; }
+  void store(float* x) const {
+    vst1q_f32(x, a);
+    vst1q_f32(x + 4, b);
+    vst1q_f32(x + 8, c);
+    vst1q_f32(x + 12, d);
+  }
+  Sixteen plus(Sixteen other) const {
+    return {vaddq_f32(a, other.a), vaddq_f32(b, other.b), vaddq_f32(c, other.c), vaddq_f32(d, other.d)};
+  }
+  Sixteen times(float f) const { return {vmulq_n_f32(a, f), vmulq_n_f32(b, f), vmulq_n_f32(c, f), vmulq_n_f32(d, f)}; }
+  Sixteen magnitude() const { return {vabsq_f32(a), vabsq_f32(b), vabsq_f32(c), vabsq_f32(d)}; }
+  uint32_t at_least(int32_t least) const {
+    const Sixteen size = magnitude();
+    const auto reach = [&](float32x4_t four) { return vcgeq_s32(vreinterpretq_s32_f32(four), vdupq_n_s32(least)); };
+    return one_bit_each(reach(size.a), reach(size.b), reach(size.c), reach(size.d));
+  }
+  // Of lanes that are all ones or all zeros: four of them share a lane, a nibble each, and each gives another bit.
+  static uint32_t one_bit_each(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) {
+    const uint32x4_t nibbles = vsliq_n_u32(vsliq_n_u32(vsliq_n_u32(a, b, 4), c, 8), d, 12);
+    return vaddvq_u32(vandq_u32(nibbles, uint32x4_t{0x1111, 0x2222, 0x4444, 0x8888}));
+  }
+};
+
 #else
 
 struct Sixteen {
@@ -125,14 +158,12 @@ struct Sixteen {
 
 #endif
 
-inline int take_hits(Sixteen values, uint32_t hits, int32_t first, float* x, int32_t* index, float* value) {
-  float v[kLanes];
-  values.store(v);
+inline int take_hits(Sixteen, uint32_t hits, int32_t first, float* x, int32_t* index, float* value) {
   int count = 0;
   for (uint32_t left = hits; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);
     index[count] = first + lane;
-    value[count++] = v[lane];
+    value[count++] = x[lane];
     x[lane] = 0.0f;
   }
   return count;

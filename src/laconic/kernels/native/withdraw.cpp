@@ -133,7 +133,8 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
   for (int64_t block = begin; block < end; block += kBlock) {
     const int64_t stop = std::min(end, block + kBlock);
     if (caught.count > caught.capacity) caught.shrink(balance, k);
-    const int64_t before = caught.count;
+    const int32_t least = caught.least;
+    int64_t count = caught.count;
     Sixteen sums = Sixteen::zero();
     int64_t i = block;
     for (; i + kLanes <= stop; i += kLanes) {
@@ -144,23 +145,23 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
         x.store(balance + i);
       }
       sums = sums.plus(x.magnitude());
-      if (const uint32_t hits = x.at_least(caught.least)) {
-        caught.count += take_hits(x, hits, static_cast<int32_t>(i), balance + i, caught.index + caught.count,
-                                  caught.value + caught.count);
+      if (const uint32_t hits = x.at_least(least)) {
+        count += take_hits(x, hits, static_cast<int32_t>(i), balance + i, caught.index + count, caught.value + count);
       }
     }
     double sum = sum_lanes(sums);
     for (; i < stop; ++i) {
       const float x = addend != nullptr ? balance[i] + factor * addend[i] : balance[i];
       const uint32_t bits = magnitude_bits(x);
-      const bool hit = static_cast<int32_t>(bits) >= caught.least;
+      const bool hit = static_cast<int32_t>(bits) >= least;
       sum += from_bits(bits);
       balance[i] = hit ? 0.0f : x;
-      caught.index[caught.count] = static_cast<int32_t>(i);
-      caught.value[caught.count] = x;
-      caught.count += hit;
+      caught.index[count] = static_cast<int32_t>(i);
+      caught.value[count] = x;
+      count += hit;
     }
-    caught.caught += caught.count - before;
+    caught.caught += count - caught.count;
+    caught.count = count;
     block_sums[block / kBlock] = sum;
   }
 }
