@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -43,6 +44,8 @@ struct Sixteen {
   uint32_t at_least(int32_t least) const {
     return _mm512_cmpge_epi32_mask(bits(), _mm512_set1_epi32(least));
   }
+  // Which lanes have their sign bit set.
+  uint32_t negative() const { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
   __m512i bits() const { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(kMagnitude)); }
 };
 
@@ -89,6 +92,9 @@ struct Sixteen {
     };
     return hits(size.low) | hits(size.high) << 8;
   }
+  uint32_t negative() const {
+    return static_cast<uint32_t>(_mm256_movemask_ps(low)) | static_cast<uint32_t>(_mm256_movemask_ps(high)) << 8;
+  }
 };
 
 #elif defined(__ARM_NEON)
@@ -113,6 +119,10 @@ struct Sixteen {
     const Sixteen size = magnitude();
     const auto reach = [&](float32x4_t four) { return vcgeq_s32(vreinterpretq_s32_f32(four), vdupq_n_s32(least)); };
     return one_bit_each(reach(size.a), reach(size.b), reach(size.c), reach(size.d));
+  }
+  uint32_t negative() const {
+    const auto below = [](float32x4_t four) { return vcltzq_s32(vreinterpretq_s32_f32(four)); };
+    return one_bit_each(below(a), below(b), below(c), below(d));
   }
   // Of lanes that are all ones or all zeros: four of them share a lane, a nibble each, and each gives another bit.
   static uint32_t one_bit_each(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) {
@@ -153,6 +163,11 @@ struct Sixteen {
       hits |= static_cast<uint32_t>(static_cast<int32_t>(magnitude_bits(v[i])) >= least) << i;
     }
     return hits;
+  }
+  uint32_t negative() const {
+    uint32_t signs = 0;
+    for (int i = 0; i < kLanes; ++i) signs |= static_cast<uint32_t>(std::signbit(v[i])) << i;
+    return signs;
   }
 };
 

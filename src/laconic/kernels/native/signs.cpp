@@ -1,6 +1,7 @@
 // Signs in one bit each (one is negative), and the majority of several voters' signs.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "lanes.h"
@@ -30,21 +31,8 @@ extern "C" void laconic_pack_signs(const float* x, int64_t n, int threads, uint3
       uint32_t word = 0;
       const int64_t stop = std::min<int64_t>(32, end - first);
       int64_t i = 0;
-#if defined(__AVX512F__)
-      for (; i + 16 <= stop; i += 16) {
-        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(x + first + i));
-        word |= static_cast<uint32_t>(_mm512_cmplt_epi32_mask(bits, _mm512_setzero_si512())) << i;
-      }
-#elif defined(__AVX2__)
-      for (; i + 8 <= stop; i += 8) {
-        word |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + first + i))) << i;
-      }
-#endif
-      for (; i < stop; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + first + i, 4);
-        word |= bits >> 31 << i;
-      }
+      for (; i + kLanes <= stop; i += kLanes) word |= Sixteen::load(x + first + i).negative() << i;
+      for (; i < stop; ++i) word |= static_cast<uint32_t>(std::signbit(x[first + i])) << i;
       words[first / 32] = word;
     }
   });
@@ -58,17 +46,12 @@ extern "C" void laconic_unpack_signs(const uint32_t* words, int64_t n, float sca
     for (int64_t first = begin; first < end; first += 32) {
       const uint32_t word = words[first / 32];
       const int64_t stop = std::min<int64_t>(32, end - first);
-#if defined(__AVX512F__)
-      if (stop == 32) {
-        const __m512i plus = _mm512_set1_epi32(positive), minus = _mm512_set1_epi32(positive ^ 1u << 31);
-        _mm512_storeu_si512(x + first, _mm512_mask_blend_epi32(static_cast<__mmask16>(word), plus, minus));
-        _mm512_storeu_si512(x + first + 16, _mm512_mask_blend_epi32(static_cast<__mmask16>(word >> 16), plus, minus));
-        continue;
+      const auto entry = [=](int i) { return from_bits(positive ^ (word >> i & 1) << 31); };
+      if (stop == 32) {  // a number of turns that is known: no loop is left
+        for (int i = 0; i < 32; ++i) x[first + i] = entry(i);
+      } else {
+        for (int i = 0; i < stop; ++i) x[first + i] = entry(i);
       }
-#endif
-      uint32_t bits[32];
-      for (int i = 0; i < 32; ++i) bits[i] = positive ^ (word >> i & 1) << 31;
-      std::memcpy(x + first, bits, 4 * stop);
     }
   });
 }
