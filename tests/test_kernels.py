@@ -271,6 +271,9 @@ def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, 
         moves, told, peaks = code.compare_residues(x, codes, sums, steps, 0.375, bits)
         back = code.decode_differences(told, steps, n, bits - 1)
         assert torch.equal(back, -moves)  # the sum of x and y is unchanged, also where they are far apart
+        room = torch.full((n,), torch.nan)
+        assert code.decode_differences(told, steps, n, bits - 1, out=room) is room and torch.equal(room, back)
+        assert torch.equal(code.compare_residues(x, codes, sums, steps, 0.375, bits, out=room)[0], moves)
         found.append((codes, sums, moves, told, peaks))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     missed = (peaks < 0).repeat_interleave(256)[:n]
@@ -321,6 +324,26 @@ def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
     ones = torch.stack([reference.unpack_lanes(ballot, n, 1) for ballot in ballots]).sum(0)
     negative, tie = (reference.unpack_lanes(words, n, 1) for words in reference.vote(ballots))
     assert torch.equal(negative == 1, 2 * ones > len(ballots)) and torch.equal(tie == 1, 2 * ones == len(ballots))
+
+
+@needs_native
+def test_pieces_are_joined_and_added_to(one_then_two_threads: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for sizes in ((1,), (3, 0, 4097), (700_000, 1, 5000)):
+        pieces = [torch.randn(size, generator=generator) for size in sizes]
+        addend = torch.randn(sum(sizes), generator=generator)
+        for threads in one_then_two_threads:
+            torch.set_num_threads(threads)
+            for code in (reference, cpu):
+                out = torch.full_like(addend, torch.nan)
+                code.join_(out, pieces)
+                assert torch.equal(out, torch.cat(pieces))
+                code.join_(out, [out], addend)
+                assert torch.equal(out, torch.cat(pieces) + addend)
+                code.join_(out, pieces, addend)
+                assert torch.equal(out, torch.cat(pieces) + addend)
+    with pytest.raises(KernelError, match="out is"):
+        cpu.join_(torch.empty(3), [torch.empty(2)])
 
 
 @needs_native

@@ -31,11 +31,11 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
 
 
 def compare_residues(
-    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
+    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = x.numel()
     num_blocks = -(-x.numel() // RESIDUE_BLOCK)
-    moves = torch.empty_like(x)
+    moves = torch.empty_like(x) if out is None else out
     peaks = torch.empty(num_blocks, dtype=torch.int8)
     differences = torch.empty(-(-n // 8) * (bits - 1), dtype=torch.uint8)
     library().laconic_compare_residues(
@@ -47,16 +47,17 @@ def compare_residues(
         offset,
         bits,
         num_threads(),
-        moves.data_ptr(),
+        pointer("out", moves, torch.float32, n),
         differences.data_ptr(),
         peaks.data_ptr(),
     )
     return moves, differences, peaks
 
 
-def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int) -> Tensor:
-    moves = torch.empty(n, dtype=torch.float32)
+def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int, *, out: Tensor | None = None) -> Tensor:
+    moves = torch.empty(n, dtype=torch.float32) if out is None else out
     codes_at = pointer("codes", codes, torch.uint8, -(-n // 8) * bits)
     steps_at = pointer("steps", steps, torch.float32, -(-n // RESIDUE_BLOCK))
-    library().laconic_decode_differences(codes_at, n, steps_at, bits, num_threads(), moves.data_ptr())
+    moves_at = pointer("out", moves, torch.float32, n)
+    library().laconic_decode_differences(codes_at, n, steps_at, bits, num_threads(), moves_at)
     return moves

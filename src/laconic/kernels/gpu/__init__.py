@@ -6,6 +6,7 @@ TAKEN_FROM_REFERENCE = {
     "add_at_": "a launch of Triton's takes three times as long as index_add_",
     "encode_rice": "torch's own operations write and read it",
     "decode_rice": "torch's own operations write and read it",
+    "join_": "torch's own operations run at a copy's speed",
     "largest_changes": "models gossip on the host",
     "encode_residues": "models gossip on the host",
     "compare_residues": "models gossip on the host",

@@ -10,3 +10,4 @@ from laconic.kernels.reference.rounding import *
 from laconic.kernels.reference.selection import *
 from laconic.kernels.reference.signs import *
 from laconic.kernels.reference.sums import *
+from laconic.kernels.reference.vectors import *

@@ -33,14 +33,14 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
 
 @kernel
 def compare_residues(
-    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int
+    x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(moves, differences, peaks) for the codes and sums of y: half of the way from x to y, and how y's owner is told.
 
     d is the difference y - x nearest to zero that the codes allow, in whole steps, and at most 2^(bits-2) - 1 of them;
     a move is d*step/2, and `differences` holds d in bits - 1 bits each, packed like codes. Peaks, int8, are the largest
     differences of each block before the cut. Where one is not the true one the sums disagree, and the block stays as it
-    is: zeros, and a peak of -1.
+    is: zeros, and a peak of -1. Moves are written to `out`, if given.
     """
     half = 1 << (bits - 1)
     q = _quotients(x, steps, offset)
@@ -54,16 +54,23 @@ def compare_residues(
     told = torch.where(alike.unsqueeze(1), away.clamp(-most, most), 0)
     moves = told.to(torch.float32) * (steps * 0.5).unsqueeze(1)
     differences = _pack((told & (half - 1)).view(-1)[: x.numel()], bits - 1)
-    return moves.view(-1)[: x.numel()].clone(), differences, torch.where(alike, peaks, -1).to(torch.int8)
+    return _in(out, moves.view(-1)[: x.numel()]), differences, torch.where(alike, peaks, -1).to(torch.int8)
 
 
 @kernel
-def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int) -> Tensor:
-    """-d*step/2 for n differences d of so many bits: the opposite, bit for bit, of what their writer moved by."""
+def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int, *, out: Tensor | None = None) -> Tensor:
+    """-d*step/2 for n differences d of so many bits: the opposite, bit for bit, of what their writer moved by.
+
+    In `out`, if given.
+    """
     half = 1 << (bits - 1)
     rows = torch.zeros(steps.numel(), RESIDUE_BLOCK, dtype=torch.float32, device=codes.device)
     rows.view(-1)[:n] = ((_unpack(codes, n, bits) ^ half) - half).to(torch.float32)
-    return (rows * (steps * -0.5).unsqueeze(1)).view(-1)[:n].clone()
+    return _in(out, (rows * (steps * -0.5).unsqueeze(1)).view(-1)[:n])
+
+
+def _in(out: Tensor | None, x: Tensor) -> Tensor:
+    return x.clone() if out is None else out.copy_(x)
 
 
 def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
