@@ -361,6 +361,26 @@ def test_frames_add_up_in_their_order(one_then_two_threads: tuple[int, int]) -> 
             assert torch.equal(total, expected)
 
 
+@needs_native
+@pytest.mark.parametrize("take", [False, True])
+def test_frames_are_summed_over_their_union(take: bool, one_then_two_threads: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for n, counts in ((1, [1, 0]), (100, [7, 0, 100]), (9000, [0, 0]), (3_000_000, [100_000, 7, 150_000])):
+        at = [torch.randperm(n, generator=generator)[:k].sort().values.to(torch.int32) for k in counts]
+        values = [torch.randn(k, generator=generator) * 10.0**f for f, k in enumerate(counts)]
+        expected = torch.randn(n, generator=generator)
+        totals = [expected.clone(), expected.clone()]
+        want = reference.sum_over_union_(expected, at, values, take=take)
+        for total, threads in zip(totals, one_then_two_threads, strict=True):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, cpu.sum_over_union_(total, at, values, take=take), want))
+            assert torch.equal(total, expected)
+    for wrong, says in (([3, 9000], "reach from 3 to 9000"), ([5000, 1, 6000], "not ascending")):
+        frame = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(KernelError, match=says):
+            cpu.sum_over_union_(torch.zeros(9000), [frame], [torch.ones(len(wrong))], take=take)
+
+
 @pytest.mark.parametrize("n", [0, 1, 7, 1000, 4097, 20_001])
 def test_native_rounding_equals_the_reference(n: int, level: str) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))

@@ -105,19 +105,18 @@ class Owner:
         for contents in heard:
             whole += contents.values[:num_fixed]
         positions = [one.positions for one in heard]
-        kernels.add_at_(held, positions, [one.values[num_fixed:] for one in heard])
-        spoken_of = kernels.set_bits(torch.cat(positions), own.num_entries)
-        places = kernels.unpack_bits(spoken_of)  # ascending, int32; by a map of bits, so without sorting
-        values = held.index_select(0, places)
+        chooses = self._server.down_rho > 0
+        sparse = [one.values[num_fixed:] for one in heard]
+        places, values = kernels.sum_over_union_(held, positions, sparse, take=not chooses)
         if not (kernels.all_finite(whole) and kernels.all_finite(values)):  # a sum beyond float32 is the largest there
             whole.nan_to_num_(nan=0.0)
-            held.index_copy_(0, places.to(torch.int64), values.nan_to_num_(nan=0.0))
-        if self._server.down_rho and places.numel():
+            values.nan_to_num_(nan=0.0)
+            if chooses:
+                held.index_copy_(0, places.to(torch.int64), values)
+        if chooses and places.numel():
             idle = SetAside(self._idle(held, own, places))
             places, values = self._largest(held, own, places)
             idle.restore_()
-        else:
-            held.index_fill_(0, places.to(torch.int64), 0)
         mean = torch.cat([whole, values]).div_(len(heard))
         shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
         dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)

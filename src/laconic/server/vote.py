@@ -43,16 +43,14 @@ class Vote:
         if not self.weighted and fixed.numel() == scratch.numel() > 0:
             return _count([contents.values for contents in heard.values()])
         signs = {rank: contents.values.sign() for rank, contents in heard.items()}
+        votes = signs
         if self.weighted and len(heard) > 2:
-            _add_up_(scratch, heard, {rank: self.weight(rank) * sign for rank, sign in signs.items()}, fixed)
+            votes = {rank: self.weight(rank) * sign for rank, sign in signs.items()}
             self._fade(step)
-            self._judge(heard, signs, torch.zeros_like(scratch), fixed)
-        else:
-            _add_up_(scratch, heard, signs, fixed)
-        at = nonzero(scratch != 0)
-        votes = scratch[at].sign()
-        scratch[at] = 0
-        return at.to(torch.int32), votes
+            self._judge(heard, signs, scratch, fixed)
+        places, sums = _take_sums(scratch, heard, votes, fixed)
+        decided = nonzero(sums)
+        return places.index_select(0, decided), sums.index_select(0, decided).sign()
 
     def _fade(self, step: int) -> None:
         """Let the past count less, once a step however many buckets are voted on."""
@@ -60,12 +58,14 @@ class Vote:
             self._step = step
             self._records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self._records.items()}
 
-    def _judge(self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], total: Tensor, fixed: Tensor) -> None:
-        """Enter into each worker's record how often it was of the others' opinion; `total` is all zeros before."""
-        _add_up_(total, heard, signs, fixed)
+    def _judge(
+        self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], scratch: Tensor, fixed: Tensor
+    ) -> None:
+        """Enter into each worker's record how often it was of the others' opinion; `scratch` is all zeros, as above."""
+        places, sums = _take_sums(scratch, heard, signs, fixed)
         for rank, contents in heard.items():
-            at = torch.cat([fixed, contents.positions.to(torch.int64)])
-            others = (total[at] - signs[rank]).sign()
+            at = torch.searchsorted(places, torch.cat([fixed.to(torch.int32), contents.positions]))
+            others = (sums[at] - signs[rank]).sign()
             agreed, differed = self._records.get(rank, (0.0, 0.0))
             right = int((others == signs[rank]).sum())
             wrong = int((others == -signs[rank]).sum())
@@ -97,12 +97,15 @@ def _in_turn(count: int, device: torch.device) -> Tensor:
     return torch.tensor([tiny, -tiny], device=device).repeat(-(-count // 2))
 
 
-def _add_up_(total: Tensor, heard: Mapping[int, Contents], votes: Mapping[int, Tensor], fixed: Tensor) -> None:
-    """total += the sum over workers of their votes, w*sign."""
-    for vote in votes.values():
-        total[fixed] += vote[: fixed.numel()]
-    sparse = [votes[rank][fixed.numel() :] for rank in heard]
-    kernels.add_at_(total, [contents.positions for contents in heard.values()], sparse)
+def _take_sums(
+    scratch: Tensor, heard: Mapping[int, Contents], votes: Mapping[int, Tensor], fixed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(places, sums over workers of their votes, w*sign) of all entries that anybody speaks of, ascending."""
+    everywhere = fixed.to(torch.int32)
+    frames = [(everywhere, votes[rank][: fixed.numel()]) for rank in heard]
+    frames += [(contents.positions, votes[rank][fixed.numel() :]) for rank, contents in heard.items()]
+    positions, values = zip(*frames, strict=True)
+    return kernels.sum_over_union_(scratch, positions, values, take=True)
 
 
 def _count(everyone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from laconic.kernels.reference.bits import set_bits, unpack_bits
 from laconic.kernels.registry import kernel
 
 
@@ -17,3 +19,19 @@ def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]
     """
     for at, what in zip(positions, values, strict=True):
         total.index_add_(0, at, what)
+
+
+@kernel
+def sum_over_union_(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, take: bool
+) -> tuple[Tensor, Tensor]:
+    """add_at_, and then (places, sums): where any frame adds, ascending, int32, and the totals there.
+
+    Those become zero if they are to be taken.
+    """
+    add_at_(total, positions, values)
+    places = unpack_bits(set_bits(torch.cat(list(positions)), total.numel()))  # a map of bits, so nothing is sorted
+    sums = total.index_select(0, places)
+    if take:
+        total.index_fill_(0, places.to(torch.int64), 0)
+    return places, sums
