@@ -41,7 +41,7 @@ class Mesh:
         incoming[self.rank] = outgoing[self.rank]
         said = {peer: [_view(outgoing[peer])] for peer in self._links}
         rooms = {peer: iter([_view(incoming[peer])]) for peer in self._links}
-        deque(self._exchange(said, rooms), maxlen=0)
+        deque(self._exchange(said, rooms, as_they_come=False), maxlen=0)
 
     def push_pull(self, push: Push) -> tuple[list[Tensor], list[int]]:
         """The answers of all owners, and how many bytes of parts each worker sent here, by rank."""
@@ -70,19 +70,23 @@ class Mesh:
         outgoing = {peer: [_length(said[peer]), _view(said[peer])] for peer in self._links}
         rooms = {peer: _of_any_length(peer, longest, heard) for peer in self._links}
         yield self.rank
-        yield from self._exchange(outgoing, rooms)
+        yield from self._exchange(outgoing, rooms, as_they_come=True)
 
     def _exchange(
-        self, outgoing: Mapping[int, Iterable[memoryview]], rooms: Mapping[int, Iterator[memoryview]]
+        self,
+        outgoing: Mapping[int, Iterable[memoryview]],
+        rooms: Mapping[int, Iterator[memoryview]],
+        *,
+        as_they_come: bool,
     ) -> Iterator[int]:
-        """Send and receive until all is done; yields each peer once it has filled its rooms.
+        """Send and receive until all is done; yields each peer that has filled its rooms, at once or at the end.
 
         The peer ahead comes first: everyone begins with another one, and no link is asked by all at once.
         """
         flows = {peer: Flow(self._links[peer], iter(outgoing[peer]), rooms[peer]) for peer in self._ahead()}
         reading = {peer for peer, flow in flows.items() if flow.into.view}
         while flows := {peer: flow for peer, flow in flows.items() if not flow.is_through}:
-            move(flows, self._timeout_s)
+            move(flows, self._timeout_s, until_any=as_they_come)
             heard = {peer for peer in reading if not flows[peer].into.view}
             reading -= heard
             yield from sorted(heard)

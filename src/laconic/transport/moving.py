@@ -41,12 +41,15 @@ class Flow:
         return not self.out.view and not self.into.view
 
 
-def move(flows: Mapping[int, Flow], timeout_s: float) -> None:
-    """Send and receive until what one peer is next to take or to give is through; PeerError names who fails."""
-    (_move_natively if level() is not None else _move)(flows, timeout_s)
+def move(flows: Mapping[int, Flow], timeout_s: float, *, until_any: bool) -> None:
+    """Send and receive what comes next, all of it or until any of it is through; PeerError names who fails."""
+    if level() is not None:
+        _move_natively(flows, timeout_s, until_any)
+    else:
+        _move(flows, timeout_s)
 
 
-def _move_natively(flows: Mapping[int, Flow], timeout_s: float) -> None:
+def _move_natively(flows: Mapping[int, Flow], timeout_s: float, until_any: bool) -> None:
     """In one call, which leaves the interpreter to others."""
     sockets = np.array([flow.link.fileno() for flow in flows.values()], dtype=np.int32)
     ends = [(flow.out.view, flow.into.view) for flow in flows.values()]
@@ -55,7 +58,7 @@ def _move_natively(flows: Mapping[int, Flow], timeout_s: float) -> None:
     failed = ctypes.c_int64()
     rows = [row.ctypes.data for row in views]
     error = library().laconic_exchange(
-        len(flows), sockets.ctypes.data, *rows, round(1e3 * min(timeout_s, 1e6)), ctypes.byref(failed)
+        len(flows), sockets.ctypes.data, *rows, until_any, round(1e3 * min(timeout_s, 1e6)), ctypes.byref(failed)
     )
     if error == _SILENCE:
         raise _silent(flows, timeout_s)
@@ -67,7 +70,7 @@ def _move_natively(flows: Mapping[int, Flow], timeout_s: float) -> None:
 
 
 def _move(flows: Mapping[int, Flow], timeout_s: float) -> None:
-    """Piece by piece."""
+    """A piece of it, at most: whoever wants more calls again."""
     waiting = select.poll()
     by_socket = {flow.link.fileno(): (peer, flow) for peer, flow in flows.items()}
     for socket, (_, flow) in by_socket.items():

@@ -26,17 +26,20 @@ int64_t moved(ssize_t result, bool receives) {
 
 }  // namespace
 
-// Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until one of these
-// is through; the pointers and counts tell how far each has come. Returns 0, SILENCE if nothing moves for timeout_ms,
-// or the error of sockets[*failed].
+// Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
+// are through, or until any is where that is asked for; the pointers and counts tell how far each has come. Returns 0,
+// SILENCE if nothing moves for timeout_ms, or the error of sockets[*failed].
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t** out, int64_t* out_left, uint8_t** in,
-                                int64_t* in_left, int timeout_ms, int64_t* failed) {
+                                int64_t* in_left, int until_any, int timeout_ms, int64_t* failed) {
   std::vector<pollfd> waiting(count);
-  for (bool through = false; !through;) {
+  for (bool any = false; !(any && until_any);) {
+    bool is_open = false;
     for (int64_t i = 0; i < count; ++i) {
       const int events = (out_left[i] ? POLLOUT : 0) | (in_left[i] ? POLLIN : 0);
       waiting[i] = {events ? sockets[i] : -1, static_cast<short>(events), 0};
+      is_open |= events != 0;
     }
+    if (!is_open) break;
     const int ready = poll(waiting.data(), count, timeout_ms);
     if (ready == 0) return SILENCE;
     if (ready < 0 && errno != EINTR) return errno;
@@ -52,7 +55,7 @@ extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t**
         *failed = i;
         return static_cast<int>(-(received < 0 ? received : sent));
       }
-      through |= (sent && sent == out_left[i]) || (received && received == in_left[i]);
+      any |= (sent && sent == out_left[i]) || (received && received == in_left[i]);
       out[i] += sent;
       out_left[i] -= sent;
       in[i] += received;
