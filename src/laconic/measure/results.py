@@ -91,7 +91,8 @@ def _commit() -> str:
 
 
 def _machine() -> str:
-    return f"{os.cpu_count()} cores of {_processor()}, {platform.system()}, Python {platform.python_version()}"
+    system = f"{platform.system()} on {platform.machine()}"
+    return f"{os.cpu_count()} cores of {_processor()}, {system}, Python {platform.python_version()}"
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -160,7 +161,9 @@ def run_select(asked: argparse.Namespace) -> int:
         print("\n".join(json.dumps(asdict(one)) for one in found))
     else:
         one = found[0]
-        where = f"{one.threads} threads" if asked.device == "cpu" else torch.cuda.get_device_name()
+        where = (
+            f"{one.threads} threads of {platform.machine()}" if asked.device == "cpu" else torch.cuda.get_device_name()
+        )
         print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
         head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
         rows = [
