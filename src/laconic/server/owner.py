@@ -82,7 +82,7 @@ class Owner:
             places, votes = self._vote.take(heard, held, fixed, step)
             signs = FrameShape(own.num_entries, places.numel(), 0, Sign())
             trits = FrameShape(own.num_entries, own.num_entries, 0, Trits())
-            shape, places, values = _smaller(signs, trits, places, votes, places)
+            shape, places, values = _smaller(signs, trits, places, votes, fixed[:0])
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         codes, scale = shape.quantize.encode(values)
@@ -117,10 +117,10 @@ class Owner:
             idle = SetAside(self._idle(held, own, places))
             places, values = self._largest(held, own, places)
             idle.restore_()
-        mean = torch.cat([whole, values]).div_(len(heard))
+        mean = (torch.cat([whole, values]) if num_fixed else values).div_(len(heard))
         shape = FrameShape(own.num_entries, places.numel(), num_fixed, self._quantize)
         dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)
-        return _smaller(shape, dense, places, mean, torch.cat([fixed, places]))
+        return _smaller(shape, dense, places, mean, fixed)
 
     def _largest(self, held: Tensor, own: Layout, heard: Tensor) -> tuple[Tensor, Tensor]:
         """The largest sums that an answer has room for, out of all that is held; zeros are not worth a place.
@@ -138,9 +138,12 @@ class Owner:
             if (own, window) not in self._searches:
                 self._searches[own, window] = kernels.new_search(window.num_entries, room, held.device)
             at, sums = kernels.withdraw_(held[window.start : window.stop], None, room, self._searches[own, window])
-            there = nonzero(sums)
-            places.append(at.index_select(0, there) + window.start)
-            values.append(sums.index_select(0, there))
+            if int(sums.count_nonzero()) < room:
+                there = nonzero(sums)
+                at = at.index_select(0, there)
+                sums = sums.index_select(0, there)
+            places.append(at.add_(window.start))
+            values.append(sums)
         return torch.cat(places), torch.cat(values)
 
     def _idle(self, held: Tensor, own: Layout, heard: Tensor) -> list[Tensor]:
@@ -185,12 +188,12 @@ def _counts_within(windows: Sequence[Span], positions: Tensor) -> list[int]:
 
 
 def _smaller(
-    shape: FrameShape, dense: FrameShape, places: Tensor, values: Tensor, at: Tensor
+    shape: FrameShape, dense: FrameShape, places: Tensor, values: Tensor, fixed: Tensor
 ) -> tuple[FrameShape, Tensor, Tensor]:
-    """These places, or all entries where that is smaller: `values` at `at` and zeros elsewhere."""
+    """These places, or all entries where that is smaller: `values` at the fixed ones and there, zeros elsewhere."""
     if shape.num_bytes <= dense.num_bytes:
         return shape, places, values
     n = dense.num_entries
     everywhere = values.new_zeros(n)
-    everywhere[at] = values
+    everywhere[torch.cat([fixed, places])] = values
     return dense, torch.arange(n, dtype=torch.int32, device=values.device), everywhere
