@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -112,7 +113,7 @@ class Listener:
                 self._lose(rank, error)
         self.traffic.count(_counted("down", to.kind), 0, bytes_out, 0)
 
-    def fail(self, error: FrameError) -> None:
+    def fail(self, error: FrameError) -> NoReturn:
         """Tell all workers what went wrong, and raise it here."""
         self.answer(payload_of(str(error).encode()), Message(Kind.ERROR))
         raise error

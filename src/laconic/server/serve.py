@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import Any
@@ -62,12 +63,13 @@ def serve(
             )
     wanted = {name: any(terms[name] for terms in asked.values()) for name in ("undoes", "holds_idle")}
     owner = Owner(scheme, servers.index(world().rank()), len(servers), **wanted)
-    handler = _RequestHandler(listener, owner, facts)
-    try:
-        while listener.living and handler.handle_round():
-            pass
-    finally:
-        listener.close()
+    with ThreadPoolExecutor(listener.num_workers) as readers:
+        handler = _RequestHandler(listener, owner, facts, readers)
+        try:
+            while listener.living and handler.handle_round():
+                pass
+        finally:
+            listener.close()
     return handler.stats()
 
 
@@ -91,8 +93,9 @@ class _RequestHandler:
     listener: Listener
     owner: Owner
     facts: Callable[[], Mapping[str, Any]]
+    readers: Executor  # so that the link is never idle while a part is being read
     layouts: dict[int, Layout] = field(default_factory=dict)  # by bucket
-    contents: dict[int, Contents] = field(default_factory=dict)  # of the round that is being heard, by worker
+    contents: dict[int, Future[Contents]] = field(default_factory=dict)  # of the round that is heard, by worker
     num_steps: int = 0
 
     def handle_round(self) -> bool:
@@ -108,8 +111,11 @@ class _RequestHandler:
     def _reply(self, about: Message, heard: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
         if about.kind in (Kind.LAYOUT, Kind.PARTS):
             self.num_steps = max(self.num_steps, about.step + 1)
-            told = {rank: self.contents[rank] for rank in heard}
             layout = self.layouts[about.bucket]
+            try:
+                told = {rank: self.contents[rank].result() for rank in heard}
+            except FrameError as error:
+                self.listener.fail(error)
             return self.owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
         if about.kind in (Kind.SUM, Kind.TOTAL):
             return reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
@@ -134,11 +140,8 @@ class _RequestHandler:
         part = message.payload
         if message.kind == Kind.LAYOUT:
             self.layouts[message.bucket], part = without_layout(part)
-        layout = self.layouts[message.bucket]
-        try:
-            self.contents[rank] = self.owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
-        except FrameError as error:
-            self.listener.fail(error)
+        frame = {"step": message.step, "bucket": message.bucket, "peer": rank}
+        self.contents[rank] = self.readers.submit(self.owner.read, part, self.layouts[message.bucket], **frame)
 
     def stats(self) -> ServerStats:
         traffic = self.listener.traffic
