@@ -374,3 +374,15 @@ def programs_taking_turns() -> Iterator[None]:
         yield
     finally:
         builder.create_atomic_rmw, builder.create_load, executor.__call__ = atomic, load, launch
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_frames_are_summed_over_their_union(take: bool) -> None:
+    for n, counts in ((1, [1, 0]), (5000, [40, 0, 300])):
+        at = [torch.randperm(n, generator=GENERATOR)[:k].sort().values.to(torch.int32) for k in counts]
+        values = [torch.randn(k, generator=GENERATOR) for k in counts]
+        want_total = torch.randn(n, generator=GENERATOR)
+        total = want_total.to(DEVICE, copy=True)
+        want = reference.sum_over_union_(want_total, at, values, take=take)
+        frames = [one.to(DEVICE) for one in at], [one.to(DEVICE) for one in values]
+        assert all(map(same, gpu.sum_over_union_(total, *frames, take=take), want)) and same(total, want_total)
