@@ -224,11 +224,11 @@ class Free(Side):
 
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:
         """The mean over all that are alive."""
-        return self.end.combine_all(mine, _mean, kind)
+        return self.end.combine_all(mine.cpu(), _mean, kind).to(mine.device)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Those of all that are alive, in rank order; not counted."""
-        return self.end.combine_all(mine, torch.stack, None).view(-1, mine.numel())
+        return self.end.combine_all(mine.cpu(), torch.stack, None).view(-1, mine.numel())
 
     @property
     def owed(self) -> Tensor | None:

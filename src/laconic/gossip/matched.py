@@ -80,12 +80,12 @@ class Matched(Side):
         self.end.all_reduce_(total, kind or "measured")
         if kind is None:
             self.end.traffic.by_kind = before
-        return total.cpu() / self.end.num_workers
+        return total.to(mine.device) / self.end.num_workers
 
     def gather(self, mine: Tensor) -> Tensor:
         """Everyone's, in rank order; not counted."""
         before = self.end.traffic.copy()
-        gathered = self.end.all_gather(mine.to(self.vector.device), "measured").cpu()
+        gathered = self.end.all_gather(mine.to(self.vector.device), "measured").to(mine.device)
         self.end.traffic.by_kind = before
         return gathered
 

@@ -49,7 +49,7 @@ class Group(Collectives):
         if not self._over_gloo:
             return None
         try:
-            return open_mesh(self.rank, self.num_workers, self._gathered, self._timeout_s)
+            return open_mesh(self.rank, self.num_workers, self.tell_all, self._timeout_s)
         except LaunchError as error:
             if self.rank == 0:
                 warnings.warn(f"frames go through Gloo, which fills less of the link: {error}", stacklevel=2)
@@ -134,6 +134,9 @@ class Group(Collectives):
         if mesh is not None:
             mesh.close()
         vars(self).pop("_group", None)
+
+    def tell_all(self, card: Tensor) -> Tensor:
+        return self._gathered(card.to(self.wire)).cpu()
 
     def _gathered(self, frame: Tensor) -> Tensor:
         """Everyone's frame by the backend's own hands."""

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -177,12 +176,8 @@ class TcpMailbox:
 def open_mailbox(transport: Collectives, patience_s: float) -> TcpMailbox:
     """A mailbox among the workers of a transport; a call that all of them make."""
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
-    to, of = meet(transport.rank, partial(_tell_all, transport), calls=others, awaits=others)
+    to, of = meet(transport.rank, transport.tell_all, calls=others, awaits=others)
     return TcpMailbox(transport.rank, to, of, patience_s)
-
-
-def _tell_all(transport: Collectives, card: Tensor) -> Tensor:
-    return transport.all_gather(card.to(transport.wire or "cpu"), "addresses").cpu()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class Collectives(Transport, Protocol):
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
 
+    def tell_all(self, card: Tensor) -> Tensor:
+        """Everyone's few bytes in rank order, on the host, before anything else is said."""
+        return self.all_gather(card, "addresses")
+
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
 
