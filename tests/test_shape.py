@@ -39,7 +39,7 @@ NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-MOST_TOKENS = 64_000
+MOST_TOKENS = 67_500  # of which the mesh, what moves its bytes and the pipeline are 2,800
 
 
 def _files() -> list[Path]:

@@ -125,6 +125,9 @@ class FaultyCollectives(FaultyTransport):
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         return self._collectives.all_gather(self.faults.filled(frame), kind)
 
+    def tell_all(self, card: Tensor) -> Tensor:
+        return self._collectives.tell_all(card)
+
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         return self._collectives.all_to_all(self.faults.filled(rows), kind)
 

@@ -55,6 +55,10 @@ class Gaps(Trigger):
         return self
 
     def speaks(self, step: int, gap: int, phase: float) -> bool | None:
+        """See `must`: a worker's phase does not matter where change decides."""
+        return self.must(step, gap)
+
+    def must(self, step: int, gap: int) -> bool | None:
         """Whether a group speaks whatever it changed, `gap` steps after its last exchange; None: look at it."""
         if step < self.warmup or gap >= self.longest:
             return True
