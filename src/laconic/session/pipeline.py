@@ -80,6 +80,7 @@ class Pipeline:
                 step_is_whole = flight.bucket.is_last
                 if self._say(flight):
                     speaking.append(flight)
+                del flight  # while it waits, the thread holds nothing
             elif not speaking:
                 step_is_whole = False
 
@@ -113,7 +114,7 @@ class Pipeline:
                 flight.is_over = True
                 flight.land(self.error)
             flight.ready.put(None)
-            del flight, heard  # while it waits, the thread holds nothing
+            del flight, heard  # as above
 
     def _go_on(self, flight: Flight, heard: _Heard) -> bool:
         """Whether that was its end."""

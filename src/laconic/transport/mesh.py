@@ -6,11 +6,12 @@ this takes 94 % (docs/results.md).
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError
+from laconic.errors import FrameError, PeerError
 from laconic.transport.connection import Connection, TellAll, meet
 from laconic.transport.moving import Flow, move
 from laconic.transport.transport import Push
@@ -52,7 +53,8 @@ class Mesh:
             try:
                 own = push.answer((peer, heard[peer]) for peer in arriving)
             except Exception:
-                deque(arriving, maxlen=0)  # others wait for the parts that still have to leave
+                with suppress(PeerError):
+                    deque(arriving, maxlen=0)  # others wait for the parts that still have to leave
                 raise
             answers = {self.rank: own}
             deque(self._exchange_any([own] * len(push.parts), max(push.longest), answers), maxlen=0)
