@@ -1,7 +1,7 @@
 """A connection of our own between every two workers, and messages to all of them at once.
 
-Gloo passes frames on around a ring, a peer at a time: 67 % of a 1gbit link for frames of 190 kB among 4 hosts, where
-this takes 94 % (docs/results.md).
+Gloo passes frames on around a ring, a peer at a time: 73 % of a 1gbit link for frames of 190 kB between 2 hosts, where
+this fills 96 % (link-use in docs/results.md).
 """
 
 from collections import deque
