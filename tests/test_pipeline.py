@@ -55,8 +55,11 @@ class _Rounds(Path):
 
     said: list[tuple[str, int]]
 
-    most_messages = 3
     looks = False
+
+    @property
+    def most_messages(self) -> int:
+        return 3
 
     def speak(self, work: Work) -> Speech:
         for number in range(len(work.layout.spans)):

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,15 @@ _ROUND, _ROUND_AGAIN = range(2)  # a worker's two streams of draws
 class IntegerSum(Path):
     """The workers tell each other norms, scales where there are several, and codes; the sum of codes is a code."""
 
-    most_messages: ClassVar[int] = 3  # norms, scales where there are several, codes
-
     transport: Collectives
     choice: SharedChoice
     grid: Grid
     carrier: Carrier
+
+    @property
+    def most_messages(self) -> int:
+        """Norms, scales where there are several, codes."""
+        return 3 if len(self.grid.level_counts) > 1 else 2
 
     def bytes_out(self, layout: Layout) -> int:
         """What the workers agree on before counts too; two stages move as much as a ring."""

@@ -80,8 +80,12 @@ class Path:
     transport: Transport
     clock: PhaseClock
 
-    most_messages: ClassVar[int] = 1  # about a bucket; whoever waits for no more need not know what came of the last
     looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
+
+    @property
+    def most_messages(self) -> int:
+        """About a bucket: whoever has sent so many need not know what came of the last, to go on with the next one."""
+        return 1
 
     def bytes_out(self, layout: Layout) -> int:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +93,10 @@ class ScoredPushPull(PushPull):
 class LedPushPull(ScoredPushPull):
     """Everyone takes what worker (step mod M) would choose for itself; where it cannot say, each chooses."""
 
-    most_messages: ClassVar[int] = 2
+    @property
+    def most_messages(self) -> int:
+        """The leader's choice, then parts."""
+        return 2
 
     def take_(self, work: Work) -> Choosing:
         if not work.finite:  # the others wait for the leader, and the leader for nobody
