@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossiping import Small
-from laconic.gossip.vector import ModelVector, Topic
+from laconic.gossip.vector import ModelVector, Owed, Topic
 
 
 def test_buffers_travel_with_the_weights_of_their_module() -> None:
@@ -36,7 +36,11 @@ def test_a_vector_reads_and_adds_groups() -> None:
     vector = ModelVector(model, "tensor")
     before = vector.read()
     topic = Topic(vector, [1, 4])
-    vector.add_(topic.spread(torch.ones(topic.num_entries)), topic.groups)
+    owed = Owed(vector)
+    owed.add_(topic, torch.ones(topic.num_entries))
+    assert torch.equal(topic.read(owed), topic.cut(before) + 1)
+    assert torch.equal(vector.read([0], owed=owed), before[: vector.groups[0].stop])  # to which nothing is owed
+    vector.add_(owed.whole, topic.groups)
     moved = vector.read() - before
     assert torch.equal(topic.cut(moved).round(), torch.ones(topic.num_entries))
     assert int(moved.round().sum()) == topic.num_entries
@@ -54,7 +58,7 @@ def test_halves_may_end_amid_a_tensor_however_it_lies(halved: None) -> None:
     assert [(group.start, group.stop) for group in vector.groups] == [(0, 148), (148, 296)]
     assert torch.equal(vector.read(), whole)
     assert torch.equal(vector.read([0]), whole[:148]) and torch.equal(vector.read([1]), whole[148:])
-    vector.add_(Topic(vector, [1]).spread(torch.ones(148)), [1])
+    vector.add_(torch.ones(296), [1])  # of which only what lies in that half
     assert torch.equal(vector.read(), whole + torch.cat([torch.zeros(148), torch.ones(148)]))
     vector.add_(torch.ones(296), [0, 1])  # a tensor in both is added to once
     assert torch.equal(vector.read([0]), whole[:148] + 1)

@@ -26,10 +26,10 @@ class EntryMessages(ValueMessages):
         super().__init__(vector, quantize)
         self._select = select
         self._plan = select.plan(vector.chosen_layout, select.density_among(num_workers))
-        self._searches = [kernels.new_search(w.stop - w.start, w.k, torch.device("cpu")) for w in self._plan.windows]
+        self._searches = [kernels.new_search(w.stop - w.start, w.k, vector.device) for w in self._plan.windows]
         is_whole = torch.ones(vector.num_entries, dtype=torch.bool)
         is_whole[vector.chosen] = False
-        self._whole = is_whole.nonzero().view(-1)  # where entries always go
+        self._whole = is_whole.nonzero().view(-1).to(vector.device)  # where entries always go
         self.last = vector.read()
         self._room = vector.room(vector.num_entries)  # where the model is read to
         self.shape = FrameShape(vector.num_entries, self._plan.k, self._whole.numel(), quantize)  # of a question
@@ -73,7 +73,7 @@ class EntryMessages(ValueMessages):
         return self._vector.sample(k, self.last)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last.clone()}
+        return {"last": self.last.to("cpu", copy=True)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.last.copy_(saved["last"])

@@ -5,6 +5,8 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,6 @@ from laconic.gossip.messages import check_finite, refusal
 from laconic.gossip.side import Side
 from laconic.gossip.vector import Topic
 from laconic.gossip.wait_budget import WaitBudget
-from laconic.kernels.host import add_on_host
 from laconic.transport import Mailbox
 
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what
@@ -37,12 +38,10 @@ class Free(Side):
     end: Mailbox
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         vector = self.vector
         self._reachable = set(neighbours(self.pattern.peers, self.end.rank, self.end.num_workers))
         self._lock = threading.Lock()
-        self._owed: Tensor | None = None  # what exchanges owe to the model
-        self._owed_room = torch.empty(vector.num_entries, dtype=torch.float32)  # where it lies if it came in parts
-        self._touched: set[int] = set()  # the groups in which they do
         self._num_sent = 0  # entries that left this worker since the last step
         self._asking: dict[int, tuple[threading.Event, float]] = {}  # peer -> (set when it is over, since when)
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
@@ -119,15 +118,19 @@ class Free(Side):
         """i sends x_i, hears x_j, and owes itself (x_j - x_i as sent)/2."""
         since = time.monotonic()
         try:
-            with self._lock:
-                about = self.messages.about(groups)
-                question = self.messages.ask_(about, check_finite(self._tell(about)))
-            reply = self.end.ask(peer, turn, question.message, self.messages.answer_bytes(groups))
-            with self._lock:
-                way = self.messages.settle_(question, reply, peer)
-                self.asked += 1
-                self._owe(question.topic, way)
-                self._wait_budget.note_exchanged_(time.monotonic() - since)
+            with self._beside_training():
+                with self._lock:
+                    about = self.messages.about(groups)
+                    question = self.messages.ask_(about, check_finite(about.read(self._owed)))
+                said = _on_host(question.message)
+            reply = self.end.ask(peer, turn, said, self.messages.answer_bytes(groups))
+            with self._beside_training():
+                heard = reply.to(self.vector.device)
+                with self._lock:
+                    way = self.messages.settle_(question, heard, peer)
+                    self.asked += 1
+                    self._owe(question.topic, way)
+                    self._wait_budget.note_exchanged_(time.monotonic() - since)
         except FrameError as error:
             self._refused(peer, error)
         except PeerError as error:
@@ -139,7 +142,8 @@ class Free(Side):
 
     def _serve(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         try:
-            return self._answer(peer, turn, message, num_bytes)
+            with self._beside_training():
+                return _on_host(self._answer(peer, turn, message.to(self.vector.device), num_bytes))
         except Exception as error:
             self._failed = error
             raise
@@ -152,35 +156,24 @@ class Free(Side):
             self._refused(peer, error)
             return refusal(num_bytes)
         with self._lock:
-            answer, way = self.messages.reply_(topic, told, self._tell(topic))
+            answer, way = self.messages.reply_(topic, told, topic.read(self._owed))
             if way is not None:
                 self.answered += 1
                 self._owe(topic, way)
         return answer
 
-    def _tell(self, topic: Topic) -> Tensor:
-        """The model with all that is owed."""
-        values = self._read(topic)
-        return values if self._owed is None else add_on_host(values, topic.cut(self._owed), out=values)
-
     def _owe(self, topic: Topic, way: Tensor) -> None:
-        if self._owed is None:
-            self._owed = topic.spread(way, out=self._owed_room)
-        else:
-            topic.add_into_(self._owed, way)
-        self._touched |= set(topic.groups)
+        self._owed.add_(topic, way)
         self._num_sent += topic.num_entries
 
     def _apply(self) -> None:
         """x += what is owed; in the training thread, between its steps."""
         with self._lock:
-            if self._owed is not None:
-                self.move_(self._owed, sorted(self._touched))
+            if self._owed.groups:
                 if self.tracker.looks:
-                    self._due -= self._touched
-                self._owed = None
-                self._touched = set()
-                self._catch_up()
+                    self._due -= self._owed.groups
+                with self._after_exchanges():
+                    self.move_()
             self.tracker.note_sent_(self._num_sent)
             self._num_sent = 0
 
@@ -189,12 +182,22 @@ class Free(Side):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.vector.device))
 
-    def _read(self, topic: Topic) -> Tensor:
-        """The model as it is; on CUDA by a stream of our own, so that training is not waited for."""
+    @contextmanager
+    def _after_exchanges(self) -> Iterator[None]:
+        """In the training thread: after all that exchanges have told the device to do, and before what comes next."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.vector.device).wait_stream(self._stream)
+        yield
+        self._catch_up()
+
+    @contextmanager
+    def _beside_training(self) -> Iterator[None]:
+        """On CUDA by a stream of our own, so that nothing here waits for training but what reads its model."""
         if self._stream is None:
-            return topic.read()
+            yield
+            return
         with torch.cuda.device(self.vector.device), torch.cuda.stream(self._stream):
-            return topic.read()
+            yield
 
     def _refused(self, peer: int, error: FrameError) -> None:
         self.refused += 1
@@ -229,14 +232,17 @@ class Free(Side):
 
     @property
     def owed(self) -> Tensor | None:
-        with self._lock:
-            return None if self._owed is None else self._owed.clone()
+        with self._lock, self._after_exchanges():
+            return self._owed.read()
 
     def owe(self, owed: Tensor | None) -> None:
         """Take over what was owed when a state was saved."""
-        with self._lock:
-            self._touched = set() if owed is None else set(range(len(self.vector.groups)))
-            self._owed = None if owed is None else owed.to("cpu", torch.float32, copy=True)
+        with self._lock, self._after_exchanges():
+            self._owed.write_(owed)
+
+    def note_all_said_(self) -> None:
+        with self._lock, self._after_exchanges():
+            super().note_all_said_()
 
     def close(self) -> None:
         """Hang up, after what is under way, if it does not take too long."""
@@ -249,6 +255,16 @@ class Free(Side):
         self.end.close()
         for asker in self._askers:
             asker.join(self.pattern.patience)
+
+
+def _on_host(message: Tensor) -> Tensor:
+    """The message where mailboxes take it from, and all that this stream has been told to do is done."""
+    if message.device.type == "cpu":
+        return message
+    host = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
+    host.copy_(message, non_blocking=True)
+    torch.cuda.current_stream(message.device).synchronize()
+    return host
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

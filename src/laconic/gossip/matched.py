@@ -36,7 +36,8 @@ class Matched(Side):
         asks = asks_of(pattern.seed, step, rank, partner)
         topic, way = self._ask(groups, partner) if asks else self._answer(groups, partner)
         self.tracker.note_sent_(topic.num_entries)
-        self.move_(topic.spread(way), groups)
+        self._owed.add_(topic, way)
+        self.move_()
         self.asked += asks
         self.answered += not asks
 
@@ -67,7 +68,7 @@ class Matched(Side):
         return topic, way
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
-        return self.end.swap(message.to(self.vector.device), partner, "model", num_back).cpu()
+        return self.end.swap(message.to(self.vector.device), partner, "model", num_back)
 
     def settle(self) -> None:
         """Nothing is ever under way between two steps."""

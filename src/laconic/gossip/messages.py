@@ -13,7 +13,6 @@ from laconic.kernels.host import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.wire import Contents, FrameShape
 
-NO_POSITIONS = torch.empty(0, dtype=torch.int32)  # of a frame about all there is
 NOT_FINITE = "one of the two models is not finite"  # of a message that only says so
 
 
@@ -90,7 +89,7 @@ class ValueMessages(MessageWriter):
         shape = self._shape(values.numel())
         if not kernels.all_finite(values):
             return shape.write_overflow(values.device, step=0, bucket=0), None
-        answer, mine = self._write(shape, NO_POSITIONS, values)
+        answer, mine = self._write(shape, no_positions(values), values)
         way = half_way(told, mine)
         self._note_exchanged_(topic, values, way)
         return answer, way
@@ -125,8 +124,8 @@ class GroupMessages(ValueMessages):
     def ask_(self, about: Topic, values: Tensor) -> Question:
         named = torch.zeros(self._num_named, dtype=torch.uint8)
         named[torch.tensor(about.groups, dtype=torch.int64)] = 1
-        frame, told = self._write(self._shape(values.numel()), NO_POSITIONS, values)
-        return Question(about, values, end_to_end([named, frame]), told)
+        frame, told = self._write(self._shape(values.numel()), no_positions(values), values)
+        return Question(about, values, end_to_end([named.to(frame.device), frame]), told)
 
     def question_bytes(self, groups: Sequence[int]) -> int:
         return self._num_named + self.answer_bytes(groups)
@@ -143,6 +142,11 @@ class GroupMessages(ValueMessages):
     def _num_named(self) -> int:
         """The bytes of the map: a frame begins on a whole word."""
         return -(-len(self._vector.groups) // 4) * 4
+
+
+def no_positions(values: Tensor) -> Tensor:
+    """Of a frame about all there is."""
+    return torch.empty(0, dtype=torch.int32, device=values.device)
 
 
 def check_finite(values: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.gossip.messages import NO_POSITIONS, NOT_FINITE, MessageWriter, Question, check_taken
+from laconic.gossip.messages import NOT_FINITE, MessageWriter, Question, check_taken, no_positions
 from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
-from laconic.kernels.host import add_on_host
 from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
 from laconic.wire import CodesShape, bucket_of
 
@@ -31,7 +30,8 @@ class RemainderMessages(MessageWriter):
 
     reach: how far a block's entries were from a peer's at most, max(seen, 0.8 * reach), and twice as far as was allowed
     for where that was not enough. Allowed for is 1.5 * max(reach, 1.5 * |x - last|), in 2^(bits-1) steps, where last is
-    the model after the last exchange (all ours).
+    the model after the last exchange (all ours). What there is one of per block is on the host, and entries are where
+    the model is. Ways lie in a vector of the writer's own, until it writes the next.
     """
 
     def __init__(self, vector: ModelVector, residue: Residue, seed: int, rank: int) -> None:
@@ -41,21 +41,28 @@ class RemainderMessages(MessageWriter):
         self._num_asked = 0
         self.last = vector.read()
         sizes = [group.num_entries for group in vector.groups]
+        self._rooms: list[list[Tensor]] = [[] for _ in sizes]  # for values of questions, while nobody has asked them
+        self._values, self._way = (vector.room(max(sizes)) for _ in range(2))  # of the exchange at hand
         self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
         self._questions = [CodesShape(n, n, 0, residue) for n in sizes]
         self._answers = [CodesShape(n, n, 0, residue.answer) for n in sizes]
+
+    def about(self, groups: Sequence[int]) -> Topic:
+        (k,) = groups
+        size = self._vector.groups[k].num_entries
+        return Topic(self._vector, groups, self._rooms[k].pop() if self._rooms[k] else self._vector.room(size))
 
     def ask_(self, about: Topic, values: Tensor) -> Question:
         """A question about a group; its frame names it, where a session's would name a bucket."""
         (k,) = about.groups
         self._num_asked += 1
         told = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_asked))
-        frame = self._questions[k].write(NO_POSITIONS, *self._residue.write(told), step=0, bucket=k)
+        frame = self._questions[k].write(no_positions(values), *self._residue.write(told), step=0, bucket=k)
         return Question(about, values, frame, told)
 
     def _exponents(self, k: int, values: Tensor) -> Tensor:
         """Those of steps with which a peer's values are expected to be within reach."""
-        change, size = (of_block.numpy() for of_block in kernels.largest_changes(values, self._last(k)))
+        change, size = (of_block.cpu().numpy() for of_block in kernels.largest_changes(values, self._last(k)))
         reach = self.reach[k].numpy()
         expected = np.maximum(
             np.float32(_CHANGE_WEIGHT) * change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size)
@@ -73,7 +80,8 @@ class RemainderMessages(MessageWriter):
         k = bucket_of(message)
         if not 0 <= k < len(self._questions):
             raise FrameError(f"rank {peer} asked about part {k} of {len(self._questions)}")
-        topic = self.about([k])
+        size = self._vector.groups[k].num_entries
+        topic = Topic(self._vector, [k], self._values[:size])
         told = self._residue.read(*_written(self._questions[k], message, k, peer), topic.num_entries)
         if not 0 <= told.offset < 1:
             raise FrameError(f"rank {peer} sent an offset of {told.offset}, not one in [0, 1)")
@@ -83,9 +91,10 @@ class RemainderMessages(MessageWriter):
         (k,) = topic.groups
         if not kernels.all_finite(values):
             return self._answers[k].write_overflow(values.device, step=0, bucket=k), None
-        way, compared = self._residue.compare(values, told)
+        way, compared = self._residue.compare(values, told, out=self._way[: values.numel()])
         self._learn_(k, compared.peaks, told.exponents, values, way)
-        return self._answers[k].write(NO_POSITIONS, *self._residue.answer.write(compared), step=0, bucket=k), way
+        frame = self._answers[k].write(no_positions(values), *self._residue.answer.write(compared), step=0, bucket=k)
+        return frame, way
 
     def settle_(self, question: Question, reply: Tensor, peer: int) -> Tensor:
         topic, values, _, told = question
@@ -94,25 +103,29 @@ class RemainderMessages(MessageWriter):
         compared = answer.read(*_written(self._answers[k], reply, k, peer), topic.num_entries)
         if compared.offset != told.offset:
             raise FrameError(f"rank {peer} answered another question")
-        way = answer.way(compared, told.exponents, topic.num_entries)
+        way = answer.way(compared, told.exponents, out=self._way[: topic.num_entries])
         self._learn_(k, compared.peaks, told.exponents, values, way)
+        if values is topic.room:
+            self._rooms[k].append(values)
         return way
 
     def _last(self, k: int) -> Tensor:
-        return self.about([k]).cut(self.last)
+        group = self._vector.groups[k]
+        return self.last[group.start : group.stop]
 
     def _learn_(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, way: Tensor) -> None:
-        away = peaks.numpy().astype(np.float32)
+        away = peaks.cpu().numpy().astype(np.float32)
         steps = steps_of(exponents).numpy()
         seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
         self.reach[k] = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach[k].numpy()))
-        add_on_host(values, way, out=self._last(k))
+        kernels.join_(self._last(k), [values], way)
 
     def note_all_said_(self) -> None:
         self.last.copy_(self._vector.read())
 
     def state_dict(self) -> dict[str, Any]:
-        learned = {"last": self.last.clone(), "reach": [each.clone() for each in self.reach], "asked": self._num_asked}
+        last = self.last.to("cpu", copy=True)
+        learned = {"last": last, "reach": [each.clone() for each in self.reach], "asked": self._num_asked}
         return {"remainders": learned}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -1,16 +1,13 @@
 """One worker's model, and all that its exchanges go through, whichever way they are made."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from laconic.exchange import Gossip
 from laconic.gossip.messages import MessageWriter
 from laconic.gossip.momentum import Momentum
 from laconic.gossip.tracker import ChangeTracker
-from laconic.gossip.vector import ModelVector
+from laconic.gossip.vector import ModelVector, Owed
 
 
 @dataclass(eq=False)
@@ -30,9 +27,14 @@ class Side:
     refused = 0
     late = 0
 
-    def move_(self, way: Tensor, groups: Sequence[int]) -> None:
-        """Add a vector that exchanges of these groups have brought to the model; momentum and tracker hear of it."""
-        moved = self.vector.add_(way, groups)
+    def __post_init__(self) -> None:
+        self._owed = Owed(self.vector)
+
+    def move_(self) -> None:
+        """Add what exchanges owe to the model; momentum and tracker hear of it."""
+        groups = sorted(self._owed.groups)
+        moved = self.vector.add_(self._owed.whole, groups)
+        self._owed.groups = set()
         self.momentum.heed_(moved, self.tracker.gap(groups), self.tracker.lr_share)
         self.tracker.note_exchanged_(groups, self.messages.sample)
 

@@ -1,14 +1,17 @@
 """A model as one vector, cut into groups that may travel on their own, and what of it an exchange is about."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels.host import add_on_host, end_to_end
+from laconic.kernels.host import end_to_end
 from laconic.layout import Layout, Span, halves_of
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
@@ -43,7 +46,7 @@ class ModelVector:
 
     So do buffers that are not part of the model's state or not finite, like a mask, and tensors without entries.
 
-    Vectors lie on the host, where messages are written: of a model on CUDA one copy comes over, and one goes back.
+    Vectors lie where the model does: messages are written and read there, and nothing else crosses to the host.
     Groups are tensors (`per="tensor"`), the two halves of a large vector (`"half"`), or all of it (`"model"`).
 
     Where entries are chosen (`per="model"`), parameters smaller than `whole_below` come first and buffers last, so
@@ -75,32 +78,44 @@ class ModelVector:
         self.groups = tuple(groups if per != "half" else _halves(groups[0]))
         self.layout = Layout.of(list(self._tensors), [t.shape for t in self._tensors.values()])
         self._spans_of = [[s for s in self.layout.spans if g.start < s.stop and s.start < g.stop] for g in self.groups]
+        self._groups_of = {
+            s.name: [k for k, g in enumerate(self.groups) if g.start < s.stop and s.start < g.stop]
+            for s in self.layout.spans
+        }
         self.num_entries = start
         large = {name: p.shape for name, p in trained.items() if p.numel() >= whole_below}
         self.chosen_layout = Layout.of(list(large), list(large.values()))
         num_trained = _count(trained)
         self.chosen = slice(num_trained - self.chosen_layout.num_entries, num_trained)
 
-    def read(self, groups: Sequence[int] | None = None, *, out: Tensor | None = None) -> Tensor:
-        """A float32 copy of these groups, end to end, in `out` if given; of the whole model if none are named."""
-        pieces = []
-        for k in range(len(self.groups)) if groups is None else groups:
+    def read(
+        self, groups: Sequence[int] | None = None, *, out: Tensor | None = None, owed: Owed | None = None
+    ) -> Tensor:
+        """A float32 copy of these groups, end to end, with what is owed to them; in `out` if given.
+
+        Of the whole model if none are named.
+        """
+        named = range(len(self.groups)) if groups is None else groups
+        if out is None:
+            out = self.room(sum(self.groups[k].num_entries for k in named))
+        start = 0
+        for k in named:
             group = self.groups[k]
             spans = self._spans_of[k]
+            pieces = []
             for span, row in zip(spans, self._rows(spans), strict=True):
                 inside = slice(max(0, group.start - span.start), group.stop - span.start)
                 pieces.append(row.reshape(-1)[inside].to(torch.float32))
-        if self.device.type != "cuda":
-            return end_to_end(pieces, out=out)
-        whole = torch.cat(pieces)
-        host = self.room(whole.numel()) if out is None else out
-        host.copy_(whole, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        return host
+            addend = owed.whole[group.start : group.stop] if owed is not None and k in owed.groups else None
+            kernels.join_(out[start : start + group.num_entries], pieces, addend)
+            start += group.num_entries
+        return out
 
     def room(self, num_entries: int) -> Tensor:
-        """A vector on the host to which the model's device can copy."""
-        return torch.empty(num_entries, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        """A vector beside the model."""
+        if self.device.type == "cpu":  # by numpy, which asks for huge pages: 47 MB are filled in 19 ms instead of 49
+            return torch.from_numpy(np.empty(num_entries, np.float32))
+        return torch.empty(num_entries, dtype=torch.float32, device=self.device)
 
     def sample(self, k: int, whole: Tensor | None = None) -> Tensor:
         """The parameters of a group as float32, or of a large one runs of them, evenly spread: enough to measure it.
@@ -120,13 +135,9 @@ class ModelVector:
 
     @torch.no_grad()
     def add_(self, delta: Tensor, groups: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Add a vector that is zero outside these groups to the model: (tensor, what was added to it) of each."""
+        """Add what a vector holds in these groups to the model: (tensor, what was added to it) of each."""
         spans = list(dict.fromkeys(span for k in groups for span in self._spans_of[k]))
-        pieces = [delta[span.start : span.stop] for span in spans]
-        if self.device.type == "cuda":  # from a copy of its own, so that nothing waits for the device
-            sizes = [span.num_entries for span in spans]
-            copy = end_to_end(pieces, out=self.room(sum(sizes)))
-            pieces = list(torch.split(copy.to(self.device, non_blocking=True), sizes))
+        pieces = [self._within(groups, span, delta) for span in spans]
         rows = self._rows(spans)
         pieces = [piece.view(row.shape) for row, piece in zip(rows, pieces, strict=True)]
         for at, (span, row) in enumerate(zip(spans, rows, strict=True)):
@@ -134,6 +145,16 @@ class ModelVector:
                 pieces[at] = _within_half(pieces[at], row)
         torch._foreach_add_(rows, pieces)
         return [(self._tensors[span.name], piece) for span, piece in zip(spans, pieces, strict=True)]
+
+    def _within(self, groups: Collection[int], span: Span, delta: Tensor) -> Tensor:
+        """What a vector holds at a span, with zeros where that is in none of these groups."""
+        piece = delta[span.start : span.stop]
+        others = [k for k in self._groups_of[span.name] if k not in groups]
+        if others:
+            piece = piece.clone()
+        for group in (self.groups[k] for k in others):
+            piece[max(0, group.start - span.start) : group.stop - span.start] = 0
+        return piece
 
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:
@@ -152,8 +173,6 @@ class ModelVector:
 class Topic:
     """A part of a model, end to end: whole groups."""
 
-    is_in_order: ClassVar[bool] = True  # as the model lies
-
     vector: ModelVector
     groups: Sequence[int]  # in which it lies
     room: Tensor | None = None  # where they are read to, if given
@@ -162,33 +181,25 @@ class Topic:
     def num_entries(self) -> int:
         return sum(self.vector.groups[k].num_entries for k in self.groups)
 
-    def read(self) -> Tensor:
-        """A float32 copy of what the model is there."""
-        return self.vector.read(self.groups, out=self.room)
+    def read(self, owed: Owed | None = None) -> Tensor:
+        """A float32 copy of what the model is there, with what is owed to it."""
+        return self.vector.read(self.groups, out=self.room, owed=owed)
 
     def cut(self, flat: Tensor) -> Tensor:
         """What is there in a vector of the whole model; a view of it, if it is one group."""
         parts = self._parts(flat)
         return parts[0] if len(parts) == 1 else end_to_end(parts)
 
-    def add_into_(self, flat: Tensor, delta: Tensor) -> None:
-        """Add to what is there in a vector of the whole model."""
+    def add_into_(self, flat: Tensor, delta: Tensor, there: Collection[int]) -> None:
+        """Add to what is in these groups of a vector of the whole model; of others overwrite what is there."""
         start = 0
-        for part in self._parts(flat):
-            add_on_host(part, delta[start : start + part.numel()], out=part)
+        for k, part in zip(self.groups, self._parts(flat), strict=True):
+            more = delta[start : start + part.numel()]
+            if k in there:
+                kernels.join_(part, [part], more)
+            else:
+                kernels.join_(part, [more])
             start += part.numel()
-
-    def spread(self, delta: Tensor, out: Tensor | None = None) -> Tensor:
-        """A vector of the whole model that holds this where it belongs, and zero elsewhere; in `out`, if given.
-
-        What is of the whole model already stays where it is.
-        """
-        if self.is_in_order and delta.numel() == self.vector.num_entries:
-            return delta
-        whole = torch.empty(self.vector.num_entries, dtype=torch.float32) if out is None else out
-        whole.numpy().fill(0)
-        self.add_into_(whole, delta)
-        return whole
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         return [flat[self.vector.groups[k].start : self.vector.groups[k].stop] for k in self.groups]
@@ -198,22 +209,53 @@ class Topic:
 class Entries(Topic):
     """Entries at int64 positions, of a model that is one group."""
 
-    is_in_order: ClassVar[bool] = False
-
     positions: Tensor
 
     @property
     def num_entries(self) -> int:
         return self.positions.numel()
 
-    def read(self) -> Tensor:
-        return self.cut(self.vector.read(out=self.room))
+    def read(self, owed: Owed | None = None) -> Tensor:
+        return self.cut(self.vector.read(out=self.room, owed=owed))
 
     def cut(self, flat: Tensor) -> Tensor:
         return flat.index_select(0, self.positions)
 
-    def add_into_(self, flat: Tensor, delta: Tensor) -> None:
+    def add_into_(self, flat: Tensor, delta: Tensor, there: Collection[int]) -> None:
+        if not there:
+            flat.zero_()
         flat.index_add_(0, self.positions, delta)
+
+
+class Owed:
+    """What exchanges owe to a model, in the groups that they were about; elsewhere the vector holds anything."""
+
+    def __init__(self, vector: ModelVector) -> None:
+        self._vector = vector
+        self.whole = vector.room(vector.num_entries)
+        self.groups: set[int] = set()
+
+    def add_(self, topic: Topic, way: Tensor) -> None:
+        """Owe this too."""
+        topic.add_into_(self.whole, way, self.groups)
+        self.groups |= set(topic.groups)
+
+    def read(self) -> Tensor | None:
+        """On the host, with zeros where nothing is owed; None if nothing is at all."""
+        if not self.groups:
+            return None
+        owed = self.whole.to("cpu", copy=True)
+        for k, group in enumerate(self._vector.groups):
+            if k not in self.groups:
+                owed[group.start : group.stop] = 0
+        return owed
+
+    def write_(self, owed: Tensor | None) -> None:
+        """Owe this alone."""
+        self.groups = set()
+        if owed is not None:
+            self.whole.copy_(owed)
+            self.groups = set(range(len(self._vector.groups)))
 
 
 def _travels(buffer: Tensor) -> bool:

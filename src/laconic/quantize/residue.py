@@ -36,7 +36,7 @@ _STEPS = np.array(
 class Told:
     """What a worker says of its values: remainders, and what they were made with."""
 
-    exponents: Tensor  # int8, of each block's step
+    exponents: Tensor  # int8, of each block's step, on any device
     sums: Tensor  # int32, of each block's quotients
     codes: Tensor  # uint8
     offset: float  # in [0, 1), in steps
@@ -84,13 +84,19 @@ class Residue(ValueCode):
 
     def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
         """What to say of finite float32 values."""
-        codes, sums = kernels.encode_residues(values, steps_of(exponents), offset, self.bits)
+        steps = steps_of(exponents).to(values.device)
+        codes, sums = kernels.encode_residues(values, steps, offset, self.bits)
         return Told(exponents, sums, codes, offset)
 
-    def compare(self, values: Tensor, told: Told) -> tuple[Tensor, Compared]:
-        """(the way to the middle, (theirs - values)/2 but for rounding and cut; what the other needs for its own)."""
-        steps = steps_of(told.exponents)
-        way, codes, peaks = kernels.compare_residues(values, told.codes, told.sums, steps, told.offset, self.bits)
+    def compare(self, values: Tensor, told: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
+        """(the way to the middle, (theirs - values)/2 but for rounding and cut; what the other needs for its own).
+
+        The way is in `out`.
+        """
+        steps = steps_of(told.exponents).to(values.device)
+        way, codes, peaks = kernels.compare_residues(
+            values, told.codes, told.sums, steps, told.offset, self.bits, out=out
+        )
         return way, Compared(peaks, codes, told.offset)
 
     def write(self, told: Told) -> tuple[Tensor, Tensor]:
@@ -121,9 +127,10 @@ class Difference(ValueCode):
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) + -(-count // 8) * self.bits
 
-    def way(self, compared: Compared, exponents: Tensor, count: int) -> Tensor:
-        """The asker's way to the middle: the opposite of what its peer moves by, to the last bit."""
-        return kernels.decode_differences(compared.codes, steps_of(exponents), count, self.bits)
+    def way(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
+        """The asker's way to the middle, in `out`: the opposite of what its peer moves by, to the last bit."""
+        steps = steps_of(exponents).to(out.device)
+        return kernels.decode_differences(compared.codes, steps, out.numel(), self.bits, out=out)
 
     def write(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
@@ -145,7 +152,7 @@ def num_blocks(count: int) -> int:
     return -(-count // RESIDUE_BLOCK)
 
 
-# By numpy: messages are written on the host, and on the few steps of a small model torch takes four times as long.
+# By numpy, on the host: on the few steps of a small model torch takes four times as long.
 
 
 def exponents_for(steps: Tensor) -> Tensor:
@@ -156,9 +163,10 @@ def exponents_for(steps: Tensor) -> Tensor:
 
 def steps_of(exponents: Tensor) -> Tensor:
     """2^(e/4) as float32, the same bits on every machine."""
-    return torch.from_numpy(_STEPS[exponents.numpy().astype(np.intp) + 128])
+    return torch.from_numpy(_STEPS[exponents.cpu().numpy().astype(np.intp) + 128])
 
 
 def _written(offset: float, *parts: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, scale) as a frame has them."""
-    return end_to_end([part.view(torch.uint8) for part in parts]), torch.tensor(offset, dtype=torch.float32)
+    rows = [part.to(parts[-1].device).view(torch.uint8) for part in parts]
+    return end_to_end(rows), torch.tensor(offset, dtype=torch.float32)

@@ -7,10 +7,6 @@ TAKEN_FROM_REFERENCE = {
     "encode_rice": "torch's own operations write and read it",
     "decode_rice": "torch's own operations write and read it",
     "join_": "torch's own operations run at a copy's speed",
-    "largest_changes": "models gossip on the host",
-    "encode_residues": "models gossip on the host",
-    "compare_residues": "models gossip on the host",
-    "decode_differences": "models gossip on the host",
 }
 
 globals().update(kernels_in(__name__, TAKEN_FROM_REFERENCE))
