@@ -63,7 +63,7 @@ def start(
     one_bucket = "powersgd" in (scheme or "")
     ddp = DistributedDataParallel(model, bucket_cap_mb=100 if one_bucket else bucket_mb, **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    return Run(ddp, optimizer, laconic.attach(ddp, scheme) if scheme else None)
+    return Run(ddp, optimizer, laconic.attach(ddp, scheme, pipeline=True) if scheme else None)
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:

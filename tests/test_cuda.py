@@ -82,7 +82,7 @@ def _train(text: str, steps: int, small_model: int = background.SMALL_MODEL) -> 
     ddp = DistributedDataParallel(net, bucket_cap_mb=100 if "powersgd" in text else 0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background, "SMALL_MODEL", small_model)
-        session = laconic.attach(ddp, text)
+        session = laconic.attach(ddp, text, pipeline=True)
     lr = 0.005 if text.startswith(("sign", "sparse-sign")) else 0.05  # a vote moves every weight by the rate
     optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     losses = []

@@ -169,7 +169,7 @@ def _ten_steps_or_five_and_five(text: str) -> bool:
     saved: dict[str, Any] = {}
     for first in (0, 5):
         run = start(None, process_group=workers)
-        session = attach(run.ddp, text, servers=[0])
+        session = attach(run.ddp, text, servers=[0], pipeline=True)
         if first:
             run.ddp.module.load_state_dict(saved["model"])
             session.load_state_dict(saved["session"])

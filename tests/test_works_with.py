@@ -121,7 +121,7 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
     views = "per=parameter" in text  # one of them, beside a run without
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB, gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    session = laconic.attach(ddp, text, grad_scaler=scaler)
+    session = laconic.attach(ddp, text, grad_scaler=scaler, pipeline=True)
     plain = start(text)
     scales, skipped_weights = [], True
     for number in range(steps):

@@ -53,7 +53,7 @@ class DdpLearner:
             grad_scaler=self.updater.grad_scaler,
             servers=servers,
             timeout_s=job.server_timeout,
-            pipeline=not job.no_pipeline,
+            pipeline=False if job.no_pipeline else None,
         )
         self.group: WorkerGroup = ProcessWorkers(group, device)
         if isinstance(self.session.transport, ServerClient):
