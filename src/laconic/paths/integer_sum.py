@@ -30,8 +30,8 @@ class IntegerSum(Path):
 
     @property
     def most_messages(self) -> int:
-        """Norms, scales where there are several, codes."""
-        return 3 if len(self.grid.level_counts) > 1 else 2
+        """Norms, scales where there are several, codes, and in two stages their means."""
+        return 2 + (len(self.grid.level_counts) > 1) + (self.carrier.num_rows > 1)
 
     def bytes_out(self, layout: Layout) -> int:
         """What the workers agree on before counts too; two stages move as much as a ring."""
@@ -52,7 +52,11 @@ class IntegerSum(Path):
             words = self._encode(values, steps, key)
             sent = self._read(words, values.numel(), steps.step, steps) if self.choice.keeps else None
             words = self.on_wire(words)
-        words = yield partial(self._add, words, work)
+        if self.carrier.num_rows == 1:
+            yield partial(self.transport.all_reduce_, words, "codes")
+        else:
+            heard = yield partial(self.transport.all_to_all, words.view(self.transport.num_workers, -1), "codes")
+            words = (yield partial(self.transport.all_gather, self._average(work, heard), "codes")).view(-1)
         with self.clock.time("decode", work.device):
             return Said((words.to(work.device, non_blocking=True), steps), sent)
 
@@ -111,15 +115,12 @@ class IntegerSum(Path):
         """What codes are worth."""
         return kernels.unpack_scale(words, count, self.carrier.lane_bits, step, steps.group)
 
-    def _add(self, words: Tensor, work: Work) -> Tensor:
-        """The sum of everyone's words; in two stages their mean, rounded to codes again by the one who added them."""
-        transport = self.transport
-        if self.carrier.num_rows == 1:
-            transport.all_reduce_(words, "codes")
-            return words
-        heard = transport.all_to_all(words.view(transport.num_workers, -1), "codes")
-        key = key_of(self.grid.seed, _ROUND_AGAIN, transport.rank, work.step, work.number)
-        return transport.all_gather(kernels.average_words(heard, self.carrier.lane_bits, key), "codes").view(-1)
+    def _average(self, work: Work, heard: Tensor) -> Tensor:
+        """The mean of everyone's words for this worker's share, rounded to codes again."""
+        with self.clock.time("decode", work.device):
+            key = key_of(self.grid.seed, _ROUND_AGAIN, self.transport.rank, work.step, work.number)
+            there = heard.to(work.device, non_blocking=True)
+            return self.on_wire(kernels.average_words(there, self.carrier.lane_bits, key))
 
 
 def _maximum(rows: Tensor) -> Tensor:
