@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossiping import Learner
-from laconic import Follower, Scheme, Session, parse
+from gossiping import Learner, followed
+from laconic import Scheme, Session, parse
 from laconic.transport import InProcess, in_process
-from parts import ALL_TEXTS, gossip_texts
+from parts import ALL_TEXTS, gossip_texts, outer_texts
 from virtual import LAYOUTS, one_core, one_step
 
 FILE = Path(__file__).with_suffix(".json")
@@ -40,7 +40,7 @@ NOT_DETERMINISTIC = (
     "gossip:rho=0.2,rate=0.22",
     "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
 )
-TEXTS = tuple(text for text in (*ALL_TEXTS, *gossip_texts()) if text not in NOT_DETERMINISTIC)
+TEXTS = tuple(text for text in (*ALL_TEXTS, *gossip_texts(), *outer_texts()) if text not in NOT_DETERMINISTIC)
 
 # A mean or a norm decides something here, and a processor may add it up in another order: a sample must do.
 ORDER_SHOWS = (
@@ -70,8 +70,8 @@ def trajectory(
     """What the steps of M virtual workers come to: a digest, or a sample of values where the order of a sum shows."""
 
     def work(transport: InProcess) -> tuple[list[Tensor], dict[str, Any]]:
-        if parse(text).of_what == "models":
-            return _gossip(text, transport, course)
+        if parse(text).of_what != "gradients":
+            return _follow(text, transport, course)
         return _exchange(text, transport, course, step_)
 
     with _kernels(kernels), one_core():
@@ -89,7 +89,7 @@ def trajectory(
 
 
 def courses_of(text: str) -> tuple[str, ...]:
-    """A model that gossips has no gradient to overflow."""
+    """A model of one's own has no gradient to overflow."""
     return tuple(STEPS) if parse(text).of_what == "gradients" else ("plain",)
 
 
@@ -130,9 +130,9 @@ def _exchange(text: str, transport: InProcess, course: str, step_: Step) -> tupl
     return tensors, _counts(session.stats().by_kind)
 
 
-def _gossip(text: str, transport: InProcess, course: str) -> tuple[list[Tensor], dict[str, Any]]:
+def _follow(text: str, transport: InProcess, course: str) -> tuple[list[Tensor], dict[str, Any]]:
     """(the model after each step, bytes by kind) of one worker whose model wanders."""
-    learner = Learner(text, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+    learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
     with torch.no_grad():
         for number, tensor in enumerate(learner.model.parameters()):
             tensor.copy_(_whole(tensor.numel(), M, 99, number).view(tensor.shape) * 2.0**-12)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic import Follower, GossipScheme, parse
+from laconic import Follower, GossipScheme, OuterFollower, OuterScheme, parse
 from laconic.transport import InProcess, in_process
 from local_mailbox import LocalMailbox, local_mailboxes
 from parts import gossip_texts
@@ -44,7 +44,7 @@ class Learner:
         self,
         scheme: str,
         rank: int,
-        follow: Callable[[nn.Module, torch.optim.Optimizer, GossipScheme], Follower],
+        follow: Callable[[nn.Module, torch.optim.Optimizer, Any], Any],
         lr: float,
     ) -> None:
         with _drawing, torch.random.fork_rng(devices=[]):  # one generator for all threads
@@ -52,9 +52,7 @@ class Learner:
             self.model = Small()
         self.rank = rank
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.5)
-        made = parse(scheme)
-        assert isinstance(made, GossipScheme)
-        self.follower = follow(self.model, self.optimizer, made)
+        self.follower = follow(self.model, self.optimizer, parse(scheme))
 
     def drift(self, number: int) -> None:
         """A step in a random direction instead of a gradient's: the same bits on any number of threads."""
@@ -77,13 +75,22 @@ class Learner:
         return float(loss.detach())
 
 
+def followed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme | OuterScheme, transport: InProcess
+) -> Follower | OuterFollower:
+    """What makes a model follow virtual others, in step."""
+    if isinstance(scheme, OuterScheme):
+        return OuterFollower(model, scheme, transport, in_background=False)
+    return Follower(model, optimizer, scheme, transport)
+
+
 def matched(
     scheme: str, num_workers: int, steps: int, *, first: int = 0, load: list[dict[str, Any]] | None = None
 ) -> list[tuple[Learner, list[float]]]:
     """Virtual workers in step; (learner, losses) of each, after `steps` from step `first` on."""
 
     def work(transport: InProcess) -> tuple[Learner, list[float]]:
-        learner = Learner(scheme, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+        learner = Learner(scheme, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
         if load is not None:
             learner.model.load_state_dict(load[transport.rank]["model"])
             learner.optimizer.load_state_dict(load[transport.rank]["optimizer"])
@@ -98,7 +105,7 @@ def drifted(scheme: str, num_workers: int, steps: int) -> list[Learner]:
     """Virtual workers in step that drift."""
 
     def work(transport: InProcess) -> Learner:
-        learner = Learner(scheme, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+        learner = Learner(scheme, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
         for number in range(steps):
             learner.drift(number)
         return learner

@@ -24,6 +24,9 @@ RECIPE_TEXTS = {
     "gossip": "gossip:rate=0.3",
     "gossip-every": "gossip-every",
     "gossip-period": "gossip-period:steps=3",
+    "local": "local:every=3",
+    "diloco": "diloco:every=3",
+    "streaming": "streaming:every=4,fragments=2,delay=2",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
 }
@@ -72,8 +75,18 @@ GOSSIP_TEXTS = (
     "gossip-period:steps=2.5,mode=matched",
 )
 
-# What DDP's gradients can go through; models that gossip have laws of their own.
-ALL_TEXTS = (*(text for text in RECIPE_TEXTS.values() if not text.startswith("gossip")), *COMPOSED_TEXTS)
+# Outer steps over other paths and answers than the recipes'.
+OUTER_TEXTS = (
+    "local:every=2,quantize=none,delay=2",
+    "scheme:select=topk(rho=0.1,dense_below=0),quantize=bf16,memory=residual,exchange=all-gather,"
+    "trigger=rounds(every=2,warmup=1),outer=sgd(lr=0.5)",
+    "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2,fragments=2,delay=1),"
+    "outer=nesterov(lr=0.5,momentum=0.5)",
+    "scheme:quantize=maxnorm(levels=7),memory=residual,trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
+)
+
+# What DDP's gradients can go through; models that train alone have laws of their own.
+ALL_TEXTS = (*(text for text in RECIPE_TEXTS.values() if parse(text).of_what == "gradients"), *COMPOSED_TEXTS)
 
 
 def made(text: str) -> Scheme:
@@ -91,6 +104,11 @@ def own_schemes() -> list[Scheme]:
 def gossip_texts() -> list[str]:
     """Every scheme of the table that exchanges models."""
     return [text for text in (*RECIPE_TEXTS.values(), *GOSSIP_TEXTS) if parse(text).of_what == "models"]
+
+
+def outer_texts() -> list[str]:
+    """Every scheme of the table that exchanges the drift of models."""
+    return [text for text in (*RECIPE_TEXTS.values(), *OUTER_TEXTS) if parse(text).of_what == "drift"]
 
 
 def talking_schemes() -> list[Scheme]:

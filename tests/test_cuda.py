@@ -129,6 +129,7 @@ def _gossip(text: str, worth_halving: int) -> dict[str, Any]:
     for _ in range(40):
         follower.step()
     follower.settle()
+    assert isinstance(follower, laconic.Follower)
     stats, after = follower.stats(), follower.read().cpu()
     follower.close()
     return {"before": before, "after": after, "exchanges": stats.asked + stats.answered}

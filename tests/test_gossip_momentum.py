@@ -87,7 +87,7 @@ def test_momenta_heed_peers_in_free_mode_too() -> None:
         for learner in learners:
             learner.step(0)
         for learner in learners:
-            learner.follower._side._apply()  # type: ignore[union-attr]
+            learner.follower._side._apply()
             learner.follower._side.close()
         found.append(torch.stack([_momentum(learner) for learner in learners]))
     local, heeding = found

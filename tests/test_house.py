@@ -25,7 +25,8 @@ FLOORS = (
     ("server",),
     ("paths",),
     ("session",),
-    ("attach", "gossip"),
+    ("gossip", "outer"),
+    ("attach",),
     ("measure",),
     ("inspect",),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import GossipScheme, Scheme, SchemeError, Session, TorchHook, parse, recipes
+from laconic import GossipScheme, OuterScheme, Scheme, SchemeError, Session, TorchHook, parse, recipes
 from laconic.exchange import AllReduce, Server
 from laconic.layout import Layout
 from laconic.paths import bytes_out
@@ -22,6 +22,7 @@ from parts import (
     adds_exactly,
     conserving_schemes,
     gossip_texts,
+    outer_texts,
     own_schemes,
     remembering_schemes,
     talking_schemes,
@@ -36,17 +37,18 @@ def test_the_table_is_complete() -> None:
     """Every recipe and every answer to every question stands in the table."""
     assert set(RECIPE_TEXTS) == set(recipes.RECIPES)
     for question, answers in PARTS.items():
-        gossips = [scheme for scheme in map(parse, gossip_texts()) if hasattr(scheme, question)]
-        used = {type(getattr(scheme, question)) for scheme in (*own_schemes(), *gossips)}
+        followed = [*gossip_texts(), *outer_texts()]
+        others = [scheme for scheme in map(parse, followed) if hasattr(scheme, question)]
+        used = {type(getattr(scheme, question)) for scheme in (*own_schemes(), *others) if hasattr(scheme, question)}
         assert used == set(answers.values()), f"no scheme of the table has every answer to {question}"
     assert {hook.hook for hook in torch_hooks()} == {"fp16", "powersgd"}
 
 
-@pytest.mark.parametrize("text", [*ALL_TEXTS, *gossip_texts()])
+@pytest.mark.parametrize("text", [*ALL_TEXTS, *gossip_texts(), *outer_texts()])
 def test_a_printed_scheme_parses_back(text: str) -> None:
     scheme = parse(text)
     assert parse(str(scheme)) == scheme
-    if isinstance(scheme, Scheme | GossipScheme):
+    if isinstance(scheme, Scheme | GossipScheme | OuterScheme):
         answers = ",".join(f"{q}={write_part(q, getattr(scheme, q))}" for q in PARTS if hasattr(scheme, q))
         assert parse(f"scheme:{answers}") == scheme
 

@@ -271,7 +271,8 @@ def test_a_comparison_by_loss_is_drawn_by_loss(tmp_path: Path) -> None:
 def test_figures_are_declared_once_and_keep_their_names() -> None:
     """Records of earlier runs have these keys."""
     assert [figure.name for figure in declared.FIGURES] == [
-        *("link_bytes_out", "link_bytes_in", "link_use", "tokens_per_s", "peak_memory_bytes", "seconds_slowest"),
+        *("link_bytes_out", "link_bytes_in", "link_use", "mean_step_ms", "waited_s"),
+        *("tokens_per_s", "peak_memory_bytes", "seconds_slowest"),
         *("worst_accuracy", "worst_loss", "consensus_distance"),
         *("union", "oldest_residual", "never_sent"),
         *("server_bytes_out", "server_link_bytes_out", "server_held_bytes"),
@@ -280,7 +281,7 @@ def test_figures_are_declared_once_and_keep_their_names() -> None:
     found = declared.of_rounds(rounds, steps=8)
     assert set(found) == {
         *("link_bytes_out", "link_bytes_in", "tokens_per_s", "peak_memory_bytes", "worst_accuracy", "worst_loss"),
-        *("consensus_distance", "union", "server_bytes_out"),
+        *("consensus_distance", "union", "server_bytes_out", "mean_step_ms", "waited_s"),
     }
     assert found["worst_accuracy"] == pytest.approx(0.65) and found["server_bytes_out"] == 10
     assert declared.of_rounds([{**one, "server_link_bytes_out": 88} for one in rounds], 8)["server_bytes_out"] == 11

@@ -39,7 +39,7 @@ NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-MOST_TOKENS = 67_500  # of which the mesh, what moves its bytes and the pipeline are 2,800
+MOST_TOKENS = 74_500  # of which outer steps are 6,000, and the mesh and the pipeline 2,800
 
 
 def _files() -> list[Path]:

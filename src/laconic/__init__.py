@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, attach
+from laconic.attach import Attached, attach, follow
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -17,9 +17,10 @@ from laconic.errors import (
     StateError,
     TaskError,
 )
-from laconic.gossip import Follower, FollowerStats, follow
+from laconic.gossip import Follower, FollowerStats
+from laconic.outer import OuterFollower, OuterStats
 from laconic.recipes import parse
-from laconic.scheme import GossipScheme, Scheme, TorchHook
+from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Session, Stats
 
@@ -35,6 +36,9 @@ __all__ = [
     "LabError",
     "LaconicError",
     "LaunchError",
+    "OuterFollower",
+    "OuterScheme",
+    "OuterStats",
     "PeerError",
     "Scheme",
     "SchemeError",

@@ -65,6 +65,7 @@ class Bucket:
     layout: Layout
     flat: Tensor
     is_last: bool
+    is_plain: bool = False  # goes whole and in its own type, whatever the scheme says
 
 
 def halves_of(count: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Published systems and controls, each as five answers.
+"""Published systems and controls, each as five answers or six.
 
 A recipe is a short function; its keyword parameters are what the command line takes after the colon.
 """
@@ -13,10 +13,10 @@ from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, Scheme, TorchHook, compose, part
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
 from laconic.select import ChunkedTopK, Everything, Overlap, RandK, TopK
 from laconic.text import build, pairs, write_pairs
-from laconic.trigger import EveryStep, Period, Ramp, TargetRate, Trigger, WarmUp
+from laconic.trigger import EveryStep, Nesterov, OuterSGD, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 
@@ -275,6 +275,56 @@ def gossip_period(
     """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
     when = f"period(steps={steps})"
     return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
+
+
+@recipe
+def local(
+    *, every: int = 16, lr: float = 1.0, quantize: str = "bf16", fragments: int = 1, delay: int = 0, warmup: int = 0
+) -> OuterScheme:
+    """Every worker trains alone, and every `every` steps all models become their mean."""
+    return OuterScheme(
+        quantize=part("quantize", quantize),
+        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        outer=OuterSGD(lr=lr),
+    )
+
+
+@recipe
+def diloco(
+    *,
+    every: int = 32,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    quantize: str = "bf16",
+    fragments: int = 1,
+    delay: int = 0,
+    warmup: int = 0,
+) -> OuterScheme:
+    """DiLoCo: the same, but that the mean of what all drifted is a gradient to an outer Nesterov step."""
+    everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
+    return replace(everyone, outer=Nesterov(lr=lr, momentum=momentum))
+
+
+@recipe
+def streaming(
+    *,
+    every: int = 16,
+    fragments: int = 4,
+    delay: int = 4,
+    bits: int = CODE_BITS,
+    block: int = 512,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    warmup: int = 0,
+    seed: int = 0,
+) -> OuterScheme:
+    """Fragments of the model agree in turn, in the background and in few bits: for transformers over slow links."""
+    return OuterScheme(
+        quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed),
+        exchange=AllReduce(stages=2),
+        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        outer=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
+    )
 
 
 @recipe

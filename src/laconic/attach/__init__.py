@@ -1,3 +1,4 @@
 """The one line a training script adds."""
 
 from laconic.attach.ddp import Attached, attach
+from laconic.attach.follow import follow

@@ -1,4 +1,4 @@
-"""Gossip: no DDP, no barrier; each worker trains alone and exchanges models with its peers."""
+"""Models between peers: when a worker speaks, whom it asks, and what a message says."""
 
-from laconic.gossip.follower import Follower, follow
+from laconic.gossip.follower import Follower
 from laconic.gossip.stats import FollowerStats

@@ -1,4 +1,4 @@
-"""follow(model, optimizer, scheme): train alone, and exchange models with peers when there is something to say."""
+"""Train alone, and exchange models with peers when there is something to say."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import kernels
-from laconic.errors import SchemeError, StateError
+from laconic.errors import StateError
 from laconic.exchange import check_peers
 from laconic.gossip.changed_entries import EntryMessages
 from laconic.gossip.free import Free
@@ -21,20 +21,9 @@ from laconic.gossip.stats import FollowerStats
 from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
 from laconic.quantize import is_residue
-from laconic.recipes import parse
-from laconic.scheme import AnyScheme, GossipScheme
+from laconic.scheme import GossipScheme
 from laconic.session import PHASES
-from laconic.transport import (
-    Group,
-    Mailbox,
-    ProcessGroup,
-    Transport,
-    open_mailbox,
-    own_group,
-    ranks_that_differ,
-    ring_bytes,
-    world,
-)
+from laconic.transport import Mailbox, Transport, ring_bytes
 
 _FORMAT = 4
 _KEPT = ("last", "remainders")  # by message writers, under these names
@@ -201,43 +190,3 @@ def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | 
     if scheme.chooses:
         return EntryMessages(vector, quantize, scheme.select, end.num_workers)
     return GroupMessages(vector, quantize)
-
-
-def follow(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheme: AnyScheme | str = "gossip",
-    *,
-    group: ProcessGroup | None = None,
-) -> Follower:
-    """Let `model`, which is in no DDP, gossip under `scheme`; a call that all ranks of `group` (or all) make.
-
-    All models begin as rank 0's. What the optimizer keeps stays local; momentum of SGD may heed what peers do.
-    """
-    if isinstance(scheme, str):
-        scheme = parse(scheme)
-    if not isinstance(scheme, GossipScheme):
-        raise SchemeError(f"follow takes a gossip, and {scheme} is none; use laconic.attach, or a scheme like gossip")
-    if hasattr(model, "register_comm_hook"):
-        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
-    group = group or world()
-    device = next(model.parameters()).device
-    strangers = ranks_that_differ(group, device, str(scheme))
-    if strangers:
-        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
-    meeting = Group(own_group(group, device), device)
-    _begin_alike_(model, meeting)
-    if scheme.exchange.mode == "matched":
-        return Follower(model, optimizer, scheme, meeting)
-    mailbox = open_mailbox(meeting, scheme.exchange.patience)
-    meeting.close()
-    return Follower(model, optimizer, scheme, mailbox)
-
-
-@torch.no_grad()
-def _begin_alike_(model: nn.Module, meeting: Group) -> None:
-    """Overwrite every parameter and buffer with rank 0's."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        whole = tensor.detach().contiguous()
-        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
-        tensor.copy_(whole)

@@ -1,5 +1,7 @@
 """Gossip in step, for runs that can be had again bit for bit: flags are gathered, pairs drawn from (seed, step)."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -76,18 +78,14 @@ class Matched(Side):
     def mean(self, mine: Tensor, kind: str | None) -> Tensor:
         """The mean over all workers."""
         total = mine.to(self.vector.device, copy=True)
-        before = self.end.traffic.copy()
-        self.end.all_reduce_(total, kind or "measured")
-        if kind is None:
-            self.end.traffic.by_kind = before
+        with nullcontext() if kind else self.end.traffic.uncounted():
+            self.end.all_reduce_(total, kind or "measured")
         return total.to(mine.device) / self.end.num_workers
 
     def gather(self, mine: Tensor) -> Tensor:
         """Everyone's, in rank order; not counted."""
-        before = self.end.traffic.copy()
-        gathered = self.end.all_gather(mine.to(self.vector.device), "measured").to(mine.device)
-        self.end.traffic.by_kind = before
-        return gathered
+        with self.end.traffic.uncounted():
+            return self.end.all_gather(mine.to(self.vector.device), "measured").to(mine.device)
 
     @property
     def owed(self) -> Tensor | None:

@@ -1,16 +1,19 @@
 """The frozen half: answers that are checked together, printed and parsed."""
 
 from laconic.scheme.gossip import GossipScheme
+from laconic.scheme.outer import OuterScheme
 from laconic.scheme.parts import COMPOSED, PARTS, part, write_part
 from laconic.scheme.scheme import Scheme
 from laconic.scheme.torch_hook import TorchHook
 
-AnyScheme = Scheme | GossipScheme | TorchHook
+AnyScheme = Scheme | GossipScheme | OuterScheme | TorchHook
 
 
-def compose(**answers: str) -> Scheme | GossipScheme:
-    """A scheme from the texts of its answers, of the kind that its exchange is of; those left out are the defaults."""
+def compose(**answers: str) -> Scheme | GossipScheme | OuterScheme:
+    """A scheme from the texts of its answers, of the kind that they make it; those left out are the defaults."""
     made = {question: part(question, text) for question, text in answers.items()}
+    if "outer" in made or ("trigger" in made and made["trigger"].in_rounds):
+        return OuterScheme(**made)
     if "exchange" not in made or made["exchange"].of_what == "gradients":
         return Scheme(**made)
     memory = made.pop("memory", None)

@@ -10,7 +10,7 @@ from laconic.memory import MEMORIES
 from laconic.quantize import GRIDS, QUANTIZERS, RESIDUES
 from laconic.select import SELECTORS
 from laconic.text import build, parse_call, write_call
-from laconic.trigger import TRIGGERS
+from laconic.trigger import OUTERS, TRIGGERS
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,
@@ -18,6 +18,7 @@ PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "memory": MEMORIES,
     "exchange": PATTERNS,
     "trigger": TRIGGERS,
+    "outer": OUTERS,
 }
 COMPOSED = "scheme"  # the name under which a composition without a recipe is written
 

@@ -61,6 +61,8 @@ class Scheme(SchemeBase):
         if isinstance(self.trigger, Speech):
             name = type(self.trigger).__name__
             raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
+        if self.trigger.in_rounds:
+            raise SchemeError("Rounds are for models that train alone in between; use OuterScheme(...), or EveryStep()")
         if isinstance(self.quantize, Residue):
             raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
 

@@ -106,7 +106,7 @@ class Session:
 
     def _path_of(self, work: Work) -> Path:
         """The scheme's, or that of a dense step where the scheme's own is sparse."""
-        return self._dense if work.density >= 1 > self._target else self._path
+        return self._dense if work.bucket.is_plain or work.density >= 1 > self._target else self._path
 
     def _look_(self, work: Work, path: Path) -> None:
         """Whether the gradient is finite; what is kept is noted for an undo, and that of idle parameters set aside."""

@@ -1,6 +1,7 @@
 """Bytes, counted where they are handed to the network."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 BESIDE = frozenset({"total", "state", "load", "stats", "close", "error"})  # said beside the exchange of gradients
@@ -52,6 +53,13 @@ class Traffic:
         """A frame that goes from one worker to all others."""
         out = num_bytes * (num_workers - 1)
         self.count("broadcast", num_bytes if speaks else 0, out if speaks else 0, 0 if speaks else num_bytes)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is said inside serves measuring, and leaves no trace here."""
+        before = self.copy()
+        yield
+        self.by_kind = before
 
     def copy(self) -> dict[str, Count]:
         """The counts as they are now."""

@@ -1,5 +1,7 @@
-"""When it goes: how much may be sent at a given step, or whether a worker speaks at all."""
+"""When it goes: how much may be sent at a given step, or whether a worker speaks at all; and then what."""
 
+from laconic.trigger.outer import Nesterov, Outer, OuterSGD
+from laconic.trigger.rounds import Rounds
 from laconic.trigger.schedule import EveryStep, Ramp, Trigger, WarmUp
 from laconic.trigger.speech import Change, Period, Speech, TargetRate
 
@@ -10,4 +12,6 @@ TRIGGERS: dict[str, type[Trigger]] = {
     "period": Period,
     "change": Change,
     "target-rate": TargetRate,
+    "rounds": Rounds,
 }
+OUTERS: dict[str, type[Outer]] = {"sgd": OuterSGD, "nesterov": Nesterov}

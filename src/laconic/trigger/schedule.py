@@ -13,6 +13,7 @@ class Trigger:
     """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
 
     thins_out = False  # whether it lowers the share that is sent step by step
+    in_rounds = False  # whether it says when models that train alone agree
 
     def density(self, step: int, target: float) -> float:
         """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""

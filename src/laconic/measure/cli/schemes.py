@@ -9,7 +9,7 @@ from laconic.errors import TaskError
 from laconic.layout import Layout
 from laconic.paths import bits_per_entry
 from laconic.recipes import RECIPES, parse
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, TorchHook
+from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, TorchHook
 
 _BUCKET = Layout.of(["weight"], [1_000_000])  # large enough for headers not to show
 
@@ -55,6 +55,8 @@ def _bits(scheme: AnyScheme, num_workers: int) -> str:
         return "-"
     if isinstance(scheme, GossipScheme):
         return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}"
+    if isinstance(scheme, OuterScheme):
+        return f"{bits_per_entry(scheme.said, _BUCKET, num_workers) / scheme.trigger.every:.4g}"
     return f"{bits_per_entry(scheme, _BUCKET, num_workers):.4g}"
 
 

@@ -78,7 +78,7 @@ def _checked(job: Job, rho: float) -> Scheme:
     if not 0 < rho <= 1:
         raise TaskError(f"--rho is {rho}; give a share in (0, 1]")
     scheme = parse(job.scheme)
-    if job.is_gossip:
+    if job.follows:
         raise SchemeError(f"{scheme} exchanges models, and inspect looks at gradients; use topk:rho={rho}")
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} keeps its state inside PyTorch, where inspect cannot look; use topk:rho={rho}")

@@ -53,12 +53,14 @@ class Course:
         return Updater(model, self._job.training, scales_loss=self._job.amp == "fp16")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step over its peak: a linear warm-up, then a cosine down to zero."""
+        """The learning rate of a step over its peak: a linear warm-up, then a cosine down to zero, or no change."""
         warm_up = self._job.warmup
         if warm_up is None:
             warm_up = max(1, round(_WARM_UP_SHARE * self.num_steps))
         if step < warm_up:
             return (step + 1) / warm_up
+        if self._job.schedule == "constant":
+            return 1.0
         return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self.num_steps - warm_up)))
 
     def examples(self, step: int, device: torch.device = _CPU) -> tuple[Tensor, Tensor]:

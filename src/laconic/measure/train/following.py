@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from laconic.gossip import Follower, follow
+from laconic.gossip import Follower
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
 from laconic.measure.train.measured import Spent, measured
 from laconic.measure.train.worker_group import EndFacts
+from laconic.outer import OuterFollower
 from laconic.session import Stats
 
 
@@ -23,7 +23,7 @@ class FollowingWorkers:
 
     shares_clock: ClassVar[bool] = False
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower | OuterFollower) -> None:
         self._follower = follower
         self.place = follower.rank
         self.num_living = follower.num_workers
@@ -46,18 +46,25 @@ class FollowingWorkers:
         return EndFacts(lost_workers={str(rank): why for rank, why in self._follower.stats().lost.items()})
 
 
-class GossipLearner:
+class FollowingLearner:
     """A model that follows its peers; no call after the first needs a worker that has died."""
 
     owns_model: ClassVar[bool] = True
 
-    def __init__(self, job: Job, course: Course, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        course: Course,
+        device: torch.device,
+        model: nn.Module,
+        follow: Callable[[nn.Module, torch.optim.Optimizer], Follower | OuterFollower],
+    ) -> None:
         self.course = course
         self._measure = job.measure
         self._device = device
-        self.model = course.model(device)
-        self.updater = course.updater(self.model)
-        self.session = follow(self.model, self.updater.optimizer, job.scheme, group=group)
+        self.model = model
+        self.updater = course.updater(model)
+        self.session = follow(model, self.updater.optimizer)
         self.group = FollowingWorkers(self.session)
         self._before_average: dict[str, float] = {}
 

@@ -18,6 +18,7 @@ from laconic.scheme import TorchHook
 from laconic.server.serve import TIMEOUT_S
 
 DEFAULT_STEPS = 300
+SCHEDULES = ("cosine", "constant")
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
     *("labels_per_worker", "eval_every", "server_timeout"),
@@ -49,8 +50,9 @@ class Job:
     batch: int | None = _option(None, "examples per worker and step")
     context: int | None = _option(None, "tokens per example, of a task whose examples are made of those")
     optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
-    lr: float | None = _option(None, "peak learning rate; it warms up, then falls as a cosine")
+    lr: float | None = _option(None, "peak learning rate; it warms up, then follows --schedule")
     warmup: int | None = _option(None, "steps to the peak learning rate (default: a twentieth of them)")
+    schedule: str = _option("cosine", f"of the learning rate after its peak: {' or '.join(SCHEDULES)}")
     momentum: float | None = _option(None, "of sgd; a scheme that carries momentum takes its place")
     betas: str | None = _option(
         None, "of adamw, as in 0.9,0.95; a scheme that carries momentum takes the first's place"
@@ -112,6 +114,8 @@ class Job:
             raise TaskError(f"--weight-decay is {self.weight_decay}; give a finite number of 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise TaskError(f"--clip-norm is {self.clip_norm}; give a number above 0, or inf for none")
+        if self.schedule not in SCHEDULES:
+            raise TaskError(f"--schedule is {self.schedule!r}; give {' or '.join(SCHEDULES)}")
         if self.warmup is not None and self.warmup < 0:
             raise TaskError(f"--warmup is {self.warmup}; give 0 or more steps")
         if self.warmup is not None and self.epochs is None and self.warmup > (self.steps or DEFAULT_STEPS):
@@ -145,8 +149,13 @@ class Job:
         return self.servers > 0 and parse(self.scheme).has_owners
 
     @cached_property
-    def is_gossip(self) -> bool:
+    def follows(self) -> bool:
         """Whether each worker trains a model of its own."""
+        return parse(self.scheme).of_what != "gradients"
+
+    @cached_property
+    def is_gossip(self) -> bool:
+        """Whether those meet without all the others, some of whom may have died."""
         return parse(self.scheme).of_what == "models"
 
     @cached_property

@@ -70,6 +70,11 @@ def step_fact(step: int, loss: float, spent: Spent, before: Stats, after: Stats)
     }
 
 
+def mean_ms(facts: Sequence[Mapping[str, Any]]) -> float:
+    """Of a step, the first ones left out: what a median hides where only every so many steps talk."""
+    return statistics.fmean(fact["ms"] for fact in facts[WARM_UP_STEPS:] or facts)
+
+
 def median_times(facts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     """(ms of a step, its split), the first steps left out: compute is what of a step lay outside the other four."""
     timed = facts[WARM_UP_STEPS:] or facts

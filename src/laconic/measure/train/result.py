@@ -9,7 +9,7 @@ import torch
 
 from laconic.measure.figures import Record, Source, Values, of_run
 from laconic.measure.train.loop import TrainingLoop
-from laconic.measure.train.measured import median_times
+from laconic.measure.train.measured import mean_ms, median_times
 
 DIVERGED = 3  # exit code of a run whose loss was no number in the end
 
@@ -60,6 +60,7 @@ def summarize(loop: TrainingLoop) -> Result:
     workers = {
         "peak_memory_bytes": round(peak) or None,
         "tokens_per_s": loop.tokens_per_s(step_ms),
+        "mean_step_ms": mean_ms(loop.facts),
         "link_bytes_out": seen_out or None,
         "link_bytes_in": seen_in or None,
         "seconds_slowest": None if loop.group.shares_clock else slowest,

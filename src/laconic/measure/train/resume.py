@@ -66,6 +66,7 @@ def settings(job: Job) -> dict[str, Any]:
         **{name.replace("_", "-"): training[name] for name in training},
         "betas": ",".join(str(beta) for beta in job.training.betas),
         "warmup": job.warmup,
+        "schedule": job.schedule,
         "accumulate": job.accumulate,
         "amp": job.amp,
         "seed": job.seed,
@@ -108,6 +109,6 @@ def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _keeps(scheme: AnyScheme) -> tuple[str, ...]:
     """The kinds of tensors a session keeps; PyTorch's own hooks go on under the very same scheme only."""
-    if scheme.of_what == "models":
+    if scheme.of_what != "gradients":
         return ("a model of each worker's own",)
     return scheme.memory.kinds if isinstance(scheme, Scheme) else (str(scheme),)

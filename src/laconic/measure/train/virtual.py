@@ -18,13 +18,15 @@ from laconic.measure.figures import sentences
 from laconic.measure.records import Recorder
 from laconic.measure.tasks import Data
 from laconic.measure.train.course import Course
+from laconic.measure.train.following import FollowingLearner
 from laconic.measure.train.job import Job
-from laconic.measure.train.loop import NoObserver, TrainingLoop
+from laconic.measure.train.loop import NoObserver, Observer, TrainingLoop
 from laconic.measure.train.measured import Spent
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.worker_group import EndFacts
+from laconic.outer import OuterFollower
 from laconic.recipes import parse
-from laconic.scheme import Scheme
+from laconic.scheme import OuterScheme, Scheme
 from laconic.session import Session, Stats
 from laconic.transport import InProcess, in_process
 
@@ -42,18 +44,27 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
     own batch, exchange what they found as one bucket, and the first applies it. Times are of all of them together.
     """
     scheme = parse(job.scheme)
-    if not isinstance(scheme, Scheme):
+    if not isinstance(scheme, Scheme | OuterScheme):
         raise SchemeError(f"{scheme} lives inside PyTorch's DDP; leave --in-process out, or give another scheme")
     data = job.load_data()
     with Recorder(job.out) as records:
         records.write("job", **job.facts(), workers_seen=job.workers, mps=False, first_step=0)
 
+        def observer(loop: TrainingLoop, after_step: Callable[[int], None] | None) -> Observer:
+            return _VirtualObserver(loop, records, say, after_step) if loop.group.place == 0 else NoObserver()
+
         def train(loop: TrainingLoop, session: Session) -> Result:
-            leads = loop.group.place == 0
-            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else NoObserver())
+            loop.run_(observer(loop, None if after_step is None else lambda step: after_step(step, session)))
             return summarize(loop)
 
-        result = run_virtual(job, scheme, data, train, shares_model=True)[0]
+        def train_alone(loop: TrainingLoop) -> Result:
+            loop.run_(observer(loop, None))
+            return summarize(loop)
+
+        if isinstance(scheme, Scheme):
+            result = run_virtual(job, scheme, data, train, shares_model=True)[0]
+        else:
+            result = follow_virtually(job, scheme, data, train_alone)[0]
         records.write("result", **result.as_dict())
     tell(result)
     return 0 if result.diverged_at is None else DIVERGED
@@ -98,6 +109,30 @@ def run_virtual(
         )
         return train(TrainingLoop(job, course, learner, group), session)
 
+    return _interruptible(job, work, interrupted)
+
+
+def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[[TrainingLoop], T]) -> list[T]:
+    """train() for each of job.workers virtual workers that train alone and agree now and then; results by rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        first = Course(job, data, 0, job.workers).model(_CPU)
+    interrupted = threading.Event()
+
+    def work(transport: InProcess) -> T:
+        def followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> OuterFollower:
+            return OuterFollower(model, scheme, transport, in_background=False)
+
+        course = Course(job, data, transport.rank, transport.num_workers)
+        learner = _VirtualFollower(job, course, _CPU, copy.deepcopy(first), followed)
+        learner.interrupted = interrupted
+        return train(TrainingLoop(job, course, learner, learner.group))
+
+    return _interruptible(job, work, interrupted)
+
+
+def _interruptible(job: Job, work: Callable[[InProcess], T], interrupted: threading.Event) -> list[T]:
+    """work() for each worker, ended by Ctrl-C between two steps."""
     with ThreadPoolExecutor(1) as pool:
         results = pool.submit(in_process, job.workers, work, num_servers=job.servers)
         try:
@@ -105,6 +140,17 @@ def run_virtual(
         except KeyboardInterrupt:
             interrupted.set()
             raise
+
+
+class _VirtualFollower(FollowingLearner):
+    """A worker in a thread, with a model of its own."""
+
+    interrupted: threading.Event
+
+    def learn_(self, step: int) -> float:
+        if self.interrupted.is_set():
+            raise KeyboardInterrupt
+        return super().learn_(step)
 
 
 class VirtualWorkers:
@@ -231,10 +277,9 @@ class _VirtualObserver:
     """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
 
     def __init__(
-        self, loop: TrainingLoop, session: Session, records: Recorder, say: Say, after_step: AfterStep | None
+        self, loop: TrainingLoop, records: Recorder, say: Say, after_step: Callable[[int], None] | None
     ) -> None:
         self._loop = loop
-        self._session = session
         self._records = records
         self._say = say
         self._after_step = after_step
@@ -242,13 +287,13 @@ class _VirtualObserver:
     def step(self, fact: dict[str, Any]) -> None:
         self._records.write("step", **fact)
         if self._after_step is not None:
-            self._after_step(fact["step"], self._session)
+            self._after_step(fact["step"])
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self._records.write("eval", **fact)
         measure = self._loop.job.measure
         rate = self._loop.tokens_per_s(self._loop.facts[-1]["ms"]) if self._loop.facts else None
         more = f", {rate:,.0f} tokens/s" if rate else ""
-        more += "".join(f", {text}" for text in sentences(vars(self._session.stats())))
+        more += "".join(f", {text}" for text in sentences(vars(self._loop.learner.stats())))
         place = f"step {fact['step']}/{self._loop.course.num_steps}"
         self._say(f"{self._loop.job.scheme}: {place}, {measure.noun} {measure.text(fact[measure.name])}{more}")

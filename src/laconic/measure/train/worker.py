@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic.attach import follow
 from laconic.errors import TaskError
 from laconic.measure.records import Recorder, forget_after
 from laconic.measure.tasks import Data
 from laconic.measure.train.checkpoint import forget_checkpoint
 from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
-from laconic.measure.train.gossip import GossipLearner
+from laconic.measure.train.following import FollowingLearner
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.measured import interface_bytes, link_bytes_since
@@ -74,14 +75,17 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
         return 0 if result.diverged_at is None else DIVERGED
 
 
-def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | GossipLearner:
+def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:
     """This process's share of the data and its model, under the job's scheme; a call that all workers make."""
     course = Course(job, data, dist.get_rank() - job.servers, dist.get_world_size() - job.servers)
     group: dist.ProcessGroup | None = dist.group.WORLD
     if job.servers:
         ranks = list(range(job.servers, dist.get_world_size()))
         group = dist.new_group(ranks, use_local_synchronization=True)
-    return (GossipLearner if job.is_gossip else DdpLearner)(job, course, device, group)
+    if job.follows:
+        followed = partial(follow, scheme=job.scheme, group=group)
+        return FollowingLearner(job, course, device, course.model(device), followed)
+    return DdpLearner(job, course, device, group)
 
 
 def _serve(job: Job) -> int:

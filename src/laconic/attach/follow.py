@@ -1,0 +1,96 @@
+"""follow(model, optimizer, scheme): a model that trains alone, and agrees with the others or gossips."""
+
+import hashlib
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import SchemeError
+from laconic.gossip import Follower
+from laconic.outer import MakeOptimizer, OuterFollower
+from laconic.recipes import parse
+from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
+from laconic.transport import Group, ProcessGroup, open_mailbox, own_group, ranks_that_differ, world
+
+
+@overload
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: GossipScheme,
+    *,
+    group: ProcessGroup | None = None,
+) -> Follower: ...
+
+
+@overload
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: AnyScheme | str = "gossip",
+    *,
+    group: ProcessGroup | None = None,
+    outer: MakeOptimizer | None = None,
+) -> Follower | OuterFollower: ...
+
+
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: AnyScheme | str = "gossip",
+    *,
+    group: ProcessGroup | None = None,
+    outer: MakeOptimizer | None = None,
+) -> Follower | OuterFollower:
+    """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
+
+    All models begin as rank 0's. What the optimizer keeps stays local; under gossip momentum of SGD may heed what peers
+    do. `outer` makes the optimizer of outer steps from the anchors, instead of the scheme's own.
+    """
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if not isinstance(scheme, GossipScheme | OuterScheme):
+        raise SchemeError(
+            f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
+            "streaming or gossip"
+        )
+    if outer is not None and not isinstance(scheme, OuterScheme):
+        raise SchemeError(f"{scheme} has no outer steps; leave outer= out, or use one like diloco")
+    if hasattr(model, "register_comm_hook"):
+        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+    group = group or world()
+    device = next(model.parameters()).device
+    strangers = ranks_that_differ(group, device, str(scheme))
+    if strangers:
+        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
+    meeting = Group(own_group(group, device), device)
+    if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
+        _begin_alike_(model, meeting)
+    if isinstance(scheme, OuterScheme):
+        return OuterFollower(model, scheme, meeting, outer=outer)
+    if scheme.exchange.mode == "matched":
+        return Follower(model, optimizer, scheme, meeting)
+    mailbox = open_mailbox(meeting, scheme.exchange.patience)
+    meeting.close()
+    return Follower(model, optimizer, scheme, mailbox)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in _tensors(model):
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _begin_alike_(model: nn.Module, meeting: Group) -> None:
+    """Overwrite every parameter and buffer with rank 0's."""
+    for tensor in _tensors(model):
+        whole = tensor.detach().contiguous()
+        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
+        tensor.copy_(whole)

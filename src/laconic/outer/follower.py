@@ -1,0 +1,319 @@
+"""Train alone, and agree now and then on where to go: the exchange runs while training goes on."""
+
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from laconic import kernels
+from laconic.errors import LaconicError, PeerError, StateError
+from laconic.layout import Bucket
+from laconic.outer import state
+from laconic.outer.fragments import Buffers, Fragment, fragments_of
+from laconic.outer.stats import OuterStats
+from laconic.scheme import OuterScheme
+from laconic.session import PHASES, Background, Session
+from laconic.transport import Collectives, ring_bytes
+
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass
+class _Turn:
+    """A fragment under way: `mean` becomes the mean drift of all workers."""
+
+    number: int
+    due: int  # the step after which its result is applied
+    is_late: bool  # whether the worker trains on meanwhile
+    mean: Tensor
+    sent: Tensor | None  # the model as it was, where that is asked for later
+    buffers: Tensor | None  # of norms, which become their means
+    outcomes: Sequence[Future[Tensor]] = ()  # none where the exchange is over
+
+
+class OuterFollower:
+    """One worker that trains alone and takes part in rounds; call `step()` after each `optimizer.step()`.
+
+    The clock counts calls of `step()`, which all workers make equally often. Every worker's result is applied after the
+    same step, waiting for it if need be, so a run can be had again bit for bit, in the background or not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: OuterScheme,
+        transport: Collectives,
+        *,
+        outer: MakeOptimizer | None = None,
+        in_background: bool = True,
+    ) -> None:
+        self.scheme = scheme
+        self.rank = transport.rank
+        self.num_workers = transport.num_workers
+        self._transport = transport
+        self._fragments = fragments_of(model, scheme.trigger.fragments)
+        anchors = [anchor for fragment in self._fragments.values() for anchor in fragment.anchors]
+        self._device = anchors[0].device
+        self._buffers = Buffers(model, self._device)
+        self._optimizer = (outer or scheme.outer.optimizer)(anchors)
+        self._session = Session(scheme.said, transport)
+        self._background = Background(self._session, self._device) if in_background else None
+        self._under_way: deque[_Turn] = deque()
+        self._alike = True  # whether all models are known to be the same
+        self._steps = 0
+        self._first_step = 0
+        self._num_turns = 0
+        self._skipped = 0
+        self._seconds = 0.0
+        self._waited_s = 0.0
+        self._closed = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong while training went on; the next step raises it."""
+        return self._background.error if self._background else None
+
+    def step(self) -> None:
+        """Apply what is due, and send the fragments whose turn it is."""
+        self._check_open()
+        start = time.perf_counter()
+        self._steps += 1
+        self._alike = False
+        self._land(self._steps)
+        for number in self.scheme.trigger.turns(self._steps):
+            if number in self._fragments:
+                self._send(number)
+        self._land(self._steps)  # where nobody trains on meanwhile
+        self._seconds += time.perf_counter() - start
+
+    def _send(self, number: int) -> None:
+        """Let a fragment's drift go; the last one's takes the buffers of norms with it."""
+        fragment = self._fragments[number]
+        now = fragment.read()
+        mean = fragment.drift(now)
+        delay = self.scheme.trigger.lateness(self._steps)
+        sent = now if delay and self.scheme.trigger.mix is None else None
+        buffers = None
+        buckets = fragment.buckets(mean)
+        if self._buffers.layout.spans and number == max(self._fragments):
+            buffers = self._buffers.read()
+            buckets = [Bucket(0, self._buffers.layout, buffers, is_last=False, is_plain=True), *buckets]
+        outcomes = self._exchange(buckets)
+        self._under_way.append(_Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
+
+    def _exchange(self, buckets: Sequence[Bucket]) -> list[Future[Tensor]]:
+        if self._background is not None:
+            return [self._background.submit(bucket) for bucket in buckets]
+        for bucket in buckets:
+            self._session.exchange_(bucket)
+        return []
+
+    def _land(self, step: int) -> None:
+        """Apply everything that is due after so many steps, in the order in which it was sent."""
+        while self._under_way and self._under_way[0].due <= step:
+            turn = self._under_way.popleft()
+            self._wait(turn)
+            self._apply_(turn)
+
+    def _wait(self, turn: _Turn) -> None:
+        start = time.perf_counter()
+        for outcome in turn.outcomes:
+            try:
+                outcome.wait()
+            except RuntimeError:
+                error = self._why()
+                self.close()  # hangs up, so that those who wait for this worker hear of it too
+                raise error from None
+        turn.outcomes = ()
+        self._waited_s += time.perf_counter() - start
+
+    def _why(self) -> LaconicError:
+        """What a failed exchange is for the user."""
+        error = self.error
+        if isinstance(error, LaconicError):
+            return error
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
+        return PeerError(
+            f"rank {self.rank} cannot exchange any more, since a peer has ended or cannot be reached; see what that one "
+            f"said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
+        )
+
+    def _apply_(self, turn: _Turn) -> None:
+        """Move the anchor by the mean drift, and the model with it; where someone's was not finite, neither."""
+        fragment = self._fragments[turn.number]
+        self._num_turns += 1
+        if not kernels.all_finite(turn.mean):
+            self._skip_(fragment)
+            return
+        self._step_anchor_(fragment, turn.mean)
+        if turn.sent is not None:
+            fragment.add_(fragment.anchor - turn.sent)
+        elif turn.is_late and self.scheme.trigger.mix:
+            fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
+        else:
+            fragment.write_(fragment.anchor)  # equal on all workers, bit for bit
+        if turn.buffers is not None and bool(turn.buffers.isfinite().all()):
+            self._buffers.write_(turn.buffers)
+
+    def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
+        for anchor, drift in zip(fragment.anchors, fragment.views(mean), strict=True):
+            anchor.grad = drift
+        self._optimizer.step()
+        for anchor in fragment.anchors:
+            anchor.grad = None
+
+    def _skip_(self, fragment: Fragment) -> None:
+        """Leave the anchor alone; a model that is not finite goes back to it, the others go on."""
+        self._skipped += 1
+        if not kernels.all_finite(fragment.read()):
+            warnings.warn(f"the model of rank {self.rank} is not finite; it goes back to the anchor", stacklevel=4)
+            fragment.write_(fragment.anchor)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, and apply it now; a call that all workers make."""
+        self._check_open()
+        for turn in self._under_way:
+            turn.due = self._steps
+        self._land(self._steps)
+
+    def average_(self) -> None:
+        """Give every worker the mean of all models, which is the new anchor; a call that all make."""
+        self.settle()
+        self.write_(self._mean("average"))
+        for fragment in self._fragments.values():
+            fragment.anchor.copy_(fragment.read())
+        self._alike = True
+
+    def consensus(self) -> tuple[Tensor, float]:
+        """(the mean of all models as one vector, this one's distance to it over its norm); a call that all make.
+
+        It serves measuring: nothing of it is counted or changes a model.
+        """
+        self._check_open()
+        if self._alike:
+            return self.read(), 0.0
+        for turn in self._under_way:
+            self._wait(turn)  # two threads must not talk at once
+        with self._transport.traffic.uncounted():
+            mean = self._mean("measured")
+        distance = (self.read() - mean).double().norm() / mean.double().norm()
+        return mean, float(distance)
+
+    def _mean(self, kind: str) -> Tensor:
+        total = self.read()
+        self._transport.all_reduce_(total, kind)
+        return total.div_(self.num_workers)
+
+    def read(self) -> Tensor:
+        """The model as one vector, buffers of norms included."""
+        return torch.cat([*(fragment.read() for fragment in self._fragments.values()), self._buffers.read()])
+
+    def write_(self, values: Tensor) -> None:
+        """Overwrite the model with a vector like that of `read`."""
+        start = 0
+        for fragment in self._fragments.values():
+            fragment.write_(values[start : start + fragment.num_entries])
+            start += fragment.num_entries
+        self._buffers.write_(values[start:])
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The same numbers of all workers, in rank order; a call that all make."""
+        for turn in self._under_way:
+            self._wait(turn)
+        mine = torch.tensor(values, dtype=torch.float64)
+        with self._transport.traffic.uncounted():
+            return self._transport.all_gather(mine.to(self._device), "measured").tolist()
+
+    def stats(self, *, ages: bool = False) -> OuterStats:
+        """Bytes out and in, by kind; turns; what the training thread spent, and what passed in the background."""
+        said = self._session.stats(ages=ages)
+        num_entries = sum(fragment.num_entries for fragment in self._fragments.values())
+        dense = ring_bytes(4 * num_entries, self.num_workers) * (self._steps - self._first_step)
+        own = {
+            "scheme": str(self.scheme),
+            "kernels": kernels.backend(self._device),
+            "steps": self._steps,
+            "first_step": self._first_step,
+            "skipped_steps": self._skipped,
+            "dense_bytes_out": dense,
+            "seconds": {**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
+        }
+        rounds = {"turns": self._num_turns, "waited_s": self._waited_s, "background_s": said.seconds}
+        return OuterStats(**{**vars(said), **own, **rounds})
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state as plain tensors and numbers, to be saved per rank beside its model and optimizer.
+
+        What is under way is waited for and saved with it, to be applied when it is due.
+        """
+        for turn in self._under_way:
+            self._wait(turn)
+        progress = state.Progress(self._steps, self._num_turns, self._skipped)
+        return {
+            **state.save(self.scheme, self.rank, self.num_workers, progress),
+            "anchor": self._named(lambda fragment: fragment.anchor),
+            "outer": state.save_optimizer(self._optimizer, self._names),
+            "session": self._session.state_dict(),
+            "under_way": [self._saved(turn) for turn in self._under_way],
+        }
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for fragment in self._fragments.values() for name in fragment.names]
+
+    def _named(self, flat_of: Callable[[Fragment], Tensor]) -> dict[str, Tensor]:
+        return {
+            name: view.to("cpu", copy=True)
+            for fragment in self._fragments.values()
+            for name, view in zip(fragment.names, fragment.views(flat_of(fragment)), strict=True)
+        }
+
+    def _saved(self, turn: _Turn) -> dict[str, Any]:
+        vectors = {"mean": turn.mean, "sent": turn.sent, "buffers": turn.buffers}
+        on_host = {name: None if vector is None else vector.to("cpu", copy=True) for name, vector in vectors.items()}
+        return {"number": turn.number, "due": turn.due, "is_late": turn.is_late, **on_host}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from the list of all ranks' states; before any rank steps.
+
+        Among another number of workers anchor and outer momentum go on, and so does the sum of what was kept.
+        """
+        states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers)
+        shapes = {name: anchor.shape for name, anchor in self._named(lambda fragment: fragment.anchor).items()}
+        if {name: anchor.shape for name, anchor in own["anchor"].items()} != shapes:
+            raise StateError("the state is of another model; load the state of the same model")
+        for fragment in self._fragments.values():
+            for name, anchor in zip(fragment.names, fragment.anchors, strict=True):
+                anchor.copy_(own["anchor"][name])
+        state.load_optimizer(self._optimizer, self._names, own["outer"])
+        self._session.load_state_dict([each["session"] for each in states])
+        self._steps = self._first_step = progress.steps
+        self._num_turns = progress.turns
+        self._skipped = progress.skipped
+        self._under_way = deque(self._loaded(turn) for turn in own["under_way"])
+
+    def _loaded(self, saved: Mapping[str, Any]) -> _Turn:
+        def there(name: str) -> Tensor | None:
+            return None if saved[name] is None else saved[name].to(self._device)
+
+        mean = saved["mean"].to(self._device)
+        return _Turn(saved["number"], saved["due"], saved["is_late"], mean, there("sent"), there("buffers"))
+
+    def close(self) -> None:
+        """End the thread of exchanges, after what is under way."""
+        self._closed = True
+        if self._background is not None:
+            self._background.close()
+        self._transport.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this follower is closed; step and average before close()")

@@ -1,0 +1,144 @@
+"""A model in fragments that take turns: what its workers drifted, and where all agreed that they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import SchemeError
+from laconic.layout import Bucket, Layout
+
+_BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is chosen and encoded
+
+
+class Fragment:
+    """Parameters that are exchanged together; `anchor` is where all workers agreed that they are.
+
+    The anchor is float32 whatever the model's type, lies in one piece, and is equal on all workers, bit for bit.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        self.names = list(named)
+        self.parameters = list(named.values())
+        self._layout = _layout_of(named)
+        self._bucket_layouts = [_layout_of(run) for run in _runs(named)]
+        self.anchor = torch.cat([p.detach().reshape(-1).to(torch.float32) for p in self.parameters])
+        self.anchors = self.views(self.anchor)  # by parameter
+
+    @property
+    def num_entries(self) -> int:
+        return self.anchor.numel()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A vector like the anchor, by parameter."""
+        return views_of(flat, self._layout)
+
+    def read(self) -> Tensor:
+        """The model as it is, in float32."""
+        flat = torch.empty_like(self.anchor)
+        torch._foreach_copy_(self.views(flat), [p.detach() for p in self.parameters])
+        return flat
+
+    def drift(self, now: Tensor) -> Tensor:
+        """How far the model has come from the anchor, as the model's own type has that."""
+        base = self.anchor
+        if any(p.dtype != torch.float32 for p in self.parameters):
+            base = torch.empty_like(now)
+            rounded = [anchor.to(p.dtype) for anchor, p in zip(self.anchors, self.parameters, strict=True)]
+            torch._foreach_copy_(self.views(base), rounded)
+        return base - now
+
+    def buckets(self, flat: Tensor) -> list[Bucket]:
+        """A vector like the anchor, cut for a session."""
+        buckets = []
+        start = 0
+        for number, layout in enumerate(self._bucket_layouts, 1):
+            stop = start + layout.num_entries
+            is_last = number == len(self._bucket_layouts)
+            buckets.append(Bucket(number, layout, flat[start:stop], is_last=is_last))
+            start = stop
+        return buckets
+
+    @torch.no_grad()
+    def write_(self, values: Tensor) -> None:
+        """Overwrite the model."""
+        torch._foreach_copy_([p.detach() for p in self.parameters], self.views(values))
+
+    @torch.no_grad()
+    def add_(self, values: Tensor) -> None:
+        """Move the model by this."""
+        torch._foreach_add_([p.detach() for p in self.parameters], self.views(values))
+
+    @torch.no_grad()
+    def mix_(self, values: Tensor, kept: float) -> None:
+        """x = kept*x + (1-kept)*values."""
+        torch._foreach_lerp_([p.detach() for p in self.parameters], self._like_model(values), 1 - kept)
+
+    def _like_model(self, values: Tensor) -> list[Tensor]:
+        return [view.to(p.dtype) for view, p in zip(self.views(values), self.parameters, strict=True)]
+
+
+def fragments_of(model: nn.Module, count: int) -> dict[int, Fragment]:
+    """The trained parameters in so many fragments of about equal size, each of neighbours, but for empty ones.
+
+    A parameter belongs to the fragment that its middle lies in; tied ones are there once, frozen ones not at all.
+    """
+    # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
+    trained = {n.replace("_orig_mod.", ""): p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    if not trained:
+        raise SchemeError("the model has no parameter that is trained; follow one that has")
+    for name, p in trained.items():
+        if not p.is_floating_point():
+            raise SchemeError(f"{name!r} is {p.dtype}; laconic exchanges real numbers only")
+    if len({p.device for p in trained.values()}) > 1:
+        raise SchemeError("the model lies on several devices; laconic takes one device per process")
+    num_entries = sum(p.numel() for p in trained.values())
+    parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
+    start = 0
+    for name, p in trained.items():
+        parts[(2 * start + p.numel()) * count // (2 * num_entries)][name] = p
+        start += p.numel()
+    return {number: Fragment(part) for number, part in enumerate(parts) if part}
+
+
+class Buffers:
+    """What a model keeps besides parameters, and workers average: the running means of norms, and the like."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._nothing = torch.empty(0, device=device)  # where a model has none
+        lasting = model.state_dict(keep_vars=True)
+        found = {n: b for n, b in model.named_buffers() if n in lasting and b.is_floating_point() and b.numel()}
+        self._tensors = list(found.values())
+        self.layout = _layout_of({name.replace("_orig_mod.", ""): buffer for name, buffer in found.items()})
+
+    def read(self) -> Tensor:
+        """All of them in one vector, in float32."""
+        return torch.cat([self._nothing, *(b.detach().reshape(-1).to(torch.float32) for b in self._tensors)])
+
+    @torch.no_grad()
+    def write_(self, values: Tensor) -> None:
+        """Overwrite them."""
+        for buffer, view in zip(self._tensors, views_of(values, self.layout), strict=True):
+            buffer.copy_(view)
+
+
+def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """What lies in a vector, by tensor."""
+    return [flat[span.start : span.stop].view(span.shape) for span in layout.spans]
+
+
+def _layout_of(named: Mapping[str, Tensor]) -> Layout:
+    return Layout.of(list(named), [tensor.shape for tensor in named.values()])
+
+
+def _runs(named: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+    """Neighbours, as many as fit a bucket; a larger one has one of its own."""
+    run: dict[str, nn.Parameter] = {}
+    for name, p in named.items():
+        if run and sum(q.numel() for q in run.values()) + p.numel() > _BUCKET_ENTRIES:
+            yield run
+            run = {}
+        run[name] = p
+    yield run

@@ -1,0 +1,28 @@
+"""What a follower in rounds did so far."""
+
+from dataclasses import dataclass, field
+
+from laconic.session import Stats
+
+
+@dataclass(frozen=True)
+class OuterStats(Stats):
+    """One worker's account of its rounds; `seconds` is what its training thread spent, in `exchange`.
+
+    `skipped_steps` are turns in which some worker's drift was not finite: nobody moved by them.
+    """
+
+    turns: int = 0  # fragments that were sent, and whose result was applied
+    waited_s: float = 0.0  # of `exchange`, for results that had not come when they were due
+    background_s: dict[str, float] = field(default_factory=dict)  # by phase, while training went on
+    lost: dict[int, str] = field(default_factory=dict)  # workers that have died, where the others go on
+
+    def __str__(self) -> str:
+        steps = self.steps_here
+        ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
+        return (
+            f"{self.scheme}: {self.steps} steps, {self.num_workers} workers, {self.turns} turns ({self.skipped_steps} "
+            f"skipped), {self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step "
+            f"({ratio}); {1e3 * self.seconds['exchange'] / steps:.2f} ms a step in the training thread, of which "
+            f"{1e3 * self.waited_s / steps:.2f} waiting; {self.kernels} kernels"
+        )
