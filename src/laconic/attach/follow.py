@@ -1,6 +1,7 @@
 """follow(model, optimizer, scheme): a model that trains alone, and agrees with the others or gossips."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -11,7 +12,18 @@ from laconic.gossip import Follower
 from laconic.outer import MakeOptimizer, OuterFollower
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
-from laconic.transport import Group, ProcessGroup, open_mailbox, own_group, ranks_that_differ, world
+from laconic.server.client import ServerClient
+from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.transport import (
+    Group,
+    ProcessGroup,
+    exchange_addresses,
+    open_mailbox,
+    own_group,
+    ranks_that_differ,
+    world,
+    world_without,
+)
 
 
 @overload
@@ -32,6 +44,8 @@ def follow(
     *,
     group: ProcessGroup | None = None,
     outer: MakeOptimizer | None = None,
+    servers: Sequence[int] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> Follower | OuterFollower: ...
 
 
@@ -42,11 +56,14 @@ def follow(
     *,
     group: ProcessGroup | None = None,
     outer: MakeOptimizer | None = None,
+    servers: Sequence[int] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> Follower | OuterFollower:
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
     All models begin as rank 0's. What the optimizer keeps stays local; under gossip momentum of SGD may heed what peers
-    do. `outer` makes the optimizer of outer steps from the anchors, instead of the scheme's own.
+    do. `outer` makes the optimizer of outer steps from the anchors, instead of the scheme's own. With `servers`, ranks
+    that call serve() meanwhile and are not in `group`, those answer, and the others outlive a worker that dies.
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)
@@ -59,7 +76,9 @@ def follow(
         raise SchemeError(f"{scheme} has no outer steps; leave outer= out, or use one like diloco")
     if hasattr(model, "register_comm_hook"):
         raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
-    group = group or world()
+    if servers and not isinstance(scheme, OuterScheme):
+        raise SchemeError(f"{scheme} asks no server; leave servers= out, or use outer steps with exchange=server")
+    group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
     strangers = ranks_that_differ(group, device, str(scheme))
     if strangers:
@@ -68,12 +87,21 @@ def follow(
     if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
         _begin_alike_(model, meeting)
     if isinstance(scheme, OuterScheme):
-        return OuterFollower(model, scheme, meeting, outer=outer)
+        return OuterFollower(model, scheme, _end(scheme, meeting, servers, timeout_s), outer=outer)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
     mailbox = open_mailbox(meeting, scheme.exchange.patience)
     meeting.close()
     return Follower(model, optimizer, scheme, mailbox)
+
+
+def _end(scheme: OuterScheme, meeting: Group, servers: Sequence[int], timeout_s: float) -> Group | ServerClient:
+    """This worker's end of the network that drifts go through."""
+    if not servers:
+        return meeting
+    meeting.close()
+    terms = greeting(served_scheme(scheme), undoes=False, holds_idle=False)
+    return ServerClient(meeting.rank, meeting.num_workers, exchange_addresses(servers, None), terms, timeout_s)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

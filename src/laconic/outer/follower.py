@@ -19,6 +19,7 @@ from laconic.outer import state
 from laconic.outer.fragments import Buffers, Fragment, fragments_of
 from laconic.outer.stats import OuterStats
 from laconic.scheme import OuterScheme
+from laconic.server.client import ServerClient
 from laconic.session import PHASES, Background, Session
 from laconic.transport import Collectives, ring_bytes
 
@@ -49,7 +50,7 @@ class OuterFollower:
         self,
         model: nn.Module,
         scheme: OuterScheme,
-        transport: Collectives,
+        transport: Collectives | ServerClient,
         *,
         outer: MakeOptimizer | None = None,
         in_background: bool = True,
@@ -142,8 +143,8 @@ class OuterFollower:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
         return PeerError(
-            f"rank {self.rank} cannot exchange any more, since a peer has ended or cannot be reached; see what that one "
-            f"said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
+            f"rank {self.rank} cannot exchange any more, since a peer has ended or cannot be reached; see what that "
+            f"one said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
         )
 
     def _apply_(self, turn: _Turn) -> None:
@@ -225,12 +226,21 @@ class OuterFollower:
         self._buffers.write_(values[start:])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The same numbers of all workers, in rank order; a call that all make."""
+        """The same numbers of all workers that are there, in rank order; a call that all of those make."""
         for turn in self._under_way:
             self._wait(turn)
         mine = torch.tensor(values, dtype=torch.float64)
-        with self._transport.traffic.uncounted():
-            return self._transport.all_gather(mine.to(self._device), "measured").tolist()
+        if isinstance(self._transport, ServerClient):
+            rows = self._transport.rows(mine)
+        else:
+            with self._transport.traffic.uncounted():
+                rows = self._transport.all_gather(mine.to(self._device), "measured")
+        found: list[list[float]] = rows.tolist()
+        return found
+
+    def server_stats(self) -> list[dict[str, Any]]:
+        """What each dedicated server counted so far; a call that all make."""
+        return self._transport.server_stats() if isinstance(self._transport, ServerClient) else []
 
     def stats(self, *, ages: bool = False) -> OuterStats:
         """Bytes out and in, by kind; turns; what the training thread spent, and what passed in the background."""

@@ -15,7 +15,6 @@ class OuterStats(Stats):
     turns: int = 0  # fragments that were sent, and whose result was applied
     waited_s: float = 0.0  # of `exchange`, for results that had not come when they were due
     background_s: dict[str, float] = field(default_factory=dict)  # by phase, while training went on
-    lost: dict[int, str] = field(default_factory=dict)  # workers that have died, where the others go on
 
     def __str__(self) -> str:
         steps = self.steps_here

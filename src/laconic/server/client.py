@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ class ServerClient:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
         return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
+    def rows(self, mine: Tensor) -> Tensor:
+        """The same numbers of all that live, by place; no part of training either."""
+        table = mine.new_zeros(self.num_living, mine.numel())
+        table[self.place] = mine
+        return self.total(table)
+
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         tensor.copy_(sum_over(self._add(tensor, Kind.SUM, kind), self.num_workers).view(tensor.shape))
 
@@ -80,7 +87,7 @@ class ServerClient:
         said = [payload_of(state) for state in states] if self.place == 0 else []
         self._ask(Message(Kind.LOAD), "state", said)
 
-    def server_stats(self) -> list[dict[str, object]]:
+    def server_stats(self) -> list[dict[str, Any]]:
         """What each server counted so far."""
         return [json.loads(reply.text) for reply in self._ask(Message(Kind.STATS), "stats")]
 

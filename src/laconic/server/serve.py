@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import FrameError, SchemeError
 from laconic.layout import Layout
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, Scheme
+from laconic.scheme import AnyScheme, OuterScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
@@ -47,7 +47,7 @@ def serve(
     timeout_s: float = TIMEOUT_S,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> ServerStats:
-    """Answer the workers until they are done; a call that each rank in `servers` makes while all others attach.
+    """Answer the workers until they are done; a call of each rank in `servers` while all others attach or follow.
 
     A worker that hangs up, or lets the others wait for longer than `timeout_s`, is left behind: means and votes are
     over those from then on. `facts` are told beside the stats to workers that ask.
@@ -76,6 +76,8 @@ def serve(
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
     """The scheme, if dedicated servers can answer it."""
     made = parse(scheme) if isinstance(scheme, str) else scheme
+    if isinstance(made, OuterScheme):
+        made = made.said
     if not isinstance(made, Scheme) or not made.has_owners:
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
     return made

@@ -11,6 +11,7 @@ from laconic.transport.collectives import (
     own_group,
     ranks_that_differ,
     world,
+    world_without,
 )
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox

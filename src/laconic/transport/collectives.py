@@ -210,6 +210,14 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of all other ranks, who all make this call."""
+    others = [rank for rank in range(world().size()) if rank not in ranks]
+    group = dist.new_group(others, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
     addresses = []

@@ -43,6 +43,9 @@ class FollowingWorkers:
         """Buffers travel with the models."""
 
     def end_facts(self) -> EndFacts:
+        if isinstance(self._follower, OuterFollower):
+            servers = self._follower.server_stats()
+            return EndFacts(servers, servers[0]["lost"] if servers else {})
         return EndFacts(lost_workers={str(rank): why for rank, why in self._follower.stats().lost.items()})
 
 

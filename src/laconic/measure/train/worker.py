@@ -83,7 +83,8 @@ def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | Fol
         ranks = list(range(job.servers, dist.get_world_size()))
         group = dist.new_group(ranks, use_local_synchronization=True)
     if job.follows:
-        followed = partial(follow, scheme=job.scheme, group=group)
+        servers = range(job.servers) if job.asks_servers else ()
+        followed = partial(follow, scheme=job.scheme, group=group, servers=servers, timeout_s=job.server_timeout)
         return FollowingLearner(job, course, device, course.model(device), followed)
     return DdpLearner(job, course, device, group)
 

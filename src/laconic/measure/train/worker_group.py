@@ -64,7 +64,11 @@ class ProcessWorkers:
         return there.cpu()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return _rows(self, mine)
+        """The sum of tables in which only one's own row is filled."""
+        table = torch.zeros(self.num_living, len(mine), dtype=torch.float64)
+        table[self.place] = torch.tensor(mine, dtype=torch.float64)
+        rows: list[list[float]] = self.total(table).tolist()
+        return rows
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
@@ -94,7 +98,8 @@ class ServedWorkers:
         return self._transport.total(tensor)
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return _rows(self, mine)
+        rows: list[list[float]] = self._transport.rows(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return rows
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
@@ -104,11 +109,3 @@ class ServedWorkers:
     def end_facts(self) -> EndFacts:
         servers: list[dict[str, Any]] = self._transport.server_stats()
         return EndFacts(servers, servers[0]["lost"])
-
-
-def _rows(group: WorkerGroup, mine: Sequence[float]) -> list[list[float]]:
-    """One row from each: the sum of tables in which only one's own row is filled."""
-    table = torch.zeros(group.num_living, len(mine), dtype=torch.float64)
-    table[group.place] = torch.tensor(mine, dtype=torch.float64)
-    rows: list[list[float]] = group.total(table).tolist()
-    return rows
