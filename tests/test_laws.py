@@ -28,7 +28,7 @@ from parts import (
     talking_schemes,
     torch_hooks,
 )
-from virtual import LAYOUTS, gradients, one_step, run
+from virtual import LAYOUTS, gradients, layout_of, one_step, run
 
 M = 4
 
@@ -116,7 +116,7 @@ def test_all_workers_apply_the_same_update(scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", own_schemes(), ids=str)
 def test_saving_and_loading_changes_nothing(scheme: Scheme) -> None:
     """Five steps, save, load, five steps = ten steps, bit for bit, though the new session starts on other buckets."""
-    first_guess = (Layout.of(["g", "f", "e"], [3, 40, 1201]), Layout.of(["d", "c", "b", "a"], [7, 1500, 10, 2000]))
+    first_guess = (layout_of("gfe"), layout_of("dcba"))
     saved: dict[int, object] = {}
 
     def whole(session: Session, rank: int) -> tuple[list[dict[str, Tensor]], dict[str, object]]:
@@ -187,7 +187,7 @@ def test_a_loss_scale_changes_nothing_but_the_unit(scheme: Scheme) -> None:
 def test_per_parameter_selection_ignores_the_buckets(text: str) -> None:
     scheme = parse(text)
     assert isinstance(scheme, Scheme)
-    one = (Layout.of(["e", "a", "b", "c", "f", "d", "g"], [1201, 2000, 10, 1500, 40, 7, 3]),)
+    one = (layout_of("eabcfdg"),)
 
     def with_layouts(session: Session, rank: int) -> list[dict[str, Tensor]]:
         return [one_step(session, gradients(rank, step)) for step in range(3)]

@@ -14,12 +14,16 @@ from laconic import Scheme, Session
 from laconic.layout import Bucket, Layout
 from laconic.transport import InProcess, in_process
 
+SHAPES = {"a": (40, 50), "b": (10,), "c": (5, 10, 30), "d": (7,), "e": (1201,), "f": (8, 5), "g": (3,)}
+
+
+def layout_of(names: str) -> Layout:
+    """These parameters end to end."""
+    return Layout.of(list(names), [SHAPES[name] for name in names])
+
+
 # Three buckets of mixed shapes; "b" and "d" are too small to sparsify, and the last bucket holds only such.
-LAYOUTS = (
-    Layout.of(["a", "b"], [2000, 10]),
-    Layout.of(["c", "d", "e"], [1500, 7, 1201]),
-    Layout.of(["f", "g"], [40, 3]),
-)
+LAYOUTS = (layout_of("ab"), layout_of("cde"), layout_of("fg"))
 
 T = TypeVar("T")
 

@@ -199,7 +199,7 @@ class Replica:
         self.updater = course.updater(self.model)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.layout = Layout.of(names, [p.numel() for p in self.trained])
+        self.layout = Layout.of(names, [p.shape for p in self.trained])
         self._turn = threading.Lock()
         self._losses: list[float] = []
 
