@@ -21,6 +21,7 @@ RECIPE_TEXTS = {
     "multiscale": "multiscale:bits=4",
     "randk-maxnorm": "randk-maxnorm:rho=0.5",
     "randk-multiscale": "randk-multiscale:rho=0.5,share=1",
+    "lowrank": "lowrank:rank=3",
     "gossip": "gossip:rate=0.3",
     "gossip-every": "gossip-every",
     "gossip-period": "gossip-period:steps=3",
@@ -58,6 +59,8 @@ COMPOSED_TEXTS = (
     "multiscale:levels=15,block=0,scales=2,ratio=8,share=1",
     "randk-maxnorm:rho=0.5,mode=cycle,memory=none",
     "randk-multiscale:rho=0.5,mode=cycle,warmup=2,stages=2",
+    "lowrank:rank=2,form=alternating,quantize=bf16,warmup=2",
+    "scheme:select=low-rank(rank=1,form=alternating,dense_below=30,seed=3),memory=momentum(momentum=0.5)",
 )
 
 # Compositions of gossip that no recipe has as its default.

@@ -26,4 +26,4 @@ def test_a_trajectory_is_the_one_written_down(text: str) -> None:
         if "digest" in written:
             assert found == written, course
         else:
-            assert found["sample"] == pytest.approx(written["sample"], rel=1e-6, abs=1e-6), course
+            assert found["sample"] == pytest.approx(written["sample"], rel=1e-6, abs=golden.tolerance(text)), course

@@ -24,7 +24,7 @@ TABLES = (
     exchange.PATTERNS,
 )
 ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part
-MOST_QUESTIONS = 20
+MOST_QUESTIONS = 21
 
 WHOLE = ("paths", "transport", "server", "session")
 
@@ -39,7 +39,7 @@ NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-MOST_TOKENS = 74_500  # of which outer steps are 6,000, and the mesh and the pipeline 2,800
+MOST_TOKENS = 80_000  # of which outer steps are 6,000, low rank 3,500, the mesh and the pipeline 2,800
 
 
 def _files() -> list[Path]:

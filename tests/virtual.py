@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laconic import Scheme, Session
 from laconic.layout import Bucket, Layout
+from laconic.session import Background
 from laconic.transport import InProcess, in_process
 
 SHAPES = {"a": (40, 50), "b": (10,), "c": (5, 10, 30), "d": (7,), "e": (1201,), "f": (8, 5), "g": (3,)}
@@ -47,6 +48,17 @@ def one_step(session: Session, given: Mapping[str, Tensor], layouts: Sequence[La
     else:
         for bucket in buckets:
             session.exchange_(bucket)
+    return by_name(buckets)
+
+
+def pipelined_step(session: Session, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same through the stations."""
+    buckets = buckets_of(given)
+    background = Background(session, torch.device("cpu"))
+    futures = [background.submit(bucket) for bucket in buckets]
+    for future in futures:
+        future.wait()
+    background.close()
     return by_name(buckets)
 
 

@@ -14,7 +14,7 @@ from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
-from laconic.select import ChunkedTopK, Everything, Overlap, RandK, TopK
+from laconic.select import ChunkedTopK, Everything, LowRank, Overlap, RandK, TopK
 from laconic.text import build, pairs, write_pairs
 from laconic.trigger import EveryStep, Nesterov, OuterSGD, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
 
@@ -232,6 +232,26 @@ def randk_multiscale(
         bits=bits, levels=levels, block=block, scales=scales, ratio=ratio, share=share, stages=stages, seed=seed
     )
     return _random_share(everywhere, rho, mode, seed, memory, warmup)
+
+
+@recipe
+def lowrank(
+    *,
+    rank: int = 4,
+    form: str = "both",
+    quantize: str = "none",
+    dense_below: int = 1000,
+    warmup: int = 0,
+    seed: int = 0,
+) -> Scheme:
+    """PowerSGD: two thin factors of each matrix are added, with error feedback; `form=alternating` adds one a step."""
+    return Scheme(
+        select=LowRank(rank=rank, form=form, dense_below=dense_below, seed=seed),
+        quantize=part("quantize", quantize),
+        memory=Residual(),
+        exchange=AllReduce(),
+        trigger=_warmed(warmup),
+    )
 
 
 @recipe

@@ -8,15 +8,16 @@ from laconic.paths.clock import PhaseClock
 from laconic.paths.float_sum import FloatSum
 from laconic.paths.frame_plan import FramePlans
 from laconic.paths.integer_sum import IntegerSum
+from laconic.paths.low_rank import LowRankSum
 from laconic.paths.path import Path
 from laconic.paths.plain_sum import PlainSum
 from laconic.paths.push_pull import PushPull
 from laconic.paths.scored_push_pull import LedPushPull, ScoredPushPull
 from laconic.paths.shared_choice import SharedChoice
 from laconic.paths.silence import Silence
-from laconic.quantize import Exact, FloatCode, Grid, carrier_for
+from laconic.quantize import Exact, Grid, carrier_for
 from laconic.scheme import Scheme
-from laconic.select import Chooser, Everything, Overlap, SharedSelector
+from laconic.select import Chooser, Everything, LowRank, Overlap, SharedSelector
 from laconic.server import Owner
 from laconic.transport import Collectives, Transport, ring_bytes, silent_end
 
@@ -34,21 +35,12 @@ def path_for(
 
     `undoes` and `holds_idle` are for owners: see Session.
     """
-    select = scheme.select
-    quantize = scheme.quantize
-    exchange = scheme.exchange
     ends = transport, clock
+    select = scheme.select
     if not scheme.talks:
         return Silence(*ends)
-    if isinstance(exchange, AllReduce) and isinstance(select, SharedSelector):
-        choice = SharedChoice(select, keeps=bool(scheme.memory.kinds))
-        if isinstance(quantize, Grid):
-            assert isinstance(transport, Collectives)
-            carrier = carrier_for(quantize.levels, transport.num_workers, exchange.stages)
-            return IntegerSum(transport, clock, choice, quantize, carrier)
-        if isinstance(quantize, FloatCode):
-            is_plain = select.density == 1 and not choice.keeps
-            return PlainSum(*ends, quantize) if is_plain else FloatSum(*ends, choice, quantize)
+    if scheme.exchange.adds_in_flight:
+        return _path_of_sums(scheme, transport, clock)
     assert isinstance(select, Chooser)
     plans = FramePlans(select, scheme.frame_code)
     if not scheme.has_owners:
@@ -61,6 +53,23 @@ def path_for(
     if not isinstance(select, Overlap):
         return PushPull(*asked)
     return LedPushPull(*asked, select) if select.score == "leader" else ScoredPushPull(*asked, select)
+
+
+def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:
+    """That of a scheme whose messages a network adds."""
+    ends = transport, clock
+    select = scheme.select
+    if isinstance(select, LowRank):
+        return LowRankSum(*ends, select, scheme.float_code)
+    assert isinstance(select, SharedSelector)
+    choice = SharedChoice(select, keeps=bool(scheme.memory.kinds))
+    grid = scheme.quantize
+    if isinstance(grid, Grid):
+        assert isinstance(scheme.exchange, AllReduce) and isinstance(transport, Collectives)
+        carrier = carrier_for(grid.levels, transport.num_workers, scheme.exchange.stages)
+        return IntegerSum(transport, clock, choice, grid, carrier)
+    is_plain = select.density == 1 and not choice.keeps
+    return PlainSum(*ends, scheme.float_code) if is_plain else FloatSum(*ends, choice, scheme.float_code)
 
 
 def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:

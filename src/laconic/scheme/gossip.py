@@ -29,7 +29,8 @@ class GossipScheme(SchemeBase):
         if self.of_what != "models":
             raise SchemeError(f"{type(self.exchange).__name__} is for gradients, and gossip sends models; use Gossip()")
         if self.select.is_shared and self.chooses:
-            raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
+            name = type(self.select).__name__
+            raise SchemeError(f"{name} sends what a network can add, position by position; use AllReduce()")
         if isinstance(self.select, Overlap):
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if not isinstance(self.trigger, EveryStep | Speech):

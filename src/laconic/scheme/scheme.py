@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
-from laconic.quantize import Exact, Grid, Levels, Quantizer, Residue, Sign
+from laconic.quantize import Exact, FloatCode, Grid, Levels, Quantizer, Residue, Sign
 from laconic.scheme.base import SchemeBase
 from laconic.select import Everything, Overlap, Selector
 from laconic.trigger import EveryStep, Speech, Trigger
@@ -34,7 +34,10 @@ class Scheme(SchemeBase):
                 "Silent sends nothing, so nothing can be selected or kept; use Everything() and Nothing()"
             )
         if self.select.is_shared and sends_some and not self.exchange.adds_in_flight:
-            raise SchemeError("RandK picks the same positions on every worker, so they can be added; use AllReduce()")
+            name = type(self.select).__name__
+            raise SchemeError(f"{name} sends what a network can add, position by position; use AllReduce()")
+        if self.select.factors:
+            self._check_factors()
         if self.trigger.thins_out and not sends_some:
             raise SchemeError(
                 "Ramp lowers the share that is sent, but everything is sent; use EveryStep() or TopK(rho=...)"
@@ -66,6 +69,15 @@ class Scheme(SchemeBase):
         if isinstance(self.quantize, Residue):
             raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
 
+    def _check_factors(self) -> None:
+        if not isinstance(self.quantize, FloatCode):
+            name = type(self.quantize).__name__
+            raise SchemeError(f"LowRank's factors are added as floats, which {name} is not; use BF16() or Exact()")
+        if not self.memory.refunds:
+            raise SchemeError("LowRank sends little of a matrix at a step, so the rest must be kept; use Residual()")
+        if self.trigger.thins_out:
+            raise SchemeError("Ramp lowers the share that is sent, which the rank says; use EveryStep() or WarmUp()")
+
     def _check_server(self) -> None:
         if self.server.votes and not isinstance(self.quantize, Sign):
             raise SchemeError("a vote is taken among signs; use quantize=Sign(), or Server(combine='mean')")
@@ -95,6 +107,12 @@ class Scheme(SchemeBase):
     def frame_code(self) -> Quantizer:
         """How values are written, where every worker sends a frame of its own."""
         assert isinstance(self.quantize, Quantizer)
+        return self.quantize
+
+    @property
+    def float_code(self) -> FloatCode:
+        """How values are written, where a network adds floats."""
+        assert isinstance(self.quantize, FloatCode)
         return self.quantize
 
     @property

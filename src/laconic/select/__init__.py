@@ -3,6 +3,7 @@
 from laconic.kernels.searches import SEARCHES
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
+from laconic.select.low_rank import LowRank
 from laconic.select.overlap import Overlap
 from laconic.select.plan import Chooser, Plan, Selector, SharedSelector
 from laconic.select.randk import RandK
@@ -15,4 +16,5 @@ SELECTORS: dict[str, type[Selector]] = {
     "chunked": ChunkedTopK,
     "overlap": Overlap,
     "randk": RandK,
+    "low-rank": LowRank,
 }
