@@ -105,8 +105,9 @@ def test_processes_and_virtual_workers_give_the_same_numbers(four_workers: Worke
         for name in want:
             floats_added = scheme.exchange.adds_in_flight or scheme.trigger.density(0, 0.01) == 1
             if floats_added and not adds_exactly(scheme):
-                # A ring adds in another order: some ulp of values up to 60, in the type of the sum.
-                ulp = 0.5 if isinstance(scheme.quantize, BF16) else 1e-4
+                # A ring adds in another order: some ulp of values up to 60, in the type of the sum; bases of one step
+                # that were made of such sums multiply those of the next.
+                ulp = 0.5 if isinstance(scheme.quantize, BF16) else 1e-2 if scheme.select.factors else 1e-4
                 torch.testing.assert_close(got[name], want[name], atol=ulp, rtol=0)
             else:
                 assert torch.equal(got[name], want[name])

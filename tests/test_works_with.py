@@ -106,7 +106,13 @@ def _unused(text: str, views: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("text", "views"),
-    [(SPARSE, False), (SPARSE, True), ("topk:rho=0.05,per=parameter", False), ("topk:rho=0.05,warmup=4", False)],
+    [
+        (SPARSE, False),
+        (SPARSE, True),
+        ("topk:rho=0.05,per=parameter", False),
+        ("topk:rho=0.05,warmup=4", False),
+        ("lowrank:rank=2", False),
+    ],
 )
 def test_unused_parameters_lose_nothing(four_workers: WorkerPool, text: str, views: bool) -> None:
     for result in four_workers.run(_unused, text, views):
@@ -154,7 +160,8 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "text", [SPARSE, "topk:rho=0.05,per=parameter,quantize=fp16", "dgc:rho=0.05,ramp=4", "topk:warmup=8"]
+    "text",
+    [SPARSE, "topk:rho=0.05,per=parameter,quantize=fp16", "dgc:rho=0.05,ramp=4", "topk:warmup=8", "lowrank:rank=2"],
 )
 def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
     results = four_workers.run(_scaled, text, 5, 16)
