@@ -19,7 +19,7 @@ import virtual
 from inputs import SIZES, vectors
 from laconic import Scheme, Session, kernels
 from laconic.measure.bench import bench_wire
-from laconic.quantize import QUANTIZERS
+from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
 from parts import ALL_TEXTS, gossip_texts, talking_schemes
@@ -72,7 +72,12 @@ def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
         return virtual.run(scheme, 4, work)[0]  # a power of two: CUDA multiplies by 1/M where a CPU divides
 
     for want, got in zip(on("cpu"), on("cuda"), strict=True):
-        assert all(torch.equal(want[name], got[name]) for name in want)
+        for name in want:
+            if scheme.select.factors:  # a GPU multiplies matrices in another order
+                off = 0.5 if isinstance(scheme.quantize, BF16) else 1e-2
+                torch.testing.assert_close(got[name], want[name], atol=off, rtol=0)
+            else:
+                assert torch.equal(got[name], want[name])
 
 
 def _train(text: str, steps: int, small_model: int = background.SMALL_MODEL) -> dict[str, Any]:

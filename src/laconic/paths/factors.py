@@ -123,11 +123,11 @@ class Factors:
 
 
 def orthonormal_(bases: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Overwrite bases with what spans the same as the factors: B = F L^-T, where L L^T = F^T F + a ridge.
+    """Overwrite bases with what spans the same as the factors: B = F T, where T^T (F^T F + a ridge) T = 1.
 
     F's columns are first brought to length 1. A column that depends on the others comes out short, never as NaN, so
     that B B^T stays within a projection; one of zeros leaves the basis as it was, or it would be zero for ever.
-    Squares are float64: all of it is in the range of float32 then, and the error far below its rounding.
+    Squares are float64: those of all float32 are in its range, and its error is far below their rounding.
     """
     if not bases:
         return
@@ -136,13 +136,26 @@ def orthonormal_(bases: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         for basis, factor in zip(bases, factors, strict=True)
     ]
     gram = torch.cat([factor.mT @ factor for factor in filled])
-    lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(_SMALLEST).sqrt()
-    gram /= lengths.unsqueeze(1) * lengths.unsqueeze(2)
+    inverse_lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(_SMALLEST).rsqrt()
+    gram *= inverse_lengths.unsqueeze(1) * inverse_lengths.unsqueeze(2)
     gram.diagonal(dim1=1, dim2=2).add_(_RIDGE)
-    lower, _ = torch.linalg.cholesky_ex(gram)  # the other one waits for a GPU, to say what the ridge rules out
-    turns = torch.linalg.solve_triangular(lower.mT, torch.diag_embed(1 / lengths), upper=True, left=False)
+    turns = inverse_lengths.unsqueeze(2) * _inverse_root(gram)
     for basis, factor, turn in zip(bases, filled, turns.split_with_sizes([len(each) for each in filled]), strict=True):
         basis.copy_(factor @ turn)
+
+
+def _inverse_root(gram: Tensor) -> Tensor:
+    """The upper triangular T with T^T G T = 1, for each G of [count, rank, rank].
+
+    Elimination takes of each row what those before it have of it, and does the same to 1. torch.linalg would do it
+    too, but on a GPU not for the first time in two threads at once.
+    """
+    rank = gram.shape[1]
+    rows = torch.cat([gram, torch.eye(rank, dtype=gram.dtype, device=gram.device).expand_as(gram)], 2)
+    for number in range(rank):
+        row = rows[:, number].mul_(rows[:, number, number, None].rsqrt())
+        rows[:, number + 1 :].addcmul_(row[:, number + 1 : rank, None], row[:, None], value=-1)
+    return rows[:, :, rank:].mT
 
 
 def _runs(layout: Layout, select: LowRank) -> Iterator[tuple[Span, ...]]:
