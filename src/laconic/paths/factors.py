@@ -66,7 +66,7 @@ class Factors:
         self._seed = select.seed
         self._positions: Tensor | None = None
         self.stacks = [_Stack(run, select.rank) for run in _runs(layout, select)]
-        self.whole = [span for span in layout.spans if not select.is_factored(span)]
+        self.plan = select.plan(layout, select.density)
         spans = [span for stack in self.stacks for span in stack.spans]
         rows = [span.shape[0] + span.num_entries // span.shape[0] for span in spans]
         self.kept_layout = Layout.of([span.name for span in spans], [select.rank * count for count in rows])
@@ -75,14 +75,10 @@ class Factors:
         """The numbers in all factors of one side."""
         return sum(stack.num_entries(side) for stack in self.stacks)
 
-    @property
-    def num_whole(self) -> int:
-        return sum(span.num_entries for span in self.whole)
-
     def positions(self, device: torch.device) -> Tensor:
         """Of what goes whole, int64."""
         if self._positions is None or self._positions.device != device:
-            self._positions = positions_of(self.whole, device)
+            self._positions = positions_of(self.plan.fixed, device)
         return self._positions
 
     def matrices(self, flat: Tensor) -> list[Tensor]:

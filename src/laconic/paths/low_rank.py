@@ -48,16 +48,16 @@ class LowRankSum(Path):
 
     @property
     def most_messages(self) -> int:
-        """P and Q."""
-        return 2
+        """P and Q, or one of them."""
+        return 2 if self.select.form == "both" else 1
 
     def bytes_out(self, layout: Layout) -> int:
         """In the alternating form the mean of two steps."""
         factors = Factors(self.select, layout)
         counts = [factors.count(LEFT), factors.count(RIGHT)]
         if self.select.form == "both":
-            return self._ring(counts[LEFT] + factors.num_whole) + self._ring(counts[RIGHT])
-        return sum(self._ring(count + factors.num_whole) for count in counts) // 2
+            return self._ring(counts[LEFT] + factors.plan.num_fixed) + self._ring(counts[RIGHT])
+        return sum(self._ring(count + factors.plan.num_fixed) for count in counts) // 2
 
     def _ring(self, count: int) -> int:
         return ring_bytes(self.quantize.num_bytes(count), self.transport.num_workers)
@@ -91,7 +91,7 @@ class LowRankSum(Path):
         num_workers = self.transport.num_workers
         num_factors = factors.count(side)
         with self.clock.time("encode", work.device):
-            own = balance.new_full((num_factors + factors.num_whole * with_whole,), torch.nan)
+            own = balance.new_full((num_factors + factors.plan.num_fixed * with_whole,), torch.nan)
             if work.finite:
                 for matrices, basis, factor in zip(
                     factors.matrices(balance),

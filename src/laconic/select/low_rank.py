@@ -47,16 +47,16 @@ class LowRank(Selector):
 
     def is_factored(self, span: Span) -> bool:
         """Whether a parameter is a matrix that goes as factors, which is to say as fewer numbers than it has."""
-        if len(span.shape) < 2 or span.num_entries < max(1, self.dense_below):
-            return False
-        return self.rank * (span.shape[0] + span.num_entries // span.shape[0]) < span.num_entries
+        is_matrix = len(span.shape) > 1 and span.num_entries >= max(1, self.dense_below)
+        return is_matrix and self._num_factors(span) < span.num_entries
+
+    def _num_factors(self, span: Span) -> int:
+        """The numbers in both factors of a matrix."""
+        return self.rank * (span.shape[0] + span.num_entries // span.shape[0])
 
     def plan(self, layout: Layout, density: float) -> Plan:
-        """What goes whole, and windows for which as many numbers stand as their two factors have."""
+        """What goes whole, and windows for which the numbers of two factors stand, whatever the density."""
+        whole = tuple(span for span in layout.spans if not self.is_factored(span))
         matrices = [span for span in layout.spans if self.is_factored(span)]
-        windows = [
-            Window(span.start, span.stop, self.rank * (span.shape[0] + span.num_entries // span.shape[0]))
-            for span in matrices
-        ]
-        whole = tuple(span for span in layout.spans if span not in matrices)
-        return Plan(layout.num_entries, fixed=whole, windows=tuple(windows))
+        windows = tuple(Window(span.start, span.stop, self._num_factors(span)) for span in matrices)
+        return Plan(layout.num_entries, fixed=whole, windows=windows)
