@@ -86,6 +86,7 @@ OUTER_TEXTS = (
     "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2,fragments=2,delay=1),"
     "outer=nesterov(lr=0.5,momentum=0.5)",
     "scheme:quantize=maxnorm(levels=7),memory=residual,trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
+    "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 
 # What DDP's gradients can go through; models that train alone have laws of their own.
