@@ -40,8 +40,6 @@ def _flat(state: object) -> object:
 
 @pytest.mark.parametrize(("scheme", "bucket", "when"), CASES)
 def test_without_a_grad_scaler_who_is_finite_keeps_its_gradient(scheme: Scheme, bucket: str, when: str) -> None:
-    decay = vars(scheme.memory).get("weight", 1.0)
-
     def work(session: Session, rank: int) -> None:
         for step in range(STEPS[when]):
             one_step(session, gradients(rank, step))
@@ -54,7 +52,7 @@ def test_without_a_grad_scaler_who_is_finite_keeps_its_gradient(scheme: Scheme, 
             kept = before["residual"].get(name, torch.zeros_like(given[name]))
             if rank != BAD_RANK:
                 velocity = before.get("velocity", {}).get(name, torch.zeros_like(kept))
-                kept = decay * kept + scheme.memory.momentum * velocity + given[name]
+                kept = scheme.memory.fade * kept + scheme.memory.momentum * velocity + given[name]
             torch.testing.assert_close(after["residual"][name], kept, atol=1e-5, rtol=1e-6)  # two roundings at about 60
         others = [name for name in out if name not in BUCKETS[bucket].names]
         assert all(bool(out[name].isfinite().all()) for name in others)

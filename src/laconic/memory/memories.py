@@ -18,9 +18,29 @@ class Memory:
     kinds: ClassVar[tuple[str, ...]] = ("residual",)  # kept per parameter, by the name that a checkpoint gives them
     momentum = 0.0  # what it carries of an optimizer's
 
+    @property
+    def fade(self) -> float:
+        """What a balance is multiplied by before each deposit."""
+        return 1.0
+
     def open(self, kept: list[Tensor]) -> Account:
         """An account over the kept tensors of one bucket (one per kind), which it mutates."""
-        return Account(*kept)
+        return Account(*kept) if self.fade == 1 else _FadingAccount(self.fade, *kept)
+
+
+class _FadingAccount(Account):
+    """fade * balance before + deposit = withdrawn + balance after.
+
+    Who does not deposit does not fade either: an idle parameter, or a worker whose gradient is not finite.
+    """
+
+    def __init__(self, fade: float, *kept: Tensor) -> None:
+        super().__init__(*kept)
+        self._fade = fade
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        self.balance.mul_(self._fade)
+        return super().due_(gradient, unscale)
 
 
 @dataclass(frozen=True)
@@ -51,9 +71,22 @@ class _OneStepAccount(Account):
         pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Residual(Memory):
-    """Error feedback: r += g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014)."""
+    """Error feedback: r = d*r + g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014).
+
+    There d = 1, and nothing is lost. With d < 1 what waits fades, as SparseLoCo lets it (arXiv 2508.15706, d = 0.95).
+    """
+
+    decay: float = 1.0  # d; less than 1 forgets
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise SchemeError(f"Residual.decay is {self.decay}; give a number in (0, 1], or use Nothing()")
+
+    @property
+    def fade(self) -> float:
+        return self.decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +139,6 @@ class Accumulated(Memory):
         if not 0 < self.weight <= 1:
             raise SchemeError(f"Accumulated.weight is {self.weight}; give a number in (0, 1]")
 
-    def open(self, kept: list[Tensor]) -> Account:
-        return _AccumulatedAccount(self.weight, *kept)
-
-
-class _AccumulatedAccount(Account):
-    def __init__(self, weight: float, residual: Tensor) -> None:
-        super().__init__(residual)
-        self.weight = weight
-
-    def due_(self, gradient: Tensor, unscale: float) -> Due:
-        if self.weight != 1:
-            self.balance.mul_(self.weight)
-        return super().due_(gradient, unscale)
+    @property
+    def fade(self) -> float:
+        return self.weight

@@ -13,9 +13,10 @@ class OverflowRule:
     """All workers see NaN in the bucket, and nothing of what overflowed is kept.
 
     Without a GradScaler each bucket stands for itself: who was finite keeps its gradient, which goes out later, and
-    who was not loses its own alone. With one (`undoes`), which skips the optimizer's step whole, everything that
-    outlives a step is afterwards as it was before, bit for bit, in buckets before and after the bad one too; that costs
-    a copy of it, so only those who have a GradScaler pay.
+    who was not loses its own alone; a balance that fades has faded for the former and not for the latter. With one
+    (`undoes`), which skips the optimizer's step whole, everything that outlives a step is afterwards as it was before,
+    bit for bit, in buckets before and after the bad one too; that costs a copy of it, so only those who have a
+    GradScaler pay.
     """
 
     def __init__(self, *, undoes: bool) -> None:
