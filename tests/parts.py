@@ -45,11 +45,12 @@ COMPOSED_TEXTS = (
     "scheme:select=randk(rho=0.5),quantize=bf16,memory=residual",
     "scheme:select=randk(rho=0.5,dense_below=0),quantize=maxnorm(levels=3),memory=momentum(momentum=0.5)",
     "scheme:select=chunked(rho=0.1,chunk=512),quantize=bf16,memory=residual(decay=0.95),exchange=all-gather",
-    "scheme:select=overlap(rho=0.05,score=member),memory=residual(decay=0.5),exchange=server(down_rho=0.1),"
-    "trigger=warm-up(steps=2)",
+    "scheme:select=overlap(rho=0.05,score=member),quantize=lloyd(group=16),memory=residual(decay=0.5),"
+    "exchange=server(down_rho=0.1),trigger=warm-up(steps=2)",
     "topk:rho=0.05,exchange=server",
     "topk:rho=0.05,quantize=none,exchange=server(down_rho=0.02)",
     "laplace:rho=0.4,quantize=levels(bits=5),exchange=server",
+    "chunked:rho=0.1,chunk=512,quantize=lloyd",
     "overlap:rho=0.05,score=member,quantize=none,warmup=2",
     "overlap:rho=0.05,score=hits,per=parameter,explore=0.2",
     "overlap:rho=0.05,score=sum,strength=0.5",

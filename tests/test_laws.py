@@ -227,6 +227,8 @@ def test_answers_that_do_not_fit_are_refused_with_a_cure() -> None:
         "lowrank:form=one": "give one of both, alternating",
         "scheme:memory=residual(decay=0)": "or use Nothing()",
         "scheme:select=topk(rho=0.1),memory=residual(decay=0.9),exchange=gossip": "leave memory out",
+        "topk:quantize=lloyd(group=100)": "a multiple of 16",
+        "scheme:quantize=lloyd,exchange=all-gather": "use Residual()",
         "sparse-sign:cover=-1": "above 0",
         "overlap:score=best": "give one of local",
         "gossip:rho=7": "a share in",

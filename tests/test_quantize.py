@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from laconic.quantize import QUANTIZERS, Difference, Levels, Residue, Sign, Trits, exponents_for, num_blocks, steps_of
+from laconic.quantize import (
+    QUANTIZERS,
+    Difference,
+    Levels,
+    Lloyd,
+    Quantizer,
+    Residue,
+    Sign,
+    Trits,
+    exponents_for,
+    num_blocks,
+    steps_of,
+)
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
 
 def test_every_quantizer_is_tested() -> None:
-    assert {*RELATIVE, "sign", "levels"} == set(QUANTIZERS)
+    assert {*RELATIVE, "sign", "levels", "lloyd"} == set(QUANTIZERS)
     others = Trits.code_id, Residue.code_id, Difference.code_id
     assert len({q.code_id for q in QUANTIZERS.values()} | set(others)) == len(QUANTIZERS) + len(others)
 
@@ -62,6 +75,49 @@ def test_levels_are_the_nearest_of_a_grid_under_the_frame_s_norm(bits: int) -> N
     decoded = quantize.decode(codes, step)[:77]
     assert bool(((decoded - values).abs() <= 0.501 * step).all())
     assert float(decoded.abs().max()) == pytest.approx(float(values.abs().max()))
+
+
+@pytest.mark.parametrize("group", [16, 128, 4096])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 127, 128, 129, 5000])
+def test_every_value_becomes_the_nearer_of_two_sizes_that_keep_the_mean(group: int, count: int) -> None:
+    values = _largest(count, scale=2.0**-60)
+    quantize = Lloyd(group=group)
+    codes, scale = quantize.encode(values)
+    assert codes.nbytes == quantize.num_bytes(count)
+    decoded = quantize.decode(codes, scale)[:count]
+    assert torch.equal(decoded.sign(), values.sign())
+    for here, there in zip(torch.split(values.abs(), group), torch.split(decoded.abs(), group), strict=True):
+        sizes = torch.tensor(sorted(set(there.tolist())))
+        assert sizes.numel() <= 2
+        assert torch.equal((here.unsqueeze(1) - sizes).abs().min(1).values, (here - there).abs())
+    # A size is rounded by up to 6 %, and the smaller by a thirty-second of the larger.
+    torch.testing.assert_close(decoded.abs().mean(), values.abs().mean(), rtol=0.1, atol=0)
+
+
+def test_two_sizes_lose_less_than_three_levels_or_signs() -> None:
+    values = _largest(6400)
+
+    def lost(quantize: Quantizer, count: int = 6400) -> float:
+        rows = [quantize.decode(*quantize.encode(row))[:count] for row in torch.split(values, count)]
+        return float(((torch.cat(rows) - values) ** 2).sum() / (values**2).sum())
+
+    assert lost(Lloyd()) < 0.5 * lost(Sign(), 128) < 0.1 * lost(Levels(bits=2), 128) < 0.1 * lost(Levels(bits=2))
+
+
+def test_two_sizes_of_groups_far_below_the_largest_value() -> None:
+    values = torch.ones(16 * 4)
+    values[16:] *= 2.0**-20
+    values[32:] *= 2.0**-11
+    values[48:] *= 2.0**-9
+    quantize = Lloyd(group=16)
+    decoded = quantize.decode(*quantize.encode(values))
+    assert torch.equal(decoded[:48], values[:48]) and not decoded[48:].any()
+
+
+def _largest(count: int, scale: float = 1.0) -> Tensor:
+    """The largest of a hundred times as many values with heavy tails: none is small."""
+    values = torch.randn(100 * count, generator=torch.Generator().manual_seed(count)) ** 3
+    return values[values.abs().topk(count).indices.sort().values] * scale
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 1000])

@@ -357,7 +357,7 @@ def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
         assert all(torch.equal(out[name], other[name]) for name in out)
 
 
-@pytest.mark.parametrize("text", ["none", "bf16", "sign", "levels(bits=5)"])
+@pytest.mark.parametrize("text", ["none", "bf16", "sign", "levels(bits=5)", "lloyd"])
 def test_no_frame_is_longer_than_the_longest(text: str) -> None:
     quantize = part("quantize", text)
     for n in (0, 1, 31, 64, 1000):

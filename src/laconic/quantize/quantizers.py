@@ -9,7 +9,7 @@ from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.wire import ValueCodec
 
-_SMALLEST = torch.finfo(torch.float32).tiny  # of a scale, which is never zero
+SMALLEST = torch.finfo(torch.float32).tiny  # of a scale, which is never zero
 # The largest value is brought just under 2^15; fp16 ends at 65504, a little under 2^16.
 _FP16_TOP_EXPONENT = 15
 # Above these, rounding up would give Inf; the few values there are held at them.
@@ -122,7 +122,7 @@ class Levels(Quantizer):
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
-        step = (values.abs().max() * (1 / self.levels)).clamp_min(_SMALLEST)  # CUDA would not divide by a number
+        step = (values.abs().max() * (1 / self.levels)).clamp_min(SMALLEST)  # CUDA would not divide by a number
         codes = (values / step).round_().clamp_(-self.levels, self.levels).add_(self.levels)
         return kernels.pack_lanes(codes.to(torch.int32), self.bits), step
 
@@ -149,7 +149,7 @@ class Sign(Quantizer):
         if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
         size = values.abs().mean(dtype=torch.float64)  # since the sum of two large float32 would be Inf
-        return kernels.pack_signs(values.contiguous()), size.to(torch.float32).clamp_min(_SMALLEST)
+        return kernels.pack_signs(values.contiguous()), size.to(torch.float32).clamp_min(SMALLEST)
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return kernels.unpack_signs(codes, 32 * codes.numel(), float(scale))

@@ -6,6 +6,7 @@ from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
 from laconic.quantize import Exact, FloatCode, Grid, Levels, Quantizer, Residue, Sign
+from laconic.quantize import Exact, Grid, Levels, Lloyd, Quantizer, Residue, Sign
 from laconic.scheme.base import SchemeBase
 from laconic.select import Everything, Overlap, Selector
 from laconic.trigger import EveryStep, Speech, Trigger
@@ -47,8 +48,9 @@ class Scheme(SchemeBase):
             raise SchemeError(
                 f"AllReduce adds in flight, but {name} codes cannot be added; use Server() or AllGather()"
             )
-        if isinstance(self.quantize, Levels) and not self.memory.refunds:
-            raise SchemeError("Levels rounds to the nearest, which is biased unless the loss is kept; use Residual()")
+        if isinstance(self.quantize, Levels | Lloyd) and not self.memory.refunds:
+            name = type(self.quantize).__name__
+            raise SchemeError(f"{name} rounds to the nearest, which is biased unless the loss is kept; use Residual()")
         if isinstance(self.select, Overlap) and not self.has_owners:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if self.has_owners:
