@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from laconic.layout import Layout
+from laconic.memory import Due
+from laconic.paths.frame_plan import FramePlan
 from laconic.quantize import (
     QUANTIZERS,
     Difference,
@@ -19,6 +22,8 @@ from laconic.quantize import (
     num_blocks,
     steps_of,
 )
+from laconic.select import Chooser
+from parts import made
 
 RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16 is cut at its largest value: one ulp
 
@@ -78,7 +83,7 @@ def test_levels_are_the_nearest_of_a_grid_under_the_frame_s_norm(bits: int) -> N
 
 
 @pytest.mark.parametrize("group", [16, 128, 4096])
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 127, 128, 129, 5000])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 127, 128, 129, 1000])
 def test_every_value_becomes_the_nearer_of_two_sizes_that_keep_the_mean(group: int, count: int) -> None:
     values = _largest(count, scale=2.0**-60)
     quantize = Lloyd(group=group)
@@ -112,6 +117,19 @@ def test_two_sizes_of_groups_far_below_the_largest_value() -> None:
     quantize = Lloyd(group=16)
     decoded = quantize.decode(*quantize.encode(values))
     assert torch.equal(decoded[:48], values[:48]) and not decoded[48:].any()
+
+
+def test_bits_of_an_entry_that_goes_position_and_frame_included() -> None:
+    n = 1_000_000
+    scheme = made("chunked:rho=0.015625,quantize=lloyd")
+    assert isinstance(scheme.select, Chooser)
+    plan = FramePlan(scheme.select, Lloyd(), Layout.of(["weight"], [n]), 1 / 64, torch.device("cpu"))
+    chosen, values = plan.withdraw_(torch.randn(n, generator=torch.Generator().manual_seed(1)), Due(None, 1.0))
+    codes, scale = Lloyd().encode(values)
+    foretold = plan.shape.write(chosen, codes, scale, step=0, bucket=0)
+    assert 8 * foretold.numel() == 8 * plan.shape.num_bytes < 10.15 * chosen.numel()
+    shortest = plan.shape.write_smallest(chosen, codes, scale, step=0, bucket=0)
+    assert 8 * shortest.numel() < 9.75 * chosen.numel()
 
 
 def _largest(count: int, scale: float = 1.0) -> Tensor:
