@@ -55,6 +55,7 @@ ORDER_SHOWS = (
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
     "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
+    "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 # Of values up to about 20: each step multiplies by what the last one made of such a sum.
 _LOOSE = {text: 0.05 for text in ORDER_SHOWS if "rank=" in text}

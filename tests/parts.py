@@ -28,6 +28,7 @@ RECIPE_TEXTS = {
     "local": "local:every=3",
     "diloco": "diloco:every=3",
     "streaming": "streaming:every=4,fragments=2,delay=2",
+    "sparseloco": "sparseloco:every=2,rho=0.125,chunk=512",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
 }

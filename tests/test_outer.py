@@ -340,6 +340,8 @@ def test_stats_tell_turns_and_bytes() -> None:
         ("scheme:trigger=warm-up(steps=2),outer=sgd", "use trigger=Rounds"),
         ("scheme:exchange=gossip,trigger=rounds", "use AllReduce"),
         ("scheme:select=topk(rho=0.1),trigger=rounds", "exchange=AllGather"),
+        ("scheme:select=low-rank(form=alternating),memory=residual,trigger=rounds(fragments=2)", "use fragments=1"),
+        ("scheme:select=randk(rho=0.5,mode=cycle),trigger=rounds(fragments=2)", "use fragments=1"),
     ],
 )
 def test_wrong_answers_say_what_fits(text: str, message: str) -> None:

@@ -348,6 +348,31 @@ def streaming(
 
 
 @recipe
+def sparseloco(
+    *,
+    every: int = 16,
+    rho: float = 1 / 64,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    quantize: str = "lloyd",
+    exchange: str = "all-gather",
+    chunk: int = 4096,
+    fragments: int = 1,
+    delay: int = 0,
+    warmup: int = 0,
+) -> OuterScheme:
+    """SparseLoCo: the largest of what all drifted, chunk by chunk, in two bits; what is not sent is kept, and fades."""
+    return OuterScheme(
+        select=ChunkedTopK(rho=rho, chunk=chunk),
+        quantize=part("quantize", quantize),
+        memory=Residual(decay=decay),
+        exchange=part("exchange", exchange),
+        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        outer=OuterSGD(lr=lr),
+    )
+
+
+@recipe
 def torch_fp16() -> TorchHook:
     """PyTorch's fp16_compress_hook, unchanged: a control."""
     return TorchHook(hook="fp16")

@@ -31,6 +31,9 @@ class OuterScheme(SchemeBase):
         if self.exchange.of_what != "gradients" or self.exchange.votes or not self.talks:
             name = type(self.exchange).__name__
             raise SchemeError(f"outer steps need the mean of all drifts, not {name}; use AllReduce() or AllGather()")
+        if self.select.takes_turns and self.trigger.fragments > 1:
+            name = type(self.select).__name__
+            raise SchemeError(f"{name} and fragments would take turns at once; use fragments=1")
         _ = self.said
 
     @property

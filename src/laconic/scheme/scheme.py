@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
-from laconic.quantize import Exact, FloatCode, Grid, Levels, Quantizer, Residue, Sign
-from laconic.quantize import Exact, Grid, Levels, Lloyd, Quantizer, Residue, Sign
+from laconic.quantize import Exact, FloatCode, Grid, Levels, Lloyd, Quantizer, Residue, Sign
 from laconic.scheme.base import SchemeBase
 from laconic.select import Everything, Overlap, Selector
 from laconic.trigger import EveryStep, Speech, Trigger

@@ -42,6 +42,10 @@ class LowRank(Selector):
         return 0.5  # less than everything: how much less, the shapes alone say
 
     @property
+    def takes_turns(self) -> bool:
+        return self.form == "alternating"
+
+    @property
     def per_parameter(self) -> bool:
         return True
 

@@ -53,6 +53,11 @@ class Selector(Protocol):
         """Whether each parameter is chosen from by itself, so that buckets do not matter."""
         return False
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether what goes follows from the number of the step, so that every bucket must go at each."""
+        return False
+
     def density_among(self, num_workers: int) -> float:
         """That share among M workers."""
         return self.density

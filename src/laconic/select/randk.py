@@ -43,6 +43,10 @@ class RandK(SharedSelector):
             raise SchemeError(f"RandK.seed is {self.seed}; give 0 or more")
 
     @property
+    def takes_turns(self) -> bool:
+        return self.mode == "cycle"
+
+    @property
     def density(self) -> float:
         return self.rho
 
