@@ -42,7 +42,8 @@ NOT_DETERMINISTIC = (
 )
 TEXTS = tuple(text for text in (*ALL_TEXTS, *gossip_texts(), *outer_texts()) if text not in NOT_DETERMINISTIC)
 
-# A mean or a norm decides something here, and a processor may add it up in another order: a sample must do.
+# A mean or a norm decides something here, and a processor may add it up in another order, or a product and a sum are
+# rounded once or twice: a sample must do.
 ORDER_SHOWS = (
     "overlap:rho=0.05",
     "overlap:rho=0.05,score=sum,strength=0.5",
@@ -55,6 +56,7 @@ ORDER_SHOWS = (
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
     "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
+    "diloco:every=3",
     "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 # Of values up to about 20: each step multiplies by what the last one made of such a sum.
