@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +41,35 @@ def test_processes_and_virtual_workers_agree_on_the_same_numbers(four_workers: W
             assert torch.allclose(follower.read(), model, atol=1e-3)  # 16 bits of a drift of 0.1
         else:
             assert torch.equal(follower.read(), model)
+
+
+def _in_nodes(text: str, steps: int, options: dict[str, bool]) -> tuple[Tensor, int]:
+    """Two nodes of two processes, which make the same steps inside a node."""
+    rank = dist.get_rank()
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    learner = Learner(text, rank // 2, partial(laconic.follow, within=nodes[rank // 2], **options), 0.1)
+    for number in range(steps):
+        learner.drift(number)
+    learner.follower.settle()
+    found = learner.follower.read(), learner.follower.stats().bytes_out
+    learner.follower.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"on_host": True}])
+@pytest.mark.parametrize("text", ["local:every=3,quantize=none", "local:every=4,quantize=none,fragments=2,delay=2"])
+def test_processes_of_a_node_exchange_a_share_each(
+    fresh_workers: WorkerPool, text: str, options: dict[str, bool]
+) -> None:
+    """Models are those of as many workers as there are nodes, and bytes between nodes go once."""
+    there = fresh_workers.run(_in_nodes, text, 9, options)
+    here = [learner.follower for learner in drifted(text, 2, 9)]
+    for rank, (model, _) in enumerate(there):
+        here[rank // 2].settle()
+        assert torch.allclose(here[rank // 2].read(), model, atol=1e-6)
+        assert torch.equal(model, there[rank // 2 * 2][0])
+    between = sum(bytes_out for _, bytes_out in there)
+    assert between == pytest.approx(2 * here[0].stats().bytes_out, rel=0.1)  # buffers go with each
 
 
 def _end_early(text: str) -> str:

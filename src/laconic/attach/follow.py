@@ -17,6 +17,7 @@ from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
 from laconic.transport import (
     Group,
     ProcessGroup,
+    counterparts,
     exchange_addresses,
     open_mailbox,
     own_group,
@@ -44,6 +45,8 @@ def follow(
     *,
     group: ProcessGroup | None = None,
     outer: MakeOptimizer | None = None,
+    within: ProcessGroup | None = None,
+    on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Follower | OuterFollower: ...
@@ -56,14 +59,18 @@ def follow(
     *,
     group: ProcessGroup | None = None,
     outer: MakeOptimizer | None = None,
+    within: ProcessGroup | None = None,
+    on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Follower | OuterFollower:
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
     All models begin as rank 0's. What the optimizer keeps stays local; under gossip momentum of SGD may heed what peers
-    do. `outer` makes the optimizer of outer steps from the anchors, instead of the scheme's own. With `servers`, ranks
-    that call serve() meanwhile and are not in `group`, those answer, and the others outlive a worker that dies.
+    do. For outer steps: `outer` makes their optimizer from the anchors, instead of the scheme's own. `within` is the
+    group of a node's processes, who share one model by DDP: bytes between nodes then go once. `on_host` keeps anchor,
+    outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
+    `group`, those answer, and the others outlive a worker that dies.
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)
@@ -72,12 +79,14 @@ def follow(
             f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
             "streaming or gossip"
         )
-    if outer is not None and not isinstance(scheme, OuterScheme):
-        raise SchemeError(f"{scheme} has no outer steps; leave outer= out, or use one like diloco")
+    if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
+        raise SchemeError(
+            f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out, or use diloco"
+        )
     if hasattr(model, "register_comm_hook"):
         raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
-    if servers and not isinstance(scheme, OuterScheme):
-        raise SchemeError(f"{scheme} asks no server; leave servers= out, or use outer steps with exchange=server")
+    if servers and within is not None:
+        raise SchemeError("servers answer single processes, and within= makes nodes of several; give one of the two")
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
     strangers = ranks_that_differ(group, device, str(scheme))
@@ -87,7 +96,14 @@ def follow(
     if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
         _begin_alike_(model, meeting)
     if isinstance(scheme, OuterScheme):
-        return OuterFollower(model, scheme, _end(scheme, meeting, servers, timeout_s), outer=outer)
+        inside = None
+        if within is not None:
+            inside = Group(own_group(within, device), device)
+            meeting.close()
+            meeting = Group(counterparts(group, within, device), device)
+        end = _end(scheme, meeting, servers, timeout_s)
+        home = torch.device("cpu") if on_host else None
+        return OuterFollower(model, scheme, end, outer=outer, within=inside, home=home)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
     mailbox = open_mailbox(meeting, scheme.exchange.patience)

@@ -16,7 +16,7 @@ from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket
 from laconic.outer import state
-from laconic.outer.fragments import Buffers, Fragment, fragments_of
+from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of
 from laconic.outer.stats import OuterStats
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
@@ -42,6 +42,10 @@ class _Turn:
 class OuterFollower:
     """One worker that trains alone and takes part in rounds; call `step()` after each `optimizer.step()`.
 
+    `within` joins the processes of a node, whose models are the same: each exchanges its share with its counterparts in
+    other nodes, over `transport`, and passes on what it heard. Anchor, outer momentum and what is kept lie at `home`,
+    beside the model if none is given.
+
     The clock counts calls of `step()`, which all workers make equally often. Every worker's result is applied after the
     same step, waiting for it if need be, so a run can be had again bit for bit, in the background or not.
     """
@@ -53,13 +57,17 @@ class OuterFollower:
         transport: Collectives | ServerClient,
         *,
         outer: MakeOptimizer | None = None,
+        within: Collectives | None = None,
+        home: torch.device | None = None,
         in_background: bool = True,
     ) -> None:
         self.scheme = scheme
         self.rank = transport.rank
         self.num_workers = transport.num_workers
         self._transport = transport
-        self._fragments = fragments_of(model, scheme.trigger.fragments)
+        self._within = within
+        self._share = Share() if within is None else Share(within.rank, within.num_workers)
+        self._fragments = fragments_of(model, scheme.trigger.fragments, home, self._share)
         anchors = [anchor for fragment in self._fragments.values() for anchor in fragment.anchors]
         self._device = anchors[0].device
         self._buffers = Buffers(model, self._device)
@@ -105,7 +113,7 @@ class OuterFollower:
         buckets = fragment.buckets(mean)
         if self._buffers.layout.spans and number == max(self._fragments):
             buffers = self._buffers.read()
-            buckets = [Bucket(0, self._buffers.layout, buffers, is_last=False, is_plain=True), *buckets]
+            buckets = [Bucket(0, self._buffers.layout, buffers, is_last=not buckets, is_plain=True), *buckets]
         outcomes = self._exchange(buckets)
         self._under_way.append(_Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
 
@@ -121,6 +129,7 @@ class OuterFollower:
         while self._under_way and self._under_way[0].due <= step:
             turn = self._under_way.popleft()
             self._wait(turn)
+            self._pass_on_(turn)
             self._apply_(turn)
 
     def _wait(self, turn: _Turn) -> None:
@@ -146,6 +155,14 @@ class OuterFollower:
             f"rank {self.rank} cannot exchange any more, since a peer has ended or cannot be reached; see what that "
             f"one said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
         )
+
+    def _pass_on_(self, turn: _Turn) -> None:
+        """Put together what the processes of a node heard, each of its share."""
+        if self._within is not None:
+            own = self._fragments[turn.number].own
+            turn.mean[: own.start] = 0
+            turn.mean[own.stop :] = 0
+            self._within.all_reduce_(turn.mean, "within")
 
     def _apply_(self, turn: _Turn) -> None:
         """Move the anchor by the mean drift, and the model with it; where someone's was not finite, neither."""
@@ -268,7 +285,7 @@ class OuterFollower:
             self._wait(turn)
         progress = state.Progress(self._steps, self._num_turns, self._skipped)
         return {
-            **state.save(self.scheme, self.rank, self.num_workers, progress),
+            **state.save(self.scheme, self.rank, self.num_workers, self._share.number, progress),
             "anchor": self._named(lambda fragment: fragment.anchor),
             "outer": state.save_optimizer(self._optimizer, self._names),
             "session": self._session.state_dict(),
@@ -296,7 +313,7 @@ class OuterFollower:
 
         Among another number of workers anchor and outer momentum go on, and so does the sum of what was kept.
         """
-        states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers)
+        states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers, self._share.number)
         shapes = {name: anchor.shape for name, anchor in self._named(lambda fragment: fragment.anchor).items()}
         if {name: anchor.shape for name, anchor in own["anchor"].items()} != shapes:
             raise StateError("the state is of another model; load the state of the same model")
@@ -323,6 +340,8 @@ class OuterFollower:
         if self._background is not None:
             self._background.close()
         self._transport.close()
+        if self._within is not None:
+            self._within.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +14,32 @@ from laconic.layout import Bucket, Layout
 _BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is chosen and encoded
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which of the processes of a node this one is."""
+
+    number: int = 0
+    among: int = 1
+
+
 class Fragment:
     """Parameters that are exchanged together; `anchor` is where all workers agreed that they are.
 
-    The anchor is float32 whatever the model's type, lies in one piece, and is equal on all workers, bit for bit.
+    The anchor is float32 whatever the model's type, and equal on all workers, bit for bit. It lies in one piece at
+    `home`, beside the model or on the host. Of a node of several processes each exchanges its `share`.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], home: torch.device, share: Share) -> None:
         self.names = list(named)
         self.parameters = list(named.values())
         self._layout = _layout_of(named)
-        self._bucket_layouts = [_layout_of(run) for run in _runs(named)]
-        self.anchor = torch.cat([p.detach().reshape(-1).to(torch.float32) for p in self.parameters])
+        dealt = _dealt(named, share.among)
+        self._bucket_layouts = [_layout_of(run) for run in _runs(dealt[share.number])]
+        start = sum(p.numel() for part in dealt[: share.number] for p in part.values())
+        self.own = slice(start, start + sum(p.numel() for p in dealt[share.number].values()))
+        self.anchor = torch.empty(self._layout.num_entries, device=home)
         self.anchors = self.views(self.anchor)  # by parameter
+        self.anchor.copy_(self.read())
 
     @property
     def num_entries(self) -> int:
@@ -51,9 +65,9 @@ class Fragment:
         return base - now
 
     def buckets(self, flat: Tensor) -> list[Bucket]:
-        """A vector like the anchor, cut for a session."""
+        """What of a vector like the anchor this process exchanges, cut for a session."""
         buckets = []
-        start = 0
+        start = self.own.start
         for number, layout in enumerate(self._bucket_layouts, 1):
             stop = start + layout.num_entries
             is_last = number == len(self._bucket_layouts)
@@ -64,27 +78,29 @@ class Fragment:
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:
         """Overwrite the model."""
-        torch._foreach_copy_([p.detach() for p in self.parameters], self.views(values))
+        torch._foreach_copy_([p.detach() for p in self.parameters], self._like_model(values))
 
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
         """Move the model by this."""
-        torch._foreach_add_([p.detach() for p in self.parameters], self.views(values))
+        torch._foreach_add_([p.detach() for p in self.parameters], self._beside_model(values))
 
     @torch.no_grad()
     def mix_(self, values: Tensor, kept: float) -> None:
         """x = kept*x + (1-kept)*values."""
         torch._foreach_lerp_([p.detach() for p in self.parameters], self._like_model(values), 1 - kept)
 
+    def _beside_model(self, values: Tensor) -> list[Tensor]:
+        """By parameter, where those are."""
+        return self.views(values.to(self.parameters[0].device))
+
     def _like_model(self, values: Tensor) -> list[Tensor]:
-        return [view.to(p.dtype) for view, p in zip(self.views(values), self.parameters, strict=True)]
+        """And in their type."""
+        return [view.to(p.dtype) for view, p in zip(self._beside_model(values), self.parameters, strict=True)]
 
 
-def fragments_of(model: nn.Module, count: int) -> dict[int, Fragment]:
-    """The trained parameters in so many fragments of about equal size, each of neighbours, but for empty ones.
-
-    A parameter belongs to the fragment that its middle lies in; tied ones are there once, frozen ones not at all.
-    """
+def fragments_of(model: nn.Module, count: int, home: torch.device | None, share: Share) -> dict[int, Fragment]:
+    """The trained parameters in so many fragments, but for empty ones; tied ones are there once, frozen ones not."""
     # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
     trained = {n.replace("_orig_mod.", ""): p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
     if not trained:
@@ -92,15 +108,22 @@ def fragments_of(model: nn.Module, count: int) -> dict[int, Fragment]:
     for name, p in trained.items():
         if not p.is_floating_point():
             raise SchemeError(f"{name!r} is {p.dtype}; laconic exchanges real numbers only")
-    if len({p.device for p in trained.values()}) > 1:
+    devices = {p.device for p in trained.values()}
+    if len(devices) > 1:
         raise SchemeError("the model lies on several devices; laconic takes one device per process")
-    num_entries = sum(p.numel() for p in trained.values())
+    home = home or devices.pop()
+    return {number: Fragment(part, home, share) for number, part in enumerate(_dealt(trained, count)) if part}
+
+
+def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
+    """Neighbours in so many parts of about equal size; a parameter belongs to the part that its middle lies in."""
+    num_entries = sum(p.numel() for p in named.values())
     parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
     start = 0
-    for name, p in trained.items():
+    for name, p in named.items():
         parts[(2 * start + p.numel()) * count // (2 * num_entries)][name] = p
         start += p.numel()
-    return {number: Fragment(part) for number, part in enumerate(parts) if part}
+    return parts
 
 
 class Buffers:
@@ -115,7 +138,8 @@ class Buffers:
 
     def read(self) -> Tensor:
         """All of them in one vector, in float32."""
-        return torch.cat([self._nothing, *(b.detach().reshape(-1).to(torch.float32) for b in self._tensors)])
+        there = self._nothing
+        return torch.cat([there, *(b.detach().reshape(-1).to(there.device, torch.float32) for b in self._tensors)])
 
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:
@@ -133,7 +157,7 @@ def _layout_of(named: Mapping[str, Tensor]) -> Layout:
     return Layout.of(list(named), [tensor.shape for tensor in named.values()])
 
 
-def _runs(named: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+def _runs(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
     """Neighbours, as many as fit a bucket; a larger one has one of its own."""
     run: dict[str, nn.Parameter] = {}
     for name, p in named.items():
@@ -141,4 +165,5 @@ def _runs(named: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
             yield run
             run = {}
         run[name] = p
-    yield run
+    if run:
+        yield run

@@ -21,13 +21,14 @@ class Progress:
     skipped: int
 
 
-def save(scheme: OuterScheme, rank: int, num_workers: int, progress: Progress) -> dict[str, Any]:
+def save(scheme: OuterScheme, rank: int, num_workers: int, share: int, progress: Progress) -> dict[str, Any]:
     """What every state says of itself."""
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
         "rank": rank,
         "num_workers": num_workers,
+        "share": share,  # of the processes of a node, each of which is a rank among its counterparts
         "step": progress.steps,
         "turns": progress.turns,
         "skipped": progress.skipped,
@@ -35,13 +36,14 @@ def save(scheme: OuterScheme, rank: int, num_workers: int, progress: Progress) -
 
 
 def load(
-    saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], scheme: OuterScheme, rank: int, num_workers: int
+    saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], scheme: OuterScheme, rank: int, num_workers: int, share: int
 ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any], Progress]:
     """(all states that are given, the one to go on from, how far it had come).
 
     Among another number of workers whoever has no state of its own goes on from the first one's.
     """
     states = [saved] if isinstance(saved, Mapping) else list(saved)
+    states = [found for found in states if found.get("share", share) == share] or states
     if any(found.get("format") != _FORMAT for found in states):
         raise StateError("this is no state of a follower in rounds; load what OuterFollower.state_dict() gave")
     if len({(found["step"], found["num_workers"]) for found in states}) > 1:

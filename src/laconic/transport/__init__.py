@@ -7,6 +7,7 @@ from laconic.transport.collectives import (
     CountedGroup,
     Group,
     backend_for,
+    counterparts,
     exchange_addresses,
     own_group,
     ranks_that_differ,

@@ -210,6 +210,28 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def counterparts(group: dist.ProcessGroup, within: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
+    mine = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    places = [place.tolist() for place in everyone]
+    if len({size for _, _, size in places}) > 1:
+        raise SchemeError("nodes have unequal numbers of processes; give within= groups of one size")
+    ranks = dist.get_process_group_ranks(group)
+    alike = sorted(
+        (node, rank) for (node, number, _), rank in zip(places, ranks, strict=True) if number == within.rank()
+    )
+    found = dist.new_group(
+        [rank for _, rank in alike],
+        timeout=_timeout_of(group, device),
+        backend=backend_for(group, device),
+        use_local_synchronization=True,
+    )
+    assert isinstance(found, dist.ProcessGroup)
+    return found
+
+
 def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of all other ranks, who all make this call."""
     others = [rank for rank in range(world().size()) if rank not in ranks]
