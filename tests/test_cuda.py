@@ -22,7 +22,7 @@ from laconic.measure.bench import bench_wire
 from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
-from parts import ALL_TEXTS, gossip_texts, talking_schemes
+from parts import ALL_TEXTS, gossip_texts, outer_texts, talking_schemes
 from test_cli import laconic as run_laconic
 from virtual import gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters, free_port
@@ -154,6 +154,31 @@ def one_nccl_rank() -> Any:
     dist.init_process_group("nccl", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def _outer(text: str, device: str, on_host: bool) -> Tensor:
+    """The model after some rounds, of workers whose models wander alike on any device."""
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to(device)
+    follower = laconic.follow(net, torch.optim.SGD(net.parameters(), lr=0.05), text, on_host=on_host)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(9):
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_((torch.randn(p.shape, generator=generator) * 0.01).to(device))
+        follower.step()
+    follower.settle()
+    after = follower.read().cpu()
+    follower.close()
+    return after
+
+
+@pytest.mark.parametrize("text", outer_texts())
+def test_models_on_the_gpu_agree_as_on_the_cpu(two_workers: WorkerPool, text: str) -> None:
+    there = two_workers.run(_outer, text, "cpu", False)
+    for on_host in (False, True):
+        for want, got in zip(there, two_workers.run(_outer, text, "cuda", on_host), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-2 if "low-rank" in text else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("text", ALL_TEXTS)

@@ -325,7 +325,7 @@ def test_stats_tell_turns_and_bytes() -> None:
     stats = walk(EXACT, 6)[0][1].stats()
     assert (stats.steps, stats.turns, stats.skipped_steps) == (6, 2, 0)
     assert stats.ratio == pytest.approx(3, rel=0.1)  # buffers of the norm too
-    assert "2 turns (0 skipped)" in str(stats)
+    assert "6 steps (0 skipped), 4 workers, 2 turns" in str(stats)
 
 
 @pytest.mark.parametrize(

@@ -333,8 +333,8 @@ def streaming(
     delay: int = 4,
     bits: int = CODE_BITS,
     block: int = 512,
-    lr: float = 1.0,
-    momentum: float = 0.0,
+    lr: float = 0.7,
+    momentum: float = 0.9,
     warmup: int = 0,
     seed: int = 0,
 ) -> OuterScheme:

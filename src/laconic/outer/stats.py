@@ -20,8 +20,8 @@ class OuterStats(Stats):
         steps = self.steps_here
         ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         return (
-            f"{self.scheme}: {self.steps} steps, {self.num_workers} workers, {self.turns} turns ({self.skipped_steps} "
-            f"skipped), {self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step "
+            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers, "
+            f"{self.turns} turns, {self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step "
             f"({ratio}); {1e3 * self.seconds['exchange'] / steps:.2f} ms a step in the training thread, of which "
             f"{1e3 * self.waited_s / steps:.2f} waiting; {self.kernels} kernels"
         )

@@ -16,6 +16,8 @@ from laconic.measure.train import Job, is_worker, work
 from laconic.measure.train.checkpoint import load_checkpoint
 from laconic.measure.train.result import Result, beside_dense
 from laconic.measure.train.resume import check_resume
+from laconic.recipes import parse
+from laconic.scheme import Scheme
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,6 +40,8 @@ def run(asked: argparse.Namespace) -> int:
             raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
         spec = lab_spec(asked)
         check_before_launch(job, num_workers(job, spec))
+        if told := advice(job):
+            print(f"laconic: {told}", file=sys.stderr, flush=True)
         with launcher(spec, lambda result: _tell(result, job)) as start:
             return start(job)
     try:
@@ -50,6 +54,19 @@ def run(asked: argparse.Namespace) -> int:
         if os.environ.get("LACONIC_TRACEBACK"):
             raise
         return 1
+
+
+def advice(job: Job) -> str:
+    """What is worth a line before a job starts; nothing where there is none."""
+    scheme = parse(job.scheme)
+    if job.training.optimizer != "adamw" or not isinstance(scheme, Scheme):
+        return ""
+    if scheme.select.density == 1 or scheme.select.factors:
+        return ""
+    return (
+        f"under AdamW {job.scheme} learns less than models that agree now and then, at more bytes; "
+        "see docs/which.md, or try --scheme streaming"
+    )
 
 
 def check_before_launch(job: Job, num_workers: int) -> None:
