@@ -28,7 +28,7 @@ MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 @dataclass
 class _Turn:
-    """A fragment under way: `mean` becomes the mean drift of all workers."""
+    """A fragment under way: `mean` is what is told of it, and becomes the mean over all workers, or over a pair."""
 
     number: int
     due: int  # the step after which its result is applied
@@ -106,7 +106,7 @@ class OuterFollower:
         """Let a fragment's drift go; the last one's takes the buffers of norms with it."""
         fragment = self._fragments[number]
         now = fragment.read()
-        mean = fragment.drift(now)
+        mean = self.scheme.outer.told(fragment.anchor, fragment.drift(now))
         delay = self.scheme.trigger.lateness(self._steps)
         sent = now if delay and self.scheme.trigger.mix is None else None
         buffers = None
@@ -165,7 +165,7 @@ class OuterFollower:
             self._within.all_reduce_(turn.mean, "within")
 
     def _apply_(self, turn: _Turn) -> None:
-        """Move the anchor by the mean drift, and the model with it; where someone's was not finite, neither."""
+        """Move the anchor by what was heard, and the model with it; where that is not finite, neither."""
         fragment = self._fragments[turn.number]
         self._num_turns += 1
         if not kernels.all_finite(turn.mean):
@@ -177,13 +177,14 @@ class OuterFollower:
         elif turn.is_late and self.scheme.trigger.mix:
             fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
         else:
-            fragment.write_(fragment.anchor)  # equal on all workers, bit for bit
+            fragment.write_(fragment.anchor)  # but in pairs equal on all workers, bit for bit
         if turn.buffers is not None and bool(turn.buffers.isfinite().all()):
             self._buffers.write_(turn.buffers)
 
     def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
-        for anchor, drift in zip(fragment.anchors, fragment.views(mean), strict=True):
-            anchor.grad = drift
+        gradient = self.scheme.outer.gradient(fragment.anchor, mean)
+        for anchor, view in zip(fragment.anchors, fragment.views(gradient), strict=True):
+            anchor.grad = view
         self._optimizer.step()
         for anchor in fragment.anchors:
             anchor.grad = None
@@ -311,7 +312,8 @@ class OuterFollower:
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from the list of all ranks' states; before any rank steps.
 
-        Among another number of workers anchor and outer momentum go on, and so does the sum of what was kept.
+        Among another number of workers anchor and outer momentum go on, in pairs each rank's own and the first one's
+        for whoever is new, and so does the sum of what was kept.
         """
         states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers, self._share.number)
         shapes = {name: anchor.shape for name, anchor in self._named(lambda fragment: fragment.anchor).items()}
