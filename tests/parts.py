@@ -29,6 +29,7 @@ RECIPE_TEXTS = {
     "diloco": "diloco:every=3",
     "streaming": "streaming:every=4,fragments=2,delay=2",
     "sparseloco": "sparseloco:every=2,rho=0.125,chunk=512",
+    "noloco": "noloco:every=2",
     "torch-fp16": "torch-fp16",
     "torch-powersgd": "torch-powersgd:rank=2",
 }
@@ -90,6 +91,7 @@ OUTER_TEXTS = (
     "trigger=rounds(every=2,warmup=1),outer=sgd(lr=0.5)",
     "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2,fragments=2,delay=1),"
     "outer=nesterov(lr=0.5,momentum=0.5)",
+    "noloco:every=4,fragments=2,delay=2,quantize=none,momentum=0.3,pull=0.9,seed=5",
     "scheme:quantize=maxnorm(levels=7),memory=residual,trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
     "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, drifted, followed, matched
-from laconic import OuterFollower, OuterScheme, SchemeError, StateError, follow, parse
+from laconic import OuterFollower, OuterScheme, Scheme, SchemeError, StateError, follow, parse
+from laconic.exchange import Pairs, matching
+from laconic.layout import Layout
+from laconic.paths import bytes_out
 from laconic.transport import InProcess, in_process
 from parts import outer_texts
 from virtual import one_core
@@ -342,6 +345,13 @@ def test_stats_tell_turns_and_bytes() -> None:
         ("scheme:select=topk(rho=0.1),trigger=rounds", "exchange=AllGather"),
         ("scheme:select=low-rank(form=alternating),memory=residual,trigger=rounds(fragments=2)", "use fragments=1"),
         ("scheme:select=randk(rho=0.5,mode=cycle),trigger=rounds(fragments=2)", "use fragments=1"),
+        ("scheme:exchange=pairs", "use outer=PairMomentum"),
+        ("scheme:outer=pair-momentum", "use exchange=Pairs"),
+        ("scheme:select=topk(rho=0.1),exchange=pairs,outer=pair-momentum", "use select=Everything"),
+        ("scheme:exchange=pairs,outer=pair-momentum,memory=residual", "memory=Nothing"),
+        ("noloco:quantize=sign", r"BF16\(\), FP16\(\) or Exact\(\)"),
+        ("noloco:momentum=0.8,pull=0.72", r"in \(0, 0.72\)"),
+        ("noloco:momentum=1", r"in \[0, 1\)"),
     ],
 )
 def test_wrong_answers_say_what_fits(text: str, message: str) -> None:
@@ -358,6 +368,121 @@ def test_follow_refuses_gradients_and_models_without_parameters() -> None:
         follow(model, optimizer, "gossip", outer=torch.optim.SGD)
     with pytest.raises(SchemeError, match="no parameter that is trained"):
         walk(EXACT, 1, make=nn.ReLU, num_workers=1)
+
+
+PAIRS = "noloco:every=1,quantize=none"
+
+
+def _anchor(follower: OuterFollower) -> Tensor:
+    return torch.cat([anchor.reshape(-1) for anchor in follower.state_dict()["anchor"].values()])
+
+
+def test_gradients_do_not_go_in_pairs() -> None:
+    with pytest.raises(SchemeError, match=r"use AllReduce\(\), or OuterScheme"):
+        Scheme(exchange=Pairs())
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 5])
+def test_anchors_take_the_step_of_their_pair(num_workers: int) -> None:
+    """b = momentum*b - lr*mean(d) - pull*(a - mean(a)) ; a += b ; x = a, with the partner of each turn."""
+    text = "noloco:every=1,quantize=none,lr=0.6,momentum=0.4,pull=0.9,seed=7"
+    everyone = walk(text, 4, num_workers=num_workers)
+    torch.manual_seed(3)
+    model = Small()
+    anchors = [trained(model)] * num_workers
+    momenta = [torch.zeros_like(anchors[0])] * num_workers
+    for turn in range(4):
+        drifts = []
+        for rank in range(num_workers):
+            nn.utils.vector_to_parameters(anchors[rank].clone(), model.parameters())
+            wander(model, rank, turn)
+            drifts.append(anchors[rank] - trained(model))
+        partners = matching("uniform", 7, turn, num_workers)
+        pairs = list(enumerate(partners))
+        pulls = [0.9 * (anchors[i] - anchors[j]) / 2 for i, j in pairs]
+        momenta = [0.4 * momenta[i] - 0.6 * (drifts[i] + drifts[j]) / 2 - pulls[i] for i, j in pairs]
+        anchors = [anchor + momentum for anchor, momentum in zip(anchors, momenta, strict=True)]
+        for (_, _, seen), anchor in zip(everyone, anchors, strict=True):
+            assert torch.allclose(seen[turn][: anchor.numel()], anchor, atol=1e-6)
+        assert sum(i == j for i, j in pairs) == num_workers % 2
+
+
+@pytest.mark.parametrize("quantize", ["none", "bf16"])
+def test_the_mean_of_anchors_in_pairs_heeds_all_drifts(quantize: str) -> None:
+    """Pulls and rounding cancel within a pair: the mean moves as if all had told all, with momentum."""
+    seen: list[list[Tensor]] = [[] for _ in range(M)]
+
+    def noted(model: nn.Module, rank: int, number: int) -> None:
+        before = trained(model)
+        wander(model, rank, number)
+        seen[rank].append(before - trained(model))
+
+    everyone = walk(f"noloco:every=1,quantize={quantize}", 6, before_step=noted)
+    torch.manual_seed(3)
+    mean = trained(Small())
+    momentum = torch.zeros_like(mean)
+    for turn in range(6):
+        momentum = 0.5 * momentum - 0.7 * torch.stack([drifts[turn] for drifts in seen]).mean(0)
+        mean += momentum
+    found = torch.stack([_anchor(follower) for _, follower, _ in everyone])
+    assert torch.allclose(found.mean(0), mean, atol=1e-6)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_anchors_come_together_where_nobody_drifts() -> None:
+    def pushed(model: nn.Module, rank: int, number: int) -> None:
+        if number == 0:
+            wander(model, rank, number)
+
+    def apart(steps: int) -> float:
+        anchors = torch.stack([_anchor(follower) for _, follower, _ in walk(PAIRS, steps, before_step=pushed)])
+        return float((anchors - anchors.mean(0)).norm())
+
+    assert apart(20) < 0.05 * apart(1)  # 0.75 a round
+
+
+def test_who_is_not_finite_is_heard_of_by_its_partner_alone() -> None:
+    def spoiled(model: nn.Module, rank: int, number: int) -> None:
+        wander(model, rank, number)
+        if rank == 2 and number == 1:
+            with torch.no_grad():
+                _body(model)[0, 0] = torch.nan
+
+    partner = matching("uniform", 0, 1, M)[2]
+    with pytest.warns(UserWarning, match="rank 2 is not finite"):
+        everyone = walk(PAIRS, 4, before_step=spoiled)
+    whole = walk(PAIRS, 4)
+    for rank, (_, follower, seen) in enumerate(everyone):
+        assert follower.stats().skipped_steps == (rank in (2, partner))
+        assert bool(seen[-1].isfinite().all())
+        assert torch.equal(seen[1], whole[rank][2][1]) == (rank not in (2, partner))
+    count = trained(everyone[2][0]).numel()
+    assert torch.equal(everyone[2][2][1][:count], everyone[2][2][0][:count])  # back at its anchor
+
+
+@pytest.mark.parametrize("quantize", ["none", "bf16", "fp16"])
+def test_bytes_of_pairs_are_those_foretold(quantize: str) -> None:
+    """A vector a round, whatever M is; of five workers one is alone at each turn."""
+    text = f"noloco:every=1,quantize={quantize}"
+    for num_workers in (4, 5):
+        found = walk(text, 2, make=lambda: nn.Linear(9, 7), num_workers=num_workers)
+        foretold = bytes_out(outer(text).said, Layout.of(["weight", "bias"], [63, 7]), num_workers)
+        sent = [follower.stats().bytes_out for _, follower, _ in found]
+        assert sum(sent) == 2 * num_workers * foretold
+        assert set(found[0][1].stats().by_kind) == {"pairs"}
+
+
+def test_average_gives_workers_in_pairs_one_anchor() -> None:
+    def work(transport: InProcess) -> tuple[Tensor, Tensor]:
+        learner = Learner("noloco:every=2", transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
+        for number in range(5):
+            learner.drift(number)
+        learner.follower.average_()
+        return learner.follower.read(), _anchor(learner.follower)
+
+    first, *others = in_process(M, work)
+    for model, anchor in others:
+        assert torch.equal(model, first[0]) and torch.equal(anchor, first[1])
 
 
 @pytest.mark.parametrize("text", outer_texts())

@@ -24,7 +24,7 @@ TABLES = (
     exchange.PATTERNS,
 )
 ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part
-MOST_QUESTIONS = 21
+MOST_QUESTIONS = 20
 
 WHOLE = ("paths", "transport", "server", "session")
 

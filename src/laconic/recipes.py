@@ -10,13 +10,24 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from laconic.errors import SchemeError
-from laconic.exchange import AllGather, AllReduce, Gossip, Server, Silent
+from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
 from laconic.select import ChunkedTopK, Everything, LowRank, Overlap, RandK, TopK
 from laconic.text import build, pairs, write_pairs
-from laconic.trigger import EveryStep, Nesterov, OuterSGD, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
+from laconic.trigger import (
+    EveryStep,
+    Nesterov,
+    OuterSGD,
+    PairMomentum,
+    Period,
+    Ramp,
+    Rounds,
+    TargetRate,
+    Trigger,
+    WarmUp,
+)
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 
@@ -369,6 +380,27 @@ def sparseloco(
         exchange=part("exchange", exchange),
         trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
         outer=OuterSGD(lr=lr),
+    )
+
+
+@recipe
+def noloco(
+    *,
+    every: int = 16,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    pull: float = 0.7,
+    quantize: str = "bf16",
+    fragments: int = 1,
+    delay: int = 0,
+    seed: int = 0,
+) -> OuterScheme:
+    """NoLoCo: outer steps between pairs instead of all, whose anchors differ and pull each other together."""
+    return OuterScheme(
+        quantize=part("quantize", quantize),
+        exchange=Pairs(seed=seed),
+        trigger=Rounds(every=every, fragments=fragments, delay=delay),
+        outer=PairMomentum(lr=lr, momentum=momentum, pull=pull),
     )
 
 

@@ -1,6 +1,6 @@
 """Where it goes: the frozen answers, who talks to whom in gossip, and who answers for which entries."""
 
-from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pattern, Server, Silent
+from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
 from laconic.exchange.peers import asks_of, check_peers, matching, neighbours, pick
 from laconic.exchange.shares import Shares, piece_borders
 from laconic.transport import InProcess, in_process  # virtual workers, to try an answer with
@@ -10,5 +10,6 @@ PATTERNS: dict[str, type[Pattern]] = {
     "all-gather": AllGather,
     "server": Server,
     "gossip": Gossip,
+    "pairs": Pairs,
     "silent": Silent,
 }

@@ -18,6 +18,7 @@ class Pattern:
 
     adds_in_flight = False  # the network sums, so all workers must send the same positions
     has_owners = False  # each entry has one, who answers for it, and may be a server
+    in_pairs = False  # a worker hears one other at a time, so what comes of it differs between workers
     talks = True
     of_what = "gradients"
 
@@ -80,6 +81,19 @@ class Silent(Pattern):
     """Nothing is sent and every worker keeps its own gradient: the upper bound on speed, not a way to train."""
 
     talks = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Pattern):
+    """Two workers at a time, drawn from (seed, turn), go to their middle; one of an odd number stands alone.
+
+    As much leaves a worker as it has to say, whatever M is, and nobody waits for more than one other.
+    """
+
+    in_pairs = True
+    of_what = "drift"
+
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Who talks to whom in gossip: pure functions of (seed, step, rank), the same on every worker."""
+"""Who talks to whom in gossip and in pairs: pure functions of (seed, step, rank), the same on every worker."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""A model in fragments that take turns: what its workers drifted, and where all agreed that they were."""
+"""A model in fragments that take turns: what a worker drifted, and its anchor, where it drifted from."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Share:
 
 
 class Fragment:
-    """Parameters that are exchanged together; `anchor` is where all workers agreed that they are.
+    """Parameters that are exchanged together; `anchor` is where they were after their last outer step.
 
-    The anchor is float32 whatever the model's type, and equal on all workers, bit for bit. It lies in one piece at
-    `home`, beside the model or on the host. Of a node of several processes each exchanges its `share`.
+    The anchor is float32 whatever the model's type, and equal on all workers, bit for bit, but where they agree in
+    pairs: there each has its own. It lies in one piece at `home`, beside the model or on the host. Of a node of several
+    processes each exchanges its `share`.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], home: torch.device, share: Share) -> None:

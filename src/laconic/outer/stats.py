@@ -9,7 +9,7 @@ from laconic.session import Stats
 class OuterStats(Stats):
     """One worker's account of its rounds; `seconds` is what its training thread spent, in `exchange`.
 
-    `skipped_steps` are turns in which some worker's drift was not finite: nobody moved by them.
+    `skipped_steps` are turns in which some worker's drift was not finite: nobody who heard of it moved by them.
     """
 
     turns: int = 0  # fragments that were sent, and whose result was applied

@@ -1,6 +1,8 @@
 """Which path a scheme takes."""
 
-from laconic.exchange import AllReduce
+from dataclasses import replace
+
+from laconic.exchange import AllReduce, Pairs
 from laconic.layout import Layout
 from laconic.memory import Account, Ledger
 from laconic.paths.all_gather import Gathering
@@ -9,6 +11,7 @@ from laconic.paths.float_sum import FloatSum
 from laconic.paths.frame_plan import FramePlans
 from laconic.paths.integer_sum import IntegerSum
 from laconic.paths.low_rank import LowRankSum
+from laconic.paths.pairs import PairMean
 from laconic.paths.path import Path
 from laconic.paths.plain_sum import PlainSum
 from laconic.paths.push_pull import PushPull
@@ -39,6 +42,9 @@ def path_for(
     select = scheme.select
     if not scheme.talks:
         return Silence(*ends)
+    if isinstance(scheme.exchange, Pairs):
+        assert isinstance(transport, Collectives)
+        return PairMean(transport, clock, scheme.frame_code, scheme.exchange.seed)
     if scheme.exchange.adds_in_flight:
         return _path_of_sums(scheme, transport, clock)
     assert isinstance(select, Chooser)
@@ -74,6 +80,8 @@ def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Pa
 
 def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:
     """The path of a scheme's dense steps: everything in the gradient's own type, out of its accounts."""
+    if scheme.exchange.in_pairs:
+        return path_for(replace(scheme, quantize=Exact()), transport, clock, Ledger(scheme.memory))
     return FloatSum(transport, clock, SharedChoice(Everything(), keeps=bool(scheme.memory.kinds)), Exact())
 
 

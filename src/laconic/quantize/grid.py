@@ -50,6 +50,7 @@ class Grid:
     """
 
     adds = True
+    rounds_to_nearest = False
 
     levels: int  # s: codes lie in [-s, s]
     block: int = 0  # entries that share a norm, of 16 bits; 0: the whole bucket

@@ -38,6 +38,7 @@ class Lloyd(Quantizer):
 
     code_id = 9
     code_dtype = torch.int32
+    rounds_to_nearest = True
 
     group: int = 128  # values that share two sizes, which take 12 bits
 

@@ -22,6 +22,7 @@ class Quantizer(ValueCodec):
     """A code of values, which frames hold."""
 
     adds = False  # whether a network can add its codes
+    rounds_to_nearest = False  # which is biased, unless what it loses is kept
 
     def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
         return torch.stack([self.decode(row, scale) for row, scale in zip(codes, scales, strict=True)])
@@ -104,6 +105,7 @@ class Levels(Quantizer):
 
     code_id = 6
     code_dtype = torch.int32
+    rounds_to_nearest = True
 
     bits: int = 4  # of a code, its sign included
 

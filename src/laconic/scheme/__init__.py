@@ -12,9 +12,10 @@ AnyScheme = Scheme | GossipScheme | OuterScheme | TorchHook
 def compose(**answers: str) -> Scheme | GossipScheme | OuterScheme:
     """A scheme from the texts of its answers, of the kind that they make it; those left out are the defaults."""
     made = {question: part(question, text) for question, text in answers.items()}
-    if "outer" in made or ("trigger" in made and made["trigger"].in_rounds):
+    of_what = made["exchange"].of_what if "exchange" in made else "gradients"
+    if "outer" in made or of_what == "drift" or ("trigger" in made and made["trigger"].in_rounds):
         return OuterScheme(**made)
-    if "exchange" not in made or made["exchange"].of_what == "gradients":
+    if of_what == "gradients":
         return Scheme(**made)
     memory = made.pop("memory", None)
     scheme = GossipScheme(**made)

@@ -9,7 +9,7 @@ from laconic.layout import Layout, halves_of
 from laconic.memory import Memory, Nothing, Residual
 from laconic.quantize import Exact, FloatCode, Quantizer, Residue, is_residue
 from laconic.scheme.base import SchemeBase
-from laconic.select import Chooser, Everything, Overlap
+from laconic.select import Chooser, Everything
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, Period, Speech
 from laconic.wire import CodesShape
@@ -27,11 +27,12 @@ class GossipScheme(SchemeBase):
     def __post_init__(self) -> None:
         name = type(self.trigger).__name__
         if self.of_what != "models":
-            raise SchemeError(f"{type(self.exchange).__name__} is for gradients, and gossip sends models; use Gossip()")
+            where = type(self.exchange).__name__
+            raise SchemeError(f"{where} is for {self.of_what}, and gossip sends models; use Gossip()")
         if self.select.is_shared and self.chooses:
             name = type(self.select).__name__
             raise SchemeError(f"{name} sends what a network can add, position by position; use AllReduce()")
-        if isinstance(self.select, Overlap):
+        if self.select.needs_owners:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if not isinstance(self.trigger, EveryStep | Speech):
             raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
-from laconic.quantize import Exact, FloatCode, Grid, Levels, Lloyd, Quantizer, Residue, Sign
+from laconic.quantize import Exact, FloatCode, Grid, Quantizer, Residue, Sign
 from laconic.scheme.base import SchemeBase
-from laconic.select import Everything, Overlap, Selector
+from laconic.select import Everything, Selector
 from laconic.trigger import EveryStep, Speech, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme(SchemeBase):
     """What is sent, how it is written, what is kept, where it goes, and when."""
+
+    says_drift = False  # of a model, as if it were a gradient
 
     select: Selector = Everything()
     quantize: Quantizer | Grid = Exact()
@@ -47,10 +49,10 @@ class Scheme(SchemeBase):
             raise SchemeError(
                 f"AllReduce adds in flight, but {name} codes cannot be added; use Server() or AllGather()"
             )
-        if isinstance(self.quantize, Levels | Lloyd) and not self.memory.refunds:
+        if self.quantize.rounds_to_nearest and not self.memory.refunds:
             name = type(self.quantize).__name__
             raise SchemeError(f"{name} rounds to the nearest, which is biased unless the loss is kept; use Residual()")
-        if isinstance(self.select, Overlap) and not self.has_owners:
+        if self.select.needs_owners and not self.has_owners:
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if self.has_owners:
             self._check_server()
@@ -60,7 +62,11 @@ class Scheme(SchemeBase):
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
 
     def _check_of_gradients(self) -> None:
-        if self.of_what != "gradients":
+        if self.exchange.in_pairs and not self.says_drift:
+            raise SchemeError(
+                "Pairs let workers differ, and gradients must be the same on all; use AllReduce(), or OuterScheme(...)"
+            )
+        if self.of_what == "models":
             raise SchemeError("Gossip exchanges models; use GossipScheme(...), or laconic.parse('gossip')")
         if isinstance(self.trigger, Speech):
             name = type(self.trigger).__name__

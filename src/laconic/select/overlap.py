@@ -25,6 +25,8 @@ class Overlap(TopK):
     on every worker, so that none waits for ever.
     """
 
+    needs_owners = True
+
     score: str = "product"
     strength: float = 0.0  # the score's own parameter (a, or e of product); 0: its default
     explore: float = 0.02  # of k; every entry goes at least once in 1/(rho*explore) steps

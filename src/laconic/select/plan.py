@@ -42,6 +42,7 @@ class Selector(Protocol):
     """The frozen answer to *what is sent*."""
 
     is_shared: ClassVar[bool] = False  # whether all workers send the same positions, which a network can add
+    needs_owners: ClassVar[bool] = False  # whether it makes unions small, which only an owner's answer gains by
     factors: ClassVar[bool] = False  # whether products of thin matrices stand for the entries
 
     @property

@@ -13,6 +13,8 @@ from laconic.errors import SchemeError
 class Outer:
     """An outer step: workers tell each other their drift, the mean of which is the gradient D of the anchor."""
 
+    pulls = False  # whether it brings anchors together that differ between workers
+
     lr: float
 
     def __post_init__(self) -> None:
@@ -53,3 +55,42 @@ class Nesterov(Outer):
 
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairMomentum(Outer):
+    """b = momentum*b - lr*mean(d_i, d_j) - pull*(a_i - mean(a_i, a_j)) ; a_i += b: NoLoCo (2506.10911).
+
+    a_i is a worker's own anchor, d_i its drift, j its partner. One vector tells both (ours): s = a - lr/pull * d, since
+    pull * D = pull * (a_i - mean(s_i, s_j)) is the two terms. With pull = lr, as in the paper's code, s is the model.
+
+    Where nobody drifts, anchors of many workers in random pairs come together in mean square if and only if
+    pull < 2*(1 - momentum^2), which is 1.5 for momentum 0.5. More is not better: at 0.7 a round leaves 0.70 of their
+    squared distance, at 1.35 0.93. Where all drift at random, they stay nearest at 0.7 to 0.9 (8 to 32 workers).
+    """
+
+    pulls = True
+
+    lr: float = 0.7
+    momentum: float = 0.5
+    pull: float = 0.7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise SchemeError(f"PairMomentum.momentum is {self.momentum}; give a number in [0, 1)")
+        most = 2 * (1 - self.momentum**2)
+        if not 0 < self.pull < most:
+            raise SchemeError(
+                f"PairMomentum.pull is {self.pull}; give a number in (0, {most:g}), that is 2*(1 - momentum^2); beyond "
+                "it anchors fly apart"
+            )
+
+    def told(self, anchor: Tensor, drift: Tensor) -> Tensor:
+        return anchor.sub(drift, alpha=self.lr / self.pull)
+
+    def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
+        return anchor - mean
+
+    def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(anchors, lr=self.pull, momentum=self.momentum)
