@@ -87,7 +87,9 @@ def _end_early(text: str) -> str:
     return "nothing was said"
 
 
-@pytest.mark.parametrize("text", ["local:every=2,quantize=none", "streaming:every=2,fragments=2,delay=1"])
+@pytest.mark.parametrize(
+    "text", ["local:every=2,quantize=none", "streaming:every=2,fragments=2,delay=1", "noloco:every=2"]
+)
 def test_a_worker_whose_data_ends_early_is_one_line_for_the_rest(fresh_workers: WorkerPool, text: str) -> None:
     said = fresh_workers.run(_end_early, text)
     assert said[1] == ""
