@@ -177,7 +177,7 @@ class OuterFollower:
         elif turn.is_late and self.scheme.trigger.mix:
             fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
         else:
-            fragment.write_(fragment.anchor)  # but in pairs equal on all workers, bit for bit
+            fragment.write_(fragment.anchor)  # equal on all workers, bit for bit, but for those in pairs
         if turn.buffers is not None and bool(turn.buffers.isfinite().all()):
             self._buffers.write_(turn.buffers)
 
