@@ -5,7 +5,6 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,13 @@ from laconic.layout import Bucket
 from laconic.outer import state
 from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of
 from laconic.outer.stats import OuterStats
+from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
 from laconic.session import PHASES, Background, Session
 from laconic.transport import Collectives, ring_bytes
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
-
-
-@dataclass
-class _Turn:
-    """A fragment under way: `mean` is what is told of it, and becomes the mean over all workers, or over a pair."""
-
-    number: int
-    due: int  # the step after which its result is applied
-    is_late: bool  # whether the worker trains on meanwhile
-    mean: Tensor
-    sent: Tensor | None  # the model as it was, where that is asked for later
-    buffers: Tensor | None  # of norms, which become their means
-    outcomes: Sequence[Future[Tensor]] = ()  # none where the exchange is over
 
 
 class OuterFollower:
@@ -74,7 +61,7 @@ class OuterFollower:
         self._optimizer = (outer or scheme.outer.optimizer)(anchors)
         self._session = Session(scheme.said, transport)
         self._background = Background(self._session, self._device) if in_background else None
-        self._under_way: deque[_Turn] = deque()
+        self._under_way: deque[Turn] = deque()
         self._alike = True  # whether all models are known to be the same
         self._steps = 0
         self._first_step = 0
@@ -115,7 +102,7 @@ class OuterFollower:
             buffers = self._buffers.read()
             buckets = [Bucket(0, self._buffers.layout, buffers, is_last=not buckets, is_plain=True), *buckets]
         outcomes = self._exchange(buckets)
-        self._under_way.append(_Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
+        self._under_way.append(Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
 
     def _exchange(self, buckets: Sequence[Bucket]) -> list[Future[Tensor]]:
         if self._background is not None:
@@ -132,7 +119,7 @@ class OuterFollower:
             self._pass_on_(turn)
             self._apply_(turn)
 
-    def _wait(self, turn: _Turn) -> None:
+    def _wait(self, turn: Turn) -> None:
         start = time.perf_counter()
         for outcome in turn.outcomes:
             try:
@@ -156,7 +143,7 @@ class OuterFollower:
             f"one said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
         )
 
-    def _pass_on_(self, turn: _Turn) -> None:
+    def _pass_on_(self, turn: Turn) -> None:
         """Put together what the processes of a node heard, each of its share."""
         if self._within is not None:
             own = self._fragments[turn.number].own
@@ -164,7 +151,7 @@ class OuterFollower:
             turn.mean[own.stop :] = 0
             self._within.all_reduce_(turn.mean, "within")
 
-    def _apply_(self, turn: _Turn) -> None:
+    def _apply_(self, turn: Turn) -> None:
         """Move the anchor by what was heard, and the model with it; where that is not finite, neither."""
         fragment = self._fragments[turn.number]
         self._num_turns += 1
@@ -290,7 +277,7 @@ class OuterFollower:
             "anchor": self._named(lambda fragment: fragment.anchor),
             "outer": state.save_optimizer(self._optimizer, self._names),
             "session": self._session.state_dict(),
-            "under_way": [self._saved(turn) for turn in self._under_way],
+            "under_way": [turn.state_dict() for turn in self._under_way],
         }
 
     @property
@@ -303,11 +290,6 @@ class OuterFollower:
             for fragment in self._fragments.values()
             for name, view in zip(fragment.names, fragment.views(flat_of(fragment)), strict=True)
         }
-
-    def _saved(self, turn: _Turn) -> dict[str, Any]:
-        vectors = {"mean": turn.mean, "sent": turn.sent, "buffers": turn.buffers}
-        on_host = {name: None if vector is None else vector.to("cpu", copy=True) for name, vector in vectors.items()}
-        return {"number": turn.number, "due": turn.due, "is_late": turn.is_late, **on_host}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from the list of all ranks' states; before any rank steps.
@@ -325,16 +307,10 @@ class OuterFollower:
         state.load_optimizer(self._optimizer, self._names, own["outer"])
         self._session.load_state_dict([each["session"] for each in states])
         self._steps = self._first_step = progress.steps
+        self._alike = False
         self._num_turns = progress.turns
         self._skipped = progress.skipped
-        self._under_way = deque(self._loaded(turn) for turn in own["under_way"])
-
-    def _loaded(self, saved: Mapping[str, Any]) -> _Turn:
-        def there(name: str) -> Tensor | None:
-            return None if saved[name] is None else saved[name].to(self._device)
-
-        mean = saved["mean"].to(self._device)
-        return _Turn(saved["number"], saved["due"], saved["is_late"], mean, there("sent"), there("buffers"))
+        self._under_way = deque(Turn.of(turn, self._device) for turn in own["under_way"])
 
     def close(self) -> None:
         """End the thread of exchanges, after what is under way."""
