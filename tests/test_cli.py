@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from laconic import __version__, recipes
 from laconic.errors import TaskError
 from laconic.measure import cli
+from laconic.measure.cli.train import advice
 from laconic.measure.compare import compare, round_of
 from laconic.measure.measures import MEASURES
 from laconic.measure.records import Recorder
@@ -111,6 +112,14 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "optimizer", "is_told"),
+    [("topk", "adamw", True), ("topk", "sgd", False), ("lowrank", "adamw", False), ("streaming", "adamw", False)],
+)
+def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer: str, is_told: bool) -> None:
+    assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told
 
 
 def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:

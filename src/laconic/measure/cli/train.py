@@ -65,7 +65,7 @@ def advice(job: Job) -> str:
         return ""
     return (
         f"under AdamW {job.scheme} learns less than models that agree now and then, at more bytes; "
-        "see docs/which.md, or try --scheme streaming"
+        "see 'Which scheme?' in the docs, or try --scheme streaming"
     )
 
 
