@@ -80,7 +80,7 @@ def followed(
 ) -> Follower | OuterFollower:
     """What makes a model follow virtual others, in step."""
     if isinstance(scheme, OuterScheme):
-        return OuterFollower(model, scheme, transport, in_background=False)
+        return OuterFollower(model, optimizer, scheme, transport, in_background=False)
     return Follower(model, optimizer, scheme, transport)
 
 

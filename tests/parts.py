@@ -92,7 +92,8 @@ OUTER_TEXTS = (
     "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2,fragments=2,delay=1),"
     "outer=nesterov(lr=0.5,momentum=0.5)",
     "noloco:every=4,fragments=2,delay=2,quantize=none,momentum=0.3,pull=0.9,seed=5",
-    "scheme:quantize=maxnorm(levels=7),memory=residual,trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
+    "scheme:quantize=maxnorm(levels=7),trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
+    "sparseloco:every=4,rho=0.125,chunk=512,fragments=2,delay=4,warmup=1",
     "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 

@@ -72,26 +72,16 @@ def follow(
     outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
     `group`, those answer, and the others outlive a worker that dies.
     """
-    if isinstance(scheme, str):
-        scheme = parse(scheme)
-    if not isinstance(scheme, GossipScheme | OuterScheme):
-        raise SchemeError(
-            f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
-            "streaming or gossip"
-        )
+    scheme = _checked(model, scheme)
     if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
-        raise SchemeError(
-            f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out, or use diloco"
-        )
-    if hasattr(model, "register_comm_hook"):
-        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+        raise SchemeError(f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out")
     if servers and within is not None:
         raise SchemeError("servers answer single processes, and within= makes nodes of several; give one of the two")
+    if servers:
+        served_scheme(scheme)  # refused before anyone waits
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
-    strangers = ranks_that_differ(group, device, str(scheme))
-    if strangers:
-        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
+    _check_alike(model, scheme, group, device)
     meeting = Group(own_group(group, device), device)
     if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
         _begin_alike_(model, meeting)
@@ -103,7 +93,7 @@ def follow(
             meeting = Group(counterparts(group, within, device), device)
         end = _end(scheme, meeting, servers, timeout_s)
         home = torch.device("cpu") if on_host else None
-        return OuterFollower(model, scheme, end, outer=outer, within=inside, home=home)
+        return OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
     mailbox = open_mailbox(meeting, scheme.exchange.patience)
@@ -111,12 +101,39 @@ def follow(
     return Follower(model, optimizer, scheme, mailbox)
 
 
+def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:
+    """The scheme, if it is one of models and this model can follow."""
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if not isinstance(scheme, GossipScheme | OuterScheme):
+        raise SchemeError(
+            f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
+            "streaming or gossip"
+        )
+    if hasattr(model, "register_comm_hook"):
+        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+    if next(model.parameters(), None) is None:
+        raise SchemeError("the model has no parameters; follow one that has")
+    return scheme
+
+
+def _check_alike(
+    model: nn.Module, scheme: GossipScheme | OuterScheme, group: ProcessGroup, device: torch.device
+) -> None:
+    """An error unless all ranks follow the same scheme with a model of the same shapes."""
+    if strangers := ranks_that_differ(group, device, str(scheme)):
+        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
+    shapes = str({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    if strangers := ranks_that_differ(group, device, shapes):
+        raise SchemeError(f"rank {strangers[0]} follows a model of other shapes; give the same model on all ranks")
+
+
 def _end(scheme: OuterScheme, meeting: Group, servers: Sequence[int], timeout_s: float) -> Group | ServerClient:
     """This worker's end of the network that drifts go through."""
     if not servers:
         return meeting
     meeting.close()
-    terms = greeting(served_scheme(scheme), undoes=False, holds_idle=False)
+    terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False)
     return ServerClient(meeting.rank, meeting.num_workers, exchange_addresses(servers, None), terms, timeout_s)
 
 

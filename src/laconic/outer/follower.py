@@ -4,18 +4,19 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
 from laconic import kernels
-from laconic.errors import LaconicError, PeerError, StateError
+from laconic.errors import PeerError, StateError
 from laconic.layout import Bucket
 from laconic.outer import state
-from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of
+from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of, trained_of
 from laconic.outer.stats import OuterStats
 from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
@@ -40,6 +41,7 @@ class OuterFollower:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         scheme: OuterScheme,
         transport: Collectives | ServerClient,
         *,
@@ -51,6 +53,8 @@ class OuterFollower:
         self.scheme = scheme
         self.rank = transport.rank
         self.num_workers = transport.num_workers
+        self._model = model
+        self._inner = optimizer
         self._transport = transport
         self._within = within
         self._share = Share() if within is None else Share(within.rank, within.num_workers)
@@ -58,8 +62,10 @@ class OuterFollower:
         anchors = [anchor for fragment in self._fragments.values() for anchor in fragment.anchors]
         self._device = anchors[0].device
         self._buffers = Buffers(model, self._device)
+        self._agreed = self._buffers.read()  # what all had after their last turn
         self._optimizer = (outer or scheme.outer.optimizer)(anchors)
-        self._session = Session(scheme.said, transport)
+        # What was kept is as before a turn that is skipped: the drift is told again, since the anchor has not moved.
+        self._session = Session(scheme.said, transport, undoes=True)
         self._background = Background(self._session, self._device) if in_background else None
         self._under_way: deque[Turn] = deque()
         self._alike = True  # whether all models are known to be the same
@@ -73,12 +79,14 @@ class OuterFollower:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong while training went on; the next step raises it."""
+        """What went wrong while training went on."""
         return self._background.error if self._background else None
 
     def step(self) -> None:
         """Apply what is due, and send the fragments whose turn it is."""
         self._check_open()
+        if self.error is not None:
+            self._fail()
         start = time.perf_counter()
         self._steps += 1
         self._alike = False
@@ -90,7 +98,9 @@ class OuterFollower:
         self._seconds += time.perf_counter() - start
 
     def _send(self, number: int) -> None:
-        """Let a fragment's drift go; the last one's takes the buffers of norms with it."""
+        """Let a fragment's drift go; the last one's takes the buffers with it."""
+        if len(trained_of(self._model)) != sum(len(fragment.names) for fragment in self._fragments.values()):
+            raise StateError("parameters were frozen or unfrozen since follow(); save the state, and follow anew")
         fragment = self._fragments[number]
         now = fragment.read()
         mean = self.scheme.outer.told(fragment.anchor, fragment.drift(now))
@@ -115,49 +125,68 @@ class OuterFollower:
         """Apply everything that is due after so many steps, in the order in which it was sent."""
         while self._under_way and self._under_way[0].due <= step:
             turn = self._under_way.popleft()
+            start = time.perf_counter()
             self._wait(turn)
+            self._waited_s += time.perf_counter() - start
             self._pass_on_(turn)
             self._apply_(turn)
 
     def _wait(self, turn: Turn) -> None:
-        start = time.perf_counter()
-        for outcome in turn.outcomes:
-            try:
+        with self._talking():
+            for outcome in turn.outcomes:
                 outcome.wait()
-            except RuntimeError:
-                error = self._why()
-                self.close()  # hangs up, so that those who wait for this worker hear of it too
-                raise error from None
         turn.outcomes = ()
-        self._waited_s += time.perf_counter() - start
 
-    def _why(self) -> LaconicError:
-        """What a failed exchange is for the user."""
-        error = self.error
-        if isinstance(error, LaconicError):
-            return error
-        if error is not None:
+    def _wait_for_all(self) -> None:
+        """Until nothing is on its way, since two threads must not talk at once; results stay where they are."""
+        self._check_open()
+        for turn in self._under_way:
+            self._wait(turn)
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """What goes wrong inside is one line, and ends this worker's part."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, seen: BaseException | None = None) -> NoReturn:
+        """Raise what went wrong, and hang up, so that those who wait for this worker hear of it too."""
+        error = self.error or seen
+        assert error is not None
+        # As backends tell of a peer that is gone.
+        if isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
-        return PeerError(
-            f"rank {self.rank} cannot exchange any more, since a peer has ended or cannot be reached; see what that "
-            f"one said, and let all take equally many steps ({str(error).strip().splitlines()[0]:.200})"
-        )
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            error = PeerError(
+                f"rank {self.rank} cannot exchange any more: a peer has ended, cannot be reached, or takes another "
+                f"number of steps; see what it said ({first:.200})"
+            )
+        self.close()
+        raise error from None
 
     def _pass_on_(self, turn: Turn) -> None:
         """Put together what the processes of a node heard, each of its share."""
-        if self._within is not None:
-            own = self._fragments[turn.number].own
-            turn.mean[: own.start] = 0
-            turn.mean[own.stop :] = 0
+        if self._within is None:
+            return
+        own = self._fragments[turn.number].own
+        turn.mean[: own.start] = 0
+        turn.mean[own.stop :] = 0
+        if turn.buffers is not None and not kernels.all_finite(turn.buffers):
+            turn.mean.fill_(torch.nan)  # so that all processes of the node skip it
+        with self._talking():
             self._within.all_reduce_(turn.mean, "within")
 
     def _apply_(self, turn: Turn) -> None:
         """Move the anchor by what was heard, and the model with it; where that is not finite, neither."""
         fragment = self._fragments[turn.number]
-        self._num_turns += 1
-        if not kernels.all_finite(turn.mean):
-            self._skip_(fragment)
+        said = [turn.mean] if turn.buffers is None else [turn.mean, turn.buffers]
+        if not all(kernels.all_finite(vector) for vector in said):
+            self._skipped += 1
+            self._heal_()
             return
+        self._num_turns += 1
         self._step_anchor_(fragment, turn.mean)
         if turn.sent is not None:
             fragment.add_(fragment.anchor - turn.sent)
@@ -165,8 +194,9 @@ class OuterFollower:
             fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
         else:
             fragment.write_(fragment.anchor)  # equal on all workers, bit for bit, but for those in pairs
-        if turn.buffers is not None and bool(turn.buffers.isfinite().all()):
+        if turn.buffers is not None:
             self._buffers.write_(turn.buffers)
+            self._agreed = turn.buffers
 
     def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
         gradient = self.scheme.outer.gradient(fragment.anchor, mean)
@@ -176,12 +206,19 @@ class OuterFollower:
         for anchor in fragment.anchors:
             anchor.grad = None
 
-    def _skip_(self, fragment: Fragment) -> None:
-        """Leave the anchor alone; a model that is not finite goes back to it, the others go on."""
-        self._skipped += 1
-        if not kernels.all_finite(fragment.read()):
-            warnings.warn(f"the model of rank {self.rank} is not finite; it goes back to the anchor", stacklevel=4)
+    def _heal_(self) -> None:
+        """Take a model that is not finite back to where all agreed, without what its optimizer keeps of that."""
+        spoiled = [f for f in self._fragments.values() if not kernels.all_finite(f.read())]
+        for fragment in spoiled:
             fragment.write_(fragment.anchor)
+        spoils_buffers = not kernels.all_finite(self._buffers.read())
+        if spoils_buffers:
+            self._buffers.write_(self._agreed)
+        for parameter, kept in list(self._inner.state.items()):
+            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in kept.values()):
+                del self._inner.state[parameter]
+        if spoiled or spoils_buffers:
+            warnings.warn(f"the model of rank {self.rank} is not finite; it goes back to the anchor", stacklevel=5)
 
     def settle(self) -> None:
         """Wait until nothing is under way, and apply it now; a call that all workers make."""
@@ -193,10 +230,25 @@ class OuterFollower:
     def average_(self) -> None:
         """Give every worker the mean of all models, which is the new anchor; a call that all make."""
         self.settle()
-        self.write_(self._mean("average"))
+        self._check_steps()
+        mean = self._mean("average")
+        if not kernels.all_finite(mean):  # as all see alike
+            self._heal_()
+            mean = self._mean("average")
+        self.write_(mean)
+        start = 0
         for fragment in self._fragments.values():
-            fragment.anchor.copy_(fragment.read())
+            fragment.anchor.copy_(mean[start : start + fragment.num_entries])
+            start += fragment.num_entries
+        self._agreed = mean[start:]
         self._alike = True
+
+    def _check_steps(self) -> None:
+        """An error where some worker has not made as many steps, before one sum is taken for another."""
+        steps = [round(row[0]) for row in self.gather([self._steps])]
+        if len(set(steps)) > 1:
+            self.close()
+            raise PeerError(f"workers made {', '.join(map(str, steps))} steps, by rank; let all make equally many")
 
     def consensus(self) -> tuple[Tensor, float]:
         """(the mean of all models as one vector, this one's distance to it over its norm); a call that all make.
@@ -206,8 +258,8 @@ class OuterFollower:
         self._check_open()
         if self._alike:
             return self.read(), 0.0
-        for turn in self._under_way:
-            self._wait(turn)  # two threads must not talk at once
+        self._wait_for_all()
+        self._check_steps()
         with self._transport.traffic.uncounted():
             mean = self._mean("measured")
         distance = (self.read() - mean).double().norm() / mean.double().norm()
@@ -215,7 +267,8 @@ class OuterFollower:
 
     def _mean(self, kind: str) -> Tensor:
         total = self.read()
-        self._transport.all_reduce_(total, kind)
+        with self._talking():
+            self._transport.all_reduce_(total, kind)
         return total.div_(self.num_workers)
 
     def read(self) -> Tensor:
@@ -232,19 +285,20 @@ class OuterFollower:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The same numbers of all workers that are there, in rank order; a call that all of those make."""
-        for turn in self._under_way:
-            self._wait(turn)
+        self._wait_for_all()
         mine = torch.tensor(values, dtype=torch.float64)
-        if isinstance(self._transport, ServerClient):
-            rows = self._transport.rows(mine)
-        else:
-            with self._transport.traffic.uncounted():
-                rows = self._transport.all_gather(mine.to(self._device), "measured")
+        with self._talking():
+            if isinstance(self._transport, ServerClient):
+                rows = self._transport.rows(mine)
+            else:
+                with self._transport.traffic.uncounted():
+                    rows = self._transport.all_gather(mine.to(self._device), "measured")
         found: list[list[float]] = rows.tolist()
         return found
 
     def server_stats(self) -> list[dict[str, Any]]:
         """What each dedicated server counted so far; a call that all make."""
+        self._wait_for_all()
         return self._transport.server_stats() if isinstance(self._transport, ServerClient) else []
 
     def stats(self, *, ages: bool = False) -> OuterStats:
@@ -269,12 +323,12 @@ class OuterFollower:
 
         What is under way is waited for and saved with it, to be applied when it is due.
         """
-        for turn in self._under_way:
-            self._wait(turn)
+        self._wait_for_all()
         progress = state.Progress(self._steps, self._num_turns, self._skipped)
         return {
             **state.save(self.scheme, self.rank, self.num_workers, self._share.number, progress),
             "anchor": self._named(lambda fragment: fragment.anchor),
+            "buffers": self._agreed.to("cpu", copy=True),
             "outer": state.save_optimizer(self._optimizer, self._names),
             "session": self._session.state_dict(),
             "under_way": [turn.state_dict() for turn in self._under_way],
@@ -304,6 +358,7 @@ class OuterFollower:
         for fragment in self._fragments.values():
             for name, anchor in zip(fragment.names, fragment.anchors, strict=True):
                 anchor.copy_(own["anchor"][name])
+        self._agreed = own["buffers"].to(self._device)
         state.load_optimizer(self._optimizer, self._names, own["outer"])
         self._session.load_state_dict([each["session"] for each in states])
         self._steps = self._first_step = progress.steps

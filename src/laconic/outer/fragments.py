@@ -102,8 +102,7 @@ class Fragment:
 
 def fragments_of(model: nn.Module, count: int, home: torch.device | None, share: Share) -> dict[int, Fragment]:
     """The trained parameters in so many fragments, but for empty ones; tied ones are there once, frozen ones not."""
-    # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
-    trained = {n.replace("_orig_mod.", ""): p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    trained = trained_of(model)
     if not trained:
         raise SchemeError("the model has no parameter that is trained; follow one that has")
     for name, p in trained.items():
@@ -114,6 +113,20 @@ def fragments_of(model: nn.Module, count: int, home: torch.device | None, share:
         raise SchemeError("the model lies on several devices; laconic takes one device per process")
     home = home or devices.pop()
     return {number: Fragment(part, home, share) for number, part in enumerate(_dealt(trained, count)) if part}
+
+
+def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
+def plain_name(name: str) -> str:
+    """Without the prefix of compiled modules, which a checkpoint should not depend on."""
+    return name.replace("_orig_mod.", "")
+
+
+def _travels(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
 
 
 def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
@@ -128,14 +141,23 @@ def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.P
 
 
 class Buffers:
-    """What a model keeps besides parameters, and workers average: the running means of norms, and the like."""
+    """What a model's state holds besides parameters, and workers average: the running means of norms, and the like.
+
+    Those that are not finite from the start, like a mask, stay as they are.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
         self._nothing = torch.empty(0, device=device)  # where a model has none
         lasting = model.state_dict(keep_vars=True)
-        found = {n: b for n, b in model.named_buffers() if n in lasting and b.is_floating_point() and b.numel()}
-        self._tensors = list(found.values())
-        self.layout = _layout_of({name.replace("_orig_mod.", ""): buffer for name, buffer in found.items()})
+        found = {name: buffer for name, buffer in model.named_buffers() if name in lasting and _travels(buffer)}
+        self._names = list(found)
+        self.layout = _layout_of({plain_name(name): buffer for name, buffer in found.items()})
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """As they are now: a module may have put others in their place."""
+        return [self._model.get_buffer(name) for name in self._names]
 
     def read(self) -> Tensor:
         """All of them in one vector, in float32."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from laconic.errors import StateError
-from laconic.scheme import OuterScheme
+from laconic.scheme import OuterScheme, write_part
 
 _FORMAT = "outer-1"
 
@@ -26,6 +26,7 @@ def save(scheme: OuterScheme, rank: int, num_workers: int, share: int, progress:
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
+        "trigger": write_part("trigger", scheme.trigger),
         "rank": rank,
         "num_workers": num_workers,
         "share": share,  # of the processes of a node, each of which is a rank among its counterparts
@@ -58,8 +59,8 @@ def load(
     if not mine and num_saved == num_workers:
         raise StateError(f"no state of rank {rank} is among those given; load what this rank saved")
     own = mine[0] if mine else states[0]
-    if own["under_way"] and max(turn["number"] for turn in own["under_way"]) >= scheme.trigger.fragments:
-        raise StateError(f"the state is of {own['scheme']}; resume with as many fragments")
+    if own["under_way"] and own["trigger"] != write_part("trigger", scheme.trigger):
+        raise StateError(f"results of trigger={own['trigger']} are under way in the state; resume with that trigger")
     return states, own, Progress(own["step"], own["turns"], own["skipped"])
 
 

@@ -12,8 +12,8 @@ class OuterStats(Stats):
     `skipped_steps` are turns in which some worker's drift was not finite: nobody who heard of it moved by them.
     """
 
-    turns: int = 0  # fragments that were sent, and whose result was applied
-    waited_s: float = 0.0  # of `exchange`, for results that had not come when they were due
+    turns: int = 0  # fragments whose result was applied
+    waited_s: float = 0.0  # for results that had not come when they were due
     background_s: dict[str, float] = field(default_factory=dict)  # by phase, while training went on
 
     def __str__(self) -> str:

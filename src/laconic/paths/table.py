@@ -78,11 +78,11 @@ def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Pa
     return PlainSum(*ends, scheme.float_code) if is_plain else FloatSum(*ends, choice, scheme.float_code)
 
 
-def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:
+def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock, *, keeps: bool) -> Path:
     """The path of a scheme's dense steps: everything in the gradient's own type, out of its accounts."""
     if scheme.exchange.in_pairs:
         return path_for(replace(scheme, quantize=Exact()), transport, clock, Ledger(scheme.memory))
-    return FloatSum(transport, clock, SharedChoice(Everything(), keeps=bool(scheme.memory.kinds)), Exact())
+    return FloatSum(transport, clock, SharedChoice(Everything(), keeps=keeps), Exact())
 
 
 def bytes_out(scheme: Scheme, layout: Layout, num_workers: int) -> int:

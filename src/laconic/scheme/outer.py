@@ -40,6 +40,10 @@ class OuterScheme(SchemeBase):
         if self.exchange.of_what == "models" or self.exchange.votes or not self.talks:
             name = type(self.exchange).__name__
             raise SchemeError(f"outer steps need the mean of all drifts, not {name}; use AllReduce() or AllGather()")
+        if self.trigger.mix is not None and (not self.trigger.delay or self.memory.kinds):
+            raise SchemeError("mix is for results that come late, of drifts of which nothing is kept; leave it out")
+        if self.memory.momentum:
+            raise SchemeError("the outer step has the momentum, so the memory must have none; use Residual()")
         if self.select.takes_turns and self.trigger.fragments > 1:
             name = type(self.select).__name__
             raise SchemeError(f"{name} and fragments would take turns at once; use fragments=1")

@@ -62,7 +62,9 @@ class Background:
         self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # on the host, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._collected: list[_Submission] = []
+        self._step: list[Future[Tensor | BaseException]] = []  # what of the last one that began may be in flight
         self._step_has_begun = False
+        self._step_is_whole = True
         self._submissions: _Submissions = queue.SimpleQueue()
         # The thread knows this object weakly, and ends with it: a session that nobody holds must not keep its model.
         self._thread = threading.Thread(
@@ -96,6 +98,12 @@ class Background:
     def take(self, submission: _Submission) -> None:
         """Exchange one bucket, or collect it until its step is whole where the session wants that."""
         with _station(self._device, self._stream):
+            if self._step_is_whole:  # a session is in one step at a time, whoever submits the next before it landed
+                for done in self._step:
+                    done.wait()
+                self._step = []
+            self._step.append(submission.done)
+            self._step_is_whole = submission.bucket.is_last
             if submission.ready is not None:
                 torch.cuda.current_stream().wait_event(submission.ready)
             if self._session.wants_whole_step:

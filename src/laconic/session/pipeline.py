@@ -131,9 +131,13 @@ class Pipeline:
     def close(self) -> None:
         """End the threads after what has begun; one that hangs in a collective is left behind."""
         self._begun.put(None)
-        self._threads[0].join(_CLOSE_TIMEOUT_S)
+        self._join(self._threads[0])
         self._heard.put(None)
-        self._threads[1].join(_CLOSE_TIMEOUT_S)
+        self._join(self._threads[1])
+
+    def _join(self, thread: threading.Thread) -> None:
+        if thread is not threading.current_thread():  # as it is where that one held the last reference
+            thread.join(_CLOSE_TIMEOUT_S)
 
 
 def _within(station: Callable[[], AbstractContextManager[object]], work: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.layout import Bucket, Layout
-from laconic.memory import Account, Ledger
+from laconic.memory import Account, Ledger, Nothing
 from laconic.memory.undo import SetAside
 from laconic.paths import Path, PhaseClock, Said, Taken, Work, dense_path, path_for
 from laconic.scheme import Scheme
@@ -23,8 +23,8 @@ class Session:
     """Exchanges buckets under a scheme over a transport; every worker passes the same buckets in the same order.
 
     `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
-    worker saw Inf or NaN is undone bit for bit. `holds_idle` leaves the account of a parameter untouched in a step
-    that gave it no gradient, because DDP drops what it receives for a parameter that no worker used.
+    worker saw Inf or NaN is undone bit for bit, as it is with `undoes`. `holds_idle` leaves the account of a parameter
+    untouched in a step that gave it no gradient, since DDP drops what it receives for a parameter that no worker used.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Session:
         *,
         loss_scale: Callable[[], float] | None = None,
         holds_idle: bool = False,
+        undoes: bool = False,
     ) -> None:
         self.scheme = scheme
         self.transport = transport
@@ -41,9 +42,10 @@ class Session:
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
         self._ledger: Ledger[Account] = Ledger(scheme.memory)
-        undoes = loss_scale is not None
+        undoes = undoes or loss_scale is not None
         self._path = path_for(scheme, transport, self._clock, self._ledger, undoes=undoes, holds_idle=holds_idle)
-        self._dense = dense_path(scheme, transport, self._clock)  # of a warm-up
+        self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
+        self._plain = dense_path(scheme, transport, self._clock, keeps=False)
         self._overflow = OverflowRule(undoes=undoes)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
@@ -96,7 +98,7 @@ class Session:
         self._is_whole = bucket.is_last
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.transport.num_workers)
         density = self.scheme.trigger.density(self._step - self._overflow.skipped_steps, self._target)
-        account = self._ledger.open(bucket.layout, bucket.flat.device)
+        account = Nothing().open([]) if bucket.is_plain else self._ledger.open(bucket.layout, bucket.flat.device)
         return Work(bucket, self._step, len(self._seen) - 1, density, self._scale, account)
 
     @property
@@ -106,7 +108,9 @@ class Session:
 
     def _path_of(self, work: Work) -> Path:
         """The scheme's, or that of a dense step where the scheme's own is sparse."""
-        return self._dense if work.bucket.is_plain or work.density >= 1 > self._target else self._path
+        if work.bucket.is_plain:
+            return self._plain
+        return self._dense if work.density >= 1 > self._target else self._path
 
     def _look_(self, work: Work, path: Path) -> None:
         """Whether the gradient is finite; what is kept is noted for an undo, and that of idle parameters set aside."""

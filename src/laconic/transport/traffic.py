@@ -63,7 +63,7 @@ class Traffic:
 
     def copy(self) -> dict[str, Count]:
         """The counts as they are now."""
-        return {kind: replace(count) for kind, count in self.by_kind.items()}
+        return {kind: replace(count) for kind, count in list(self.by_kind.items())}
 
     @property
     def bytes_out(self) -> int:

@@ -121,7 +121,7 @@ def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[
 
     def work(transport: InProcess) -> T:
         def followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> OuterFollower:
-            return OuterFollower(model, scheme, transport, in_background=False)
+            return OuterFollower(model, optimizer, scheme, transport, in_background=False)
 
         course = Course(job, data, transport.rank, transport.num_workers)
         learner = _VirtualFollower(job, course, _CPU, copy.deepcopy(first), followed)
