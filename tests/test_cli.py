@@ -116,7 +116,13 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("scheme", "optimizer", "is_told"),
-    [("topk", "adamw", True), ("topk", "sgd", False), ("lowrank", "adamw", False), ("streaming", "adamw", False)],
+    [
+        ("topk", "adamw", True),
+        ("topk", "sgd", False),
+        ("dgc", "adamw", False),
+        ("lowrank", "adamw", False),
+        ("streaming", "adamw", False),
+    ],
 )
 def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer: str, is_told: bool) -> None:
     assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told

@@ -61,7 +61,7 @@ def advice(job: Job) -> str:
     scheme = parse(job.scheme)
     if job.training.optimizer != "adamw" or not isinstance(scheme, Scheme):
         return ""
-    if scheme.select.density == 1 or scheme.select.factors:
+    if scheme.select.density == 1 or scheme.select.factors or scheme.memory.momentum:
         return ""
     return (
         f"under AdamW {job.scheme} learns less than models that agree now and then, at more bytes; "
