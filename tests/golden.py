@@ -52,7 +52,6 @@ ORDER_SHOWS = (
     "scheme:select=everything,quantize=sign,memory=residual,exchange=all-gather",
     "lowrank:rank=3",
     "lowrank:rank=2,form=alternating,quantize=bf16,warmup=2",
-    "scheme:select=low-rank(rank=1,form=alternating,dense_below=30,seed=3),memory=momentum(momentum=0.5)",
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
     "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",

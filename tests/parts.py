@@ -46,13 +46,12 @@ COMPOSED_TEXTS = (
     "scheme:select=everything,quantize=bf16,memory=momentum(momentum=0.5),exchange=all-gather",
     "scheme:select=randk(rho=0.5),quantize=bf16,memory=residual",
     "scheme:select=randk(rho=0.5,dense_below=0),quantize=maxnorm(levels=3),memory=momentum(momentum=0.5)",
-    "scheme:select=chunked(rho=0.1,chunk=512),quantize=bf16,memory=residual(decay=0.95),exchange=all-gather",
+    "scheme:select=chunked(rho=0.1,chunk=512),quantize=lloyd,memory=residual(decay=0.95),exchange=all-gather",
     "scheme:select=overlap(rho=0.05,score=member),quantize=lloyd(group=16),memory=residual(decay=0.5),"
     "exchange=server(down_rho=0.1),trigger=warm-up(steps=2)",
     "topk:rho=0.05,exchange=server",
     "topk:rho=0.05,quantize=none,exchange=server(down_rho=0.02)",
     "laplace:rho=0.4,quantize=levels(bits=5),exchange=server",
-    "chunked:rho=0.1,chunk=512,quantize=lloyd",
     "overlap:rho=0.05,score=member,quantize=none,warmup=2",
     "overlap:rho=0.05,score=hits,per=parameter,explore=0.2",
     "overlap:rho=0.05,score=sum,strength=0.5",
@@ -66,7 +65,6 @@ COMPOSED_TEXTS = (
     "randk-maxnorm:rho=0.5,mode=cycle,memory=none",
     "randk-multiscale:rho=0.5,mode=cycle,warmup=2,stages=2",
     "lowrank:rank=2,form=alternating,quantize=bf16,warmup=2",
-    "scheme:select=low-rank(rank=1,form=alternating,dense_below=30,seed=3),memory=momentum(momentum=0.5)",
 )
 
 # Compositions of gossip that no recipe has as its default.

@@ -39,7 +39,7 @@ NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-MOST_TOKENS = 81_500  # of which outer steps are 8,000, low rank 3,500, the mesh and the pipeline 2,800
+MOST_TOKENS = 82_000  # of which outer steps are 8,000, low rank 3,500, the mesh and the pipeline 2,800
 
 
 def _files() -> list[Path]:
