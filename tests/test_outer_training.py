@@ -18,6 +18,7 @@ STREAMING = "streaming:every=4,fragments=2,delay=2"
 SERVED = "scheme:quantize=bf16,exchange=server,trigger=rounds(every=2,fragments=2,delay=1)"
 
 
+@pytest.mark.slow
 def test_virtual_workers_train_as_processes_do() -> None:
     ran = [laconic("train", *SMALL, "--scheme", STREAMING, "--json", *more) for more in ([], ["--in-process"])]
     over_processes, virtual = (json.loads(one.stdout.splitlines()[-1]) for one in ran)
