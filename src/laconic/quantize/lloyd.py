@@ -31,9 +31,8 @@ class Lloyd(Quantizer):
     """The nearest of {-b, -a, a, b}, a and b being the means of the smaller and larger |v| of every `group` values.
 
     They are parted where each is nearer to the mean of its own (Lloyd, IEEE Trans. Inf. Theory 1982), from the mean of
-    all on, in three rounds. What top-k sends has no small values, so this loses little: of the largest 1/64 of what
-    gpt-tiny drifts in 16 steps of AdamW 0.6 to 0.8 % of the square, where `levels(bits=2)` loses 85 to 91 %, and 25 to
-    35 % with a norm for every 128 values. The code is ours; SparseLoCo (arXiv 2508.15706) sends two bits a value, too.
+    all on, in three rounds. What top-k sends has no small values, so this loses little, where `levels(bits=2)` loses
+    most of it (two-bit-codes in docs/results.md). The code is ours; SparseLoCo (arXiv 2508.15706) sends two bits a value, too.
     """
 
     code_id = 9
