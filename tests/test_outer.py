@@ -121,9 +121,9 @@ def test_a_late_result_keeps_what_was_learned_meanwhile(mix: float | None, kept:
 
 def test_fragments_take_turns() -> None:
     scheme = outer("streaming:every=4,fragments=2,delay=1")
-    assert [list(scheme.trigger.turns(step)) for step in range(1, 9)] == [[], [0], [], [1], [], [0], [], [1]]
+    assert [list(scheme.trigger.fragments_due(step)) for step in range(1, 9)] == [[], [0], [], [1], [], [0], [], [1]]
     warmed = outer("streaming:every=4,fragments=2,delay=1,warmup=1").trigger
-    assert list(warmed.turns(1)) == [0, 1] and warmed.lateness(1) == 0 and warmed.lateness(3) == 1
+    assert list(warmed.fragments_due(1)) == [0, 1] and warmed.lateness(1) == 0 and warmed.lateness(3) == 1
     everyone = walk("streaming:every=2,fragments=2,delay=0", 1)
     body, head = (torch.stack([p(model).detach() for model, _, _ in everyone]) for p in (_body, _head))
     assert bool((body == body[0]).all()) and not bool((head == head[0]).all())

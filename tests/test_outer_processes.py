@@ -43,11 +43,11 @@ def test_processes_and_virtual_workers_agree_on_the_same_numbers(four_workers: W
             assert torch.equal(follower.read(), model)
 
 
-def _in_nodes(text: str, steps: int, options: dict[str, bool]) -> tuple[Tensor, int]:
+def _in_nodes(text: str, steps: int, on_host: bool) -> tuple[Tensor, int]:
     """Two nodes of two processes, which make the same steps inside a node."""
     rank = dist.get_rank()
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    learner = Learner(text, rank // 2, partial(laconic.follow, within=nodes[rank // 2], **options), 0.1)
+    learner = Learner(text, rank // 2, partial(laconic.follow, within=nodes[rank // 2], on_host=on_host), 0.1)
     for number in range(steps):
         learner.drift(number)
     learner.follower.settle()
@@ -56,13 +56,11 @@ def _in_nodes(text: str, steps: int, options: dict[str, bool]) -> tuple[Tensor, 
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"on_host": True}])
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("text", ["local:every=3,quantize=none", "local:every=4,quantize=none,fragments=2,delay=2"])
-def test_processes_of_a_node_exchange_a_share_each(
-    fresh_workers: WorkerPool, text: str, options: dict[str, bool]
-) -> None:
+def test_processes_of_a_node_exchange_a_share_each(fresh_workers: WorkerPool, text: str, on_host: bool) -> None:
     """Models are those of as many workers as there are nodes, and bytes between nodes go once."""
-    there = fresh_workers.run(_in_nodes, text, 9, options)
+    there = fresh_workers.run(_in_nodes, text, 9, on_host)
     here = [learner.follower for learner in drifted(text, 2, 9)]
     for rank, (model, _) in enumerate(there):
         here[rank // 2].settle()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WORTH_HALVING = 1 << 19  # entries of a model; with less to say, one more message takes longer than half of the bytes
 
@@ -55,6 +55,24 @@ class Layout:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(span.name for span in self.spans)
+
+
+def plain_name(name: str) -> str:
+    """Without the prefix of compiled modules, which a checkpoint should not depend on."""
+    return name.replace("_orig_mod.", "")
+
+
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's state holds besides parameters and workers average: the running means of norms, and the like.
+
+    Counters stay local, and so do buffers that are not part of the state or not finite, like a mask.
+    """
+    lasting = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting and _is_averaged(buffer)}
+
+
+def _is_averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic import kernels
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
-from laconic.layout import Bucket, Layout
+from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
@@ -158,8 +158,7 @@ class DdpAdapter:
         )
         self.transport = transport
         self._device = device
-        # A compiled module keeps its parameters' names behind a prefix that a checkpoint should not depend on.
-        self._names = {p: name.replace("_orig_mod.", "") for name, p in ddp.module.named_parameters()}
+        self._names = {p: plain_name(name) for name, p in ddp.module.named_parameters()}
         trained = [p for p in self._names if p.requires_grad]
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +24,6 @@ from laconic.transport import (
     world,
     world_without,
 )
-
-
-@overload
-def follow(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheme: GossipScheme,
-    *,
-    group: ProcessGroup | None = None,
-) -> Follower: ...
-
-
-@overload
-def follow(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheme: AnyScheme | str = "gossip",
-    *,
-    group: ProcessGroup | None = None,
-    outer: MakeOptimizer | None = None,
-    within: ProcessGroup | None = None,
-    on_host: bool = False,
-    servers: Sequence[int] = (),
-    timeout_s: float = TIMEOUT_S,
-) -> Follower | OuterFollower: ...
 
 
 def follow(

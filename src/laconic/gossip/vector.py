@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import SchemeError
 from laconic.kernels.host import end_to_end
-from laconic.layout import Layout, Span, halves_of
+from laconic.layout import Layout, Span, averaged_buffers, halves_of, plain_name
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not looked at is not read either
@@ -54,11 +54,9 @@ class ModelVector:
     """
 
     def __init__(self, model: nn.Module, per: str, whole_below: int = 0) -> None:
-        # A compiled module keeps its names behind a prefix that a checkpoint should not depend on.
-        trained: _Named = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.numel()}
+        trained: _Named = {plain_name(name): p for name, p in model.named_parameters() if p.numel()}
         trained = dict(sorted(trained.items(), key=lambda named: named[1].numel() >= whole_below))
-        lasting = model.state_dict(keep_vars=True)
-        running = {n.replace("_orig_mod.", ""): b for n, b in model.named_buffers() if n in lasting and _travels(b)}
+        running = {plain_name(name): buffer for name, buffer in averaged_buffers(model).items()}
         devices = {tensor.device for tensor in trained.values()}
         if len(devices) != 1:
             raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
@@ -256,10 +254,6 @@ class Owed:
         if owed is not None:
             self.whole.copy_(owed)
             self.groups = set(range(len(self._vector.groups)))
-
-
-def _travels(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
 
 
 def _within_half(delta: Tensor, variance: Tensor) -> Tensor:

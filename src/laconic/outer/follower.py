@@ -22,7 +22,7 @@ from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
 from laconic.session import PHASES, Background, Session
-from laconic.transport import Collectives, ring_bytes
+from laconic.transport import Collectives, ring_bytes, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
@@ -91,7 +91,7 @@ class OuterFollower:
         self._steps += 1
         self._alike = False
         self._land(self._steps)
-        for number in self.scheme.trigger.turns(self._steps):
+        for number in self.scheme.trigger.fragments_due(self._steps):
             if number in self._fragments:
                 self._send(number)
         self._land(self._steps)  # where nobody trains on meanwhile
@@ -286,13 +286,12 @@ class OuterFollower:
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The same numbers of all workers that are there, in rank order; a call that all of those make."""
         self._wait_for_all()
-        mine = torch.tensor(values, dtype=torch.float64)
         with self._talking():
             if isinstance(self._transport, ServerClient):
-                rows = self._transport.rows(mine)
-            else:
-                with self._transport.traffic.uncounted():
-                    rows = self._transport.all_gather(mine.to(self._device), "measured")
+                return rows_of(self._transport, values)
+            mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+            with self._transport.traffic.uncounted():
+                rows = self._transport.all_gather(mine, "measured")
         found: list[list[float]] = rows.tolist()
         return found
 

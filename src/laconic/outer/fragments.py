@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.layout import Bucket, Layout
+from laconic.layout import Bucket, Layout, averaged_buffers, plain_name
 
 _BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is chosen and encoded
 
@@ -120,15 +120,6 @@ def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
-def plain_name(name: str) -> str:
-    """Without the prefix of compiled modules, which a checkpoint should not depend on."""
-    return name.replace("_orig_mod.", "")
-
-
-def _travels(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
-
-
 def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
     """Neighbours in so many parts of about equal size; a parameter belongs to the part that its middle lies in."""
     num_entries = sum(p.numel() for p in named.values())
@@ -141,16 +132,12 @@ def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.P
 
 
 class Buffers:
-    """What a model's state holds besides parameters, and workers average: the running means of norms, and the like.
-
-    Those that are not finite from the start, like a mask, stay as they are.
-    """
+    """A model's averaged buffers, as one vector."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._nothing = torch.empty(0, device=device)  # where a model has none
-        lasting = model.state_dict(keep_vars=True)
-        found = {name: buffer for name, buffer in model.named_buffers() if name in lasting and _travels(buffer)}
+        found = averaged_buffers(model)
         self._names = list(found)
         self.layout = _layout_of({plain_name(name): buffer for name, buffer in found.items()})
 

@@ -32,7 +32,8 @@ class Lloyd(Quantizer):
 
     They are parted where each is nearer to the mean of its own (Lloyd, IEEE Trans. Inf. Theory 1982), from the mean of
     all on, in three rounds. What top-k sends has no small values, so this loses little, where `levels(bits=2)` loses
-    most of it (two-bit-codes in docs/results.md). The code is ours; SparseLoCo (arXiv 2508.15706) sends two bits a value, too.
+    most of it (two-bit-codes in docs/results.md). SparseLoCo (arXiv 2508.15706) also sends two bits a value; the code
+    is ours.
     """
 
     code_id = 9

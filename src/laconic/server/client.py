@@ -64,12 +64,6 @@ class ServerClient:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
         return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
-    def rows(self, mine: Tensor) -> Tensor:
-        """The same numbers of all that live, by place; no part of training either."""
-        table = mine.new_zeros(self.num_living, mine.numel())
-        table[self.place] = mine
-        return self.total(table)
-
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         tensor.copy_(sum_over(self._add(tensor, Kind.SUM, kind), self.num_workers).view(tensor.shape))
 

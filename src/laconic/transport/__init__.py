@@ -2,7 +2,7 @@
 
 from torch.distributed import ProcessGroup
 
-from laconic.transport.agreement import agree, agreement_bytes
+from laconic.transport.agreement import agree, agreement_bytes, rows_of
 from laconic.transport.collectives import (
     CountedGroup,
     Group,

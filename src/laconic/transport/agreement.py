@@ -1,6 +1,7 @@
 """Agreeing on something small: everyone hears everyone's, and combines it alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,26 @@ def agreement_bytes(count: int, item_bytes: int, num_workers: int) -> int:
     if direct <= _DIRECT_BYTES:
         return direct
     return 2 * (num_workers - 1) * _share(count, num_workers) * item_bytes
+
+
+class Adding(Protocol):
+    """Workers of whom this one knows its place, and who can add something up."""
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def num_living(self) -> int: ...
+
+    def total(self, tensor: Tensor) -> Tensor: ...
+
+
+def rows_of(workers: Adding, mine: Sequence[float]) -> list[list[float]]:
+    """The same numbers of all of them, by place: the sum of tables in which only one's own row is filled."""
+    table = torch.zeros(workers.num_living, len(mine), dtype=torch.float64)
+    table[workers.place] = torch.tensor(mine, dtype=torch.float64)
+    rows: list[list[float]] = workers.total(table).tolist()
+    return rows
 
 
 def _share(count: int, num_workers: int) -> int:

@@ -186,11 +186,18 @@ def _let_go() -> None:
 
 def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group like another: its ranks, backend and timeout; a call that all of those ranks make."""
+    # Where it has some ranks alone, only those make this call.
+    return _group_of(dist.get_process_group_ranks(like), like, device, is_local=not spans_world(like))
+
+
+def _group_of(
+    ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, *, is_local: bool = True
+) -> dist.ProcessGroup:
     group = dist.new_group(
-        ranks=dist.get_process_group_ranks(like),
+        ranks=list(ranks),
         timeout=_timeout_of(like, device),  # the user's, not the backend's default of 30 minutes
         backend=backend_for(like, device),
-        use_local_synchronization=not spans_world(like),  # only the group's own ranks make this call
+        use_local_synchronization=is_local,
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -222,14 +229,7 @@ def counterparts(group: dist.ProcessGroup, within: dist.ProcessGroup, device: to
     alike = sorted(
         (node, rank) for (node, number, _), rank in zip(places, ranks, strict=True) if number == within.rank()
     )
-    found = dist.new_group(
-        [rank for _, rank in alike],
-        timeout=_timeout_of(group, device),
-        backend=backend_for(group, device),
-        use_local_synchronization=True,
-    )
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+    return _group_of([rank for _, rank in alike], group, device)
 
 
 def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -36,8 +36,8 @@ class Rounds(Trigger):
         if self.warmup < 0:
             raise SchemeError(f"Rounds.warmup is {self.warmup}; give 0 or more steps")
 
-    def turns(self, steps: int) -> Sequence[int]:
-        """The fragments that go after so many steps; the last one's turn ends a period."""
+    def fragments_due(self, steps: int) -> Sequence[int]:
+        """Those that go after so many steps; the last one's turn ends a period."""
         if steps <= self.warmup:
             return range(self.fragments)
         place = (steps - self.warmup - 1) % self.every + 1

@@ -17,6 +17,8 @@ from laconic.measure.train.worker_group import EndFacts
 from laconic.outer import OuterFollower
 from laconic.session import Stats
 
+Followed = Callable[[nn.Module, torch.optim.Optimizer], Follower | OuterFollower]  # makes a model follow the others
+
 
 class FollowingWorkers:
     """Workers some of whom may die, as their last meeting found them."""
@@ -60,14 +62,14 @@ class FollowingLearner:
         course: Course,
         device: torch.device,
         model: nn.Module,
-        follow: Callable[[nn.Module, torch.optim.Optimizer], Follower | OuterFollower],
+        followed: Followed,
     ) -> None:
         self.course = course
         self._measure = job.measure
         self._device = device
         self.model = model
         self.updater = course.updater(model)
-        self.session = follow(model, self.updater.optimizer)
+        self.session = followed(model, self.updater.optimizer)
         self.group = FollowingWorkers(self.session)
         self._before_average: dict[str, float] = {}
 

@@ -18,9 +18,9 @@ from laconic.measure.figures import sentences
 from laconic.measure.records import Recorder
 from laconic.measure.tasks import Data
 from laconic.measure.train.course import Course
-from laconic.measure.train.following import FollowingLearner
+from laconic.measure.train.following import Followed, FollowingLearner
 from laconic.measure.train.job import Job
-from laconic.measure.train.loop import NoObserver, Observer, TrainingLoop
+from laconic.measure.train.loop import NoObserver, TrainingLoop
 from laconic.measure.train.measured import Spent
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.worker_group import EndFacts
@@ -50,21 +50,15 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
     with Recorder(job.out) as records:
         records.write("job", **job.facts(), workers_seen=job.workers, mps=False, first_step=0)
 
-        def observer(loop: TrainingLoop, after_step: Callable[[int], None] | None) -> Observer:
-            return _VirtualObserver(loop, records, say, after_step) if loop.group.place == 0 else NoObserver()
-
-        def train(loop: TrainingLoop, session: Session) -> Result:
-            loop.run_(observer(loop, None if after_step is None else lambda step: after_step(step, session)))
-            return summarize(loop)
-
-        def train_alone(loop: TrainingLoop) -> Result:
-            loop.run_(observer(loop, None))
+        def train(loop: TrainingLoop, session: Session | None = None) -> Result:
+            leads = loop.group.place == 0
+            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else NoObserver())
             return summarize(loop)
 
         if isinstance(scheme, Scheme):
             result = run_virtual(job, scheme, data, train, shares_model=True)[0]
         else:
-            result = follow_virtually(job, scheme, data, train_alone)[0]
+            result = follow_virtually(job, scheme, data, train)[0]
         records.write("result", **result.as_dict())
     tell(result)
     return 0 if result.diverged_at is None else DIVERGED
@@ -124,8 +118,7 @@ def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[
             return OuterFollower(model, optimizer, scheme, transport, in_background=False)
 
         course = Course(job, data, transport.rank, transport.num_workers)
-        learner = _VirtualFollower(job, course, _CPU, copy.deepcopy(first), followed)
-        learner.interrupted = interrupted
+        learner = _VirtualFollower(job, course, copy.deepcopy(first), followed, interrupted)
         return train(TrainingLoop(job, course, learner, learner.group))
 
     return _interruptible(job, work, interrupted)
@@ -145,10 +138,14 @@ def _interruptible(job: Job, work: Callable[[InProcess], T], interrupted: thread
 class _VirtualFollower(FollowingLearner):
     """A worker in a thread, with a model of its own."""
 
-    interrupted: threading.Event
+    def __init__(
+        self, job: Job, course: Course, model: nn.Module, followed: Followed, interrupted: threading.Event
+    ) -> None:
+        super().__init__(job, course, _CPU, model, followed)
+        self._interrupted = interrupted
 
     def learn_(self, step: int) -> float:
-        if self.interrupted.is_set():
+        if self._interrupted.is_set():
             raise KeyboardInterrupt
         return super().learn_(step)
 
@@ -277,17 +274,18 @@ class _VirtualObserver:
     """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
 
     def __init__(
-        self, loop: TrainingLoop, records: Recorder, say: Say, after_step: Callable[[int], None] | None
+        self, loop: TrainingLoop, session: Session | None, records: Recorder, say: Say, after_step: AfterStep | None
     ) -> None:
         self._loop = loop
+        self._session = session
         self._records = records
         self._say = say
         self._after_step = after_step
 
     def step(self, fact: dict[str, Any]) -> None:
         self._records.write("step", **fact)
-        if self._after_step is not None:
-            self._after_step(fact["step"])
+        if self._after_step is not None and self._session is not None:
+            self._after_step(fact["step"], self._session)
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self._records.write("eval", **fact)

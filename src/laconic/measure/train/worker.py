@@ -32,6 +32,7 @@ from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
 from laconic.server import serve
+from laconic.transport import world_without
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -80,8 +81,7 @@ def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | Fol
     course = Course(job, data, dist.get_rank() - job.servers, dist.get_world_size() - job.servers)
     group: dist.ProcessGroup | None = dist.group.WORLD
     if job.servers:
-        ranks = list(range(job.servers, dist.get_world_size()))
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        group = world_without(range(job.servers))
     if job.follows:
         servers = range(job.servers) if job.asks_servers else ()
         followed = partial(follow, scheme=job.scheme, group=group, servers=servers, timeout_s=job.server_timeout)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.server.client import ServerClient
+from laconic.transport import rows_of
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,7 @@ class ProcessWorkers:
         return there.cpu()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        """The sum of tables in which only one's own row is filled."""
-        table = torch.zeros(self.num_living, len(mine), dtype=torch.float64)
-        table[self.place] = torch.tensor(mine, dtype=torch.float64)
-        rows: list[list[float]] = self.total(table).tolist()
-        return rows
+        return rows_of(self, mine)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
@@ -98,8 +95,7 @@ class ServedWorkers:
         return self._transport.total(tensor)
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        rows: list[list[float]] = self._transport.rows(torch.tensor(mine, dtype=torch.float64)).tolist()
-        return rows
+        return rows_of(self, mine)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
