@@ -31,3 +31,18 @@ def vectors(n: int) -> dict[str, Tensor]:
         "sorted": normal.sort().values,  # a strided sample sees every part of it
         "large in one place": torch.cat([normal[: n - n // 50] * 1e-6, normal[n - n // 50 :]]),
     }
+
+
+def thin_matrices(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(bases, factors, places) of some sizes: one of zeros in a column, one whose squares float32 does not hold."""
+    draw = torch.Generator().manual_seed(rank)
+    sizes = [rank, 33, 768, 1]
+    factors = torch.randn(sum(sizes) * rank, generator=draw)
+    bases = torch.randn(5 + len(factors), generator=draw)
+    places, start = [], 0
+    for size in sizes:
+        places.append([start + 5, start, size])
+        start += size * rank
+    factors[places[1][1] : places[2][1]].view(-1, rank)[:, 0] = 0
+    factors[places[2][1] : places[3][1]] *= 1e30
+    return bases, factors, torch.tensor(places)

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inputs import SIZES, vectors
+from inputs import SIZES, thin_matrices, vectors
 from laconic import KernelError, kernels
 from laconic.kernels import reference
-from laconic.kernels.cpu import bits, library, residues, rounding, selection, signs, sums
+from laconic.kernels.cpu import bits, library, orthonormal, residues, rounding, selection, signs, sums
 from laconic.kernels.draws import key_of
 from laconic.kernels.registry import DEFINITIONS, kernels_in
 from laconic.select import SEARCHES
@@ -35,7 +35,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, residues, rounding, selection, signs, sums):
+    for module in (bits, orthonormal, residues, rounding, selection, signs, sums):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -97,6 +97,21 @@ def test_native_withdrawal_equals_the_reference(n: int, level: str, one_then_two
                     found = cpu.withdraw_(balance, addend, k, search(x, k), factor=factor)
                     assert torch.equal(found[0], at) and same_bits(found[1], values), (name, k, factor, threads)
                     assert same_bits(balance, expected), (name, k, factor, threads)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 20])
+def test_native_bases_equal_the_reference(rank: int, level: str) -> None:
+    expected, factors, places = thin_matrices(rank)
+    bases = expected.clone()
+    reference.orthonormal_(expected, factors, places, rank)
+    cpu.orthonormal_(bases, factors, places, rank)
+    assert torch.equal(bases[:5], expected[:5])
+    torch.testing.assert_close(bases, expected, rtol=0, atol=1e-7 if rank < 20 else 1e-6)  # a sum's order may show
+    in_place = factors.clone()
+    cpu.orthonormal_(in_place, in_place, places[:, [1, 1, 2]].contiguous(), rank)
+    assert bool(in_place.isfinite().all())
+    with pytest.raises(KernelError, match="reach beyond"):
+        cpu.orthonormal_(bases, factors[1:], places, rank)
 
 
 @needs_native

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inputs import SIZES, vectors
+from inputs import SIZES, thin_matrices, vectors
 from laconic import KernelError, kernels
 from laconic.kernels import reference
 from laconic.kernels.search import CALLS, KTH, MEAN, PASSES, new_search
@@ -201,6 +201,15 @@ def test_parts_of_the_search(n: int) -> None:
         for threshold in (0.0, 0.7, 1e-42, torch.inf):
             for got, want in zip(gpu.compact(here, threshold), reference.compact(x, threshold), strict=True):
                 assert same(got, want)
+
+
+@pytest.mark.parametrize("rank", (1, 3, 4, 16, 20))
+def test_bases_are_the_reference_s(rank: int) -> None:
+    expected, factors, places = thin_matrices(rank)
+    bases = expected.to(DEVICE, copy=True)
+    reference.orthonormal_(expected, factors, places, rank)
+    gpu.orthonormal_(bases, factors.to(DEVICE), places.to(DEVICE), rank)
+    torch.testing.assert_close(bases.cpu(), expected, rtol=0, atol=1e-6)  # the order of a sum may show
 
 
 @pytest.mark.parametrize("n", LENGTHS)

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laconic import kernels
 from laconic.kernels.draws import hash_64
 from laconic.layout import Layout, Span, positions_of
 from laconic.select import LowRank
 
 LEFT, RIGHT = range(2)  # P, which has a row for each row of M, and Q, which has one for each column
-
-_RIDGE = 1e-12  # of unit columns; what float32 leaves of a column that depends on the others is 1e-15
-_SMALLEST = 1e-300  # a square that is not zero
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,14 @@ class Factors:
     """What a bucket of one layout sends: the factors of its stacks one after another, then what goes whole."""
 
     def __init__(self, select: LowRank, layout: Layout) -> None:
-        self._seed = select.seed
+        self._select = select
         self._positions: Tensor | None = None
+        self._places: dict[int, Tensor] = {}
         self.stacks = [_Stack(run, select.rank) for run in _runs(layout, select)]
         self.plan = select.plan(layout, select.density)
-        spans = [span for stack in self.stacks for span in stack.spans]
-        rows = [span.shape[0] + span.num_entries // span.shape[0] for span in spans]
-        self.kept_layout = Layout.of([span.name for span in spans], [select.rank * count for count in rows])
+        self._sizes = [stack.sizes for stack in self.stacks for _ in stack.spans]
+        names = [span.name for stack in self.stacks for span in stack.spans]
+        self.kept_layout = Layout.of(names, [select.rank * sum(sizes) for sizes in self._sizes])
 
     def count(self, side: int) -> int:
         """The numbers in all factors of one side."""
@@ -95,20 +94,41 @@ class Factors:
         pairs = zip(self._pairs(bases), self.stacks, strict=True)
         return [pair.split_with_sizes(stack.sizes, 1)[side] for pair, stack in pairs]
 
+    def renew_(self, bases: Bases, message: Tensor, side: int) -> None:
+        """Overwrite the bases of one side with what spans the same as the factors in a message."""
+        places = self._places.get(side)
+        if places is None or places.device != message.device:
+            kept = self._kept_places(side)
+            firsts = kept[:, 2].mul(self._select.rank).cumsum(0).roll(1)
+            firsts[:1] = 0
+            places = self._places[side] = torch.stack([kept[:, 0], firsts, kept[:, 2]], 1).to(message.device)
+        kernels.orthonormal_(bases.kept[0], message, places, self._select.rank)
+
     def draw_(self, bases: Bases) -> None:
         """Give the parameters that have none first bases, drawn from (seed, name): the same on every worker."""
-        for pair, stack in zip(self._pairs(bases), self.stacks, strict=True):
-            for number, span in enumerate(stack.spans):
-                fresh = pair[number : number + 1]
-                if fresh.any():
-                    continue
-                key = hash_64(self._seed, crc32(span.name.encode()))
+        kept = bases.kept[0]
+        is_fresh = []
+        for span in self.kept_layout.spans:
+            fresh = kept[span.start : span.stop]
+            is_fresh.append(not fresh.any())
+            if is_fresh[-1]:
+                key = hash_64(self._select.seed, crc32(span.name.encode()))
                 # Whole numbers, of a generator whose raw output is the same everywhere, brought into (-1, 1).
                 drawn = np.random.Philox(key=key).random_raw(fresh.numel()) >> np.uint64(40)
-                fresh.copy_(torch.from_numpy(((drawn + 0.5) / 2.0**23 - 1).reshape(fresh.shape)))
-                for basis in fresh.split_with_sizes(stack.sizes, 1):
-                    orthonormal_([basis], [basis])
+                fresh.copy_(torch.from_numpy((drawn + 0.5) / 2.0**23 - 1))
+        for side in (LEFT, RIGHT):
+            places = self._kept_places(side)[torch.tensor(is_fresh, dtype=torch.bool)]
+            kernels.orthonormal_(kept, kept, places.to(kept.device), self._select.rank)
         bases.are_drawn = True
+
+    def _kept_places(self, side: int) -> Tensor:
+        """(start, start, rows) of each basis of one side among those that are kept."""
+        starts = [
+            span.start + side * self._select.rank * sizes[LEFT]
+            for span, sizes in zip(self.kept_layout.spans, self._sizes, strict=True)
+        ]
+        rows = [sizes[side] for sizes in self._sizes]
+        return torch.tensor([starts, starts, rows], dtype=torch.int64).T.contiguous()
 
     def _pairs(self, bases: Bases) -> list[Tensor]:
         """[count, rows of P and Q, rank] for each stack."""
@@ -116,42 +136,6 @@ class Factors:
             [stack.num_entries(LEFT) + stack.num_entries(RIGHT) for stack in self.stacks]
         )
         return [part.view(-1, sum(stack.sizes), stack.rank) for part, stack in zip(parts, self.stacks, strict=True)]
-
-
-def orthonormal_(bases: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Overwrite bases with what spans the same as the factors: B = F T, where T^T (F^T F + a ridge) T = 1.
-
-    F's columns are first brought to length 1. A column that depends on the others comes out short, never as NaN, so
-    that B B^T stays within a projection; one of zeros leaves the basis as it was, or it would be zero for ever.
-    Squares are float64: those of all float32 are in its range, and its error is far below their rounding.
-    """
-    if not bases:
-        return
-    filled = [
-        torch.where(factor.any(1, keepdim=True), factor, basis).double()
-        for basis, factor in zip(bases, factors, strict=True)
-    ]
-    gram = torch.cat([factor.mT @ factor for factor in filled])
-    inverse_lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(_SMALLEST).rsqrt()
-    gram *= inverse_lengths.unsqueeze(1) * inverse_lengths.unsqueeze(2)
-    gram.diagonal(dim1=1, dim2=2).add_(_RIDGE)
-    turns = inverse_lengths.unsqueeze(2) * _inverse_root(gram)
-    for basis, factor, turn in zip(bases, filled, turns.split_with_sizes([len(each) for each in filled]), strict=True):
-        basis.copy_(factor @ turn)
-
-
-def _inverse_root(gram: Tensor) -> Tensor:
-    """The upper triangular T with T^T G T = 1, for each G of [count, rank, rank].
-
-    Elimination takes of each row what those before it have of it, and does the same to 1. torch.linalg would do it
-    too, but on a GPU not for the first time in two threads at once.
-    """
-    rank = gram.shape[1]
-    rows = torch.cat([gram, torch.eye(rank, dtype=gram.dtype, device=gram.device).expand_as(gram)], 2)
-    for number in range(rank):
-        row = rows[:, number].mul_(rows[:, number, number, None].rsqrt())
-        rows[:, number + 1 :].addcmul_(row[:, number + 1 : rank, None], row[:, None], value=-1)
-    return rows[:, :, rank:].mT
 
 
 def _runs(layout: Layout, select: LowRank) -> Iterator[tuple[Span, ...]]:

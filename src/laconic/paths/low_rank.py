@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.layout import Layout
 from laconic.memory import Ledger
-from laconic.paths.factors import LEFT, RIGHT, Bases, BasesKeeper, Factors, orthonormal_
+from laconic.paths.factors import LEFT, RIGHT, Bases, BasesKeeper, Factors
 from laconic.paths.path import Message, Path, Said, Speech, Work
 from laconic.quantize import FloatCode
 from laconic.select import LowRank
@@ -80,7 +80,7 @@ class LowRankSum(Path):
                 return None
             rounds.append(heard)
             with self.clock.time("decode", work.device):
-                orthonormal_(factors.kept_of(bases, side), factors.said_in(heard.mean, side))
+                factors.renew_(bases, heard.mean, side)
         return Said((rounds[0], rounds[-1]))
 
     def _multiply(self, work: Work, side: int, *, with_whole: bool) -> Generator[Message, Any, _Round | None]:

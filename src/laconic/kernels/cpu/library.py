@@ -66,6 +66,7 @@ _SIGNATURES = {
     "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, _INT, ctypes.POINTER(_N))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),
+    "orthonormal": (None, (_P, _P, _P, _N, _N)),
     "join": (None, (_P, _P, _N, _P, _P, _N, _INT)),
 }
 
