@@ -70,6 +70,23 @@ def test_processes_of_a_node_exchange_a_share_each(fresh_workers: WorkerPool, te
     assert between == pytest.approx(2 * here[0].stats().bytes_out, rel=0.1)  # buffers go with each
 
 
+def _other_outer() -> str:
+    rate = 0.5 if dist.get_rank() == 2 else 1.0
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        laconic.follow(model, optimizer, "local", outer=lambda anchors: torch.optim.SGD(anchors, lr=rate))
+    except laconic.SchemeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_give_other_outer_optimizers_are_told(four_workers: WorkerPool) -> None:
+    said = four_workers.run(_other_outer)
+    assert said[0] == "rank 2 gave another outer=; give the same optimizer on all ranks"
+    assert said[2] == "rank 0 gave another outer=; give the same optimizer on all ranks"
+
+
 def _end_early(text: str) -> str:
     learner = Learner(text, dist.get_rank(), laconic.follow, 0.1)
     for number in range(4):

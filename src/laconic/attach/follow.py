@@ -67,7 +67,11 @@ def follow(
             meeting = Group(counterparts(group, within, device), device)
         end = _end(scheme, meeting, servers, timeout_s)
         home = torch.device("cpu") if on_host else None
-        return OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
+        follower = OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
+        if strangers := ranks_that_differ(group, device, follower.outer):
+            follower.close()
+            raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
+        return follower
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
     mailbox = open_mailbox(meeting, scheme.exchange.patience)

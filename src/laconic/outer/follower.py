@@ -78,6 +78,11 @@ class OuterFollower:
         self._closed = False
 
     @property
+    def outer(self) -> str:
+        """The outer optimizer and what it was made with."""
+        return repr(self._optimizer)
+
+    @property
     def error(self) -> BaseException | None:
         """What went wrong while training went on."""
         return self._background.error if self._background else None
