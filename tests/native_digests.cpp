@@ -37,7 +37,7 @@ void laconic_encode_residues(const float*, int64_t, const float*, float, int, in
 void laconic_compare_residues(const float*, int64_t, const uint8_t*, const int32_t*, const float*, float, int, int,
                               float*, uint8_t*, int8_t*);
 void laconic_decode_differences(const uint8_t*, int64_t, const float*, int, int, float*);
-uint32_t laconic_check_sum(const uint32_t*, int64_t);
+int64_t laconic_check_sum(const uint32_t*, int64_t);
 void laconic_pack_signs(const float*, int64_t, int, uint32_t*);
 void laconic_unpack_signs(const uint32_t*, int64_t, float, int, float*);
 void laconic_vote(const uint32_t* const*, int64_t, int64_t, int, uint32_t*, uint32_t*);

@@ -232,7 +232,18 @@ def test_lanes_and_check_sums(n: int) -> None:
         words = gpu.pack_lanes(values.to(DEVICE), width)
         assert same(words, reference.pack_lanes(values, width))
         assert same(gpu.unpack_lanes(words, n, width), values)
-        assert same(gpu.check_sum(words), reference.check_sum(words.cpu()))
+        for some in (words, words[1:], torch.stack([words, _flipped(words)])[:, 1:]):
+            assert same(gpu.check_sum(some), reference.check_sum(some.cpu()))
+
+
+@pytest.mark.parametrize("n", [10, 11, 5000])
+def test_frames_are_sealed_as_by_the_reference(n: int) -> None:
+    words = _words(n)
+    words[:2] = 0
+    there = words.to(DEVICE, copy=True)
+    for code, given in ((reference, words), (gpu, there)):
+        code.seal_(given, [1, 2**31 - 1, 3, 4, 5, 6, 7])
+    assert same(there, words)
 
 
 @pytest.mark.parametrize("n", LENGTHS)

@@ -121,7 +121,7 @@ def test_frames_are_the_same_bytes_as_ever() -> None:
                 for write in (shape.write, shape.write_smallest):
                     digest.update(write(positions, codes, scale, step=3, bucket=1).numpy().tobytes())
             digest.update(shape.write_overflow(scale.device, step=3, bucket=1).numpy().tobytes())
-    assert digest.hexdigest()[:16] == "fe3c1071254d938b"
+    assert digest.hexdigest()[:16] == "129b7740daf856e3"
 
 
 @pytest.mark.parametrize("k", [1, 2, 20, 100, 250, 490])
@@ -167,6 +167,32 @@ def test_any_flipped_bit_is_an_error_that_names_the_peer(quantizer: str) -> None
             damaged[byte] ^= 1 << bit
             with pytest.raises(FrameError, match="from rank 5"):
                 shape.read(damaged, step=7, bucket=2, peer=5)
+
+
+@pytest.mark.parametrize("bit", [0, 15, 31])
+def test_two_flips_that_are_alike_are_an_error(bit: int) -> None:
+    shape, _, _, frame = _frame("none")
+    words = frame.view(torch.int32).tolist()
+    flip = (1 << bit) - (1 << 32 if bit == 31 else 0)
+    for one in range(len(words)):
+        for other in range(one):
+            damaged = words.copy()
+            damaged[one] ^= flip
+            damaged[other] ^= flip
+            with pytest.raises(FrameError, match="from rank 5"):
+                shape.read(torch.tensor(damaged, dtype=torch.int32).view(torch.uint8), step=7, bucket=2, peer=5)
+
+
+def test_opposite_words_that_change_places_are_an_error() -> None:
+    shape = FrameShape(64, 64, 0, QUANTIZERS["none"]())
+    values = torch.full((64,), 0.5)
+    values[::2] = -0.5  # they differ in the highest bit, whose weight is even among any odd weights
+    frame = shape.write(torch.arange(64, dtype=torch.int32), values, torch.ones(()), step=7, bucket=2)
+    for place in range(10, 73):
+        swapped = frame.view(torch.int32).clone()
+        swapped[[place, place + 1]] = swapped[[place + 1, place]]
+        with pytest.raises(FrameError, match="check sum"):
+            shape.read(swapped.view(torch.uint8), step=7, bucket=2, peer=5)
 
 
 def test_words_that_change_places_and_values_that_are_not_finite_are_errors() -> None:

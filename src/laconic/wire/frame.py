@@ -1,4 +1,4 @@
-"""A frame: a 36-byte header, an index block, a value block; its length is known before it is written."""
+"""A frame: a 40-byte header, an index block, a value block; its length is known before it is written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from laconic.wire.index_codec import IndexBlock, foretold_block
 from laconic.wire.rice import Rice
 
 _MAGIC = int.from_bytes(b"LACN", "little")
-_VERSION = 1
-_HEADER = ("magic", "version and codecs", "n", "k", "number of fixed entries", "step", "bucket", "scale", "check sum")
-# Places in the header.
-_CODECS = 1
-_BUCKET = 6
-_SCALE = 7
-_CHECK = 8
+_VERSION = 2
+_FORETOLD = ("magic", "version and codecs", "n", "k", "number of fixed entries", "step", "bucket")
+# Places in the header: the check sum of all that follows takes two words.
+_MAGIC_AT = 2
+_CODECS = 3
+_BUCKET = 8
+_SCALE = 9
+_HEADER_WORDS = 10
 _OVERFLOW = 1 << 30  # flag in the word of the codecs
 
 
@@ -98,19 +99,19 @@ class CodesShape:
         return self.write(positions, codes, scale, step=step, bucket=bucket)
 
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
-        head = torch.zeros(len(_HEADER), dtype=torch.int32, device=codes.device)
+        head = torch.zeros(_HEADER_WORDS, dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
         frame = end_to_end(blocks)
-        kernels.seal_(frame.view(torch.int32), self._header(step, bucket), _CHECK)
+        kernels.seal_(frame.view(torch.int32), self._header(step, bucket))
         return frame
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
         words = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)
-        kernels.seal_(words, self._header(step, bucket, _OVERFLOW), _CHECK)
+        kernels.seal_(words, self._header(step, bucket, _OVERFLOW))
         return words.view(torch.uint8)
 
     def codes(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> tuple[Tensor, Tensor] | None:
@@ -121,12 +122,13 @@ class CodesShape:
             words = frame.view(torch.int32)
             found = _header_of(frame)
             overflow = found[_CODECS] & _OVERFLOW
-            for name, there, expected in zip(_HEADER, found, self._header(step, bucket, overflow), strict=False):
+            foretold = self._header(step, bucket, overflow)
+            for name, there, expected in zip(_FORETOLD, found[_MAGIC_AT:_SCALE], foretold, strict=True):
                 if there != expected:
                     raise FrameError(
                         f"{name} is {there}, not {expected}; all workers must run the same scheme and model"
                     )
-            if not _sum_fits(int(kernels.check_sum(words)), found):
+            if int(kernels.check_sum(words[2:])) != _check_in(found):
                 raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
             return None
@@ -135,14 +137,14 @@ class CodesShape:
 
     @property
     def _end_of_index(self) -> int:
-        return len(_HEADER) + self.index.num_words
+        return _HEADER_WORDS + self.index.num_words
 
     @property
     def _num_value_bytes(self) -> int:
         return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
-        """What both ends know beforehand; the scale and the check sum come after it."""
+        """What both ends know beforehand; the check sum comes before it, the scale after it."""
         codecs = _VERSION | self.index.codec.codec_id << 8 | self.quantize.code_id << 16 | flags
         return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
 
@@ -156,7 +158,7 @@ class FrameShape(CodesShape):
     @classmethod
     def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[ValueCodec], *, peer: int) -> FrameShape:
         """The shape that a frame says it has, where only the number of entries is known beforehand."""
-        magic, codecs, n, k, num_fixed = _header_of(frame)[:5]
+        magic, codecs, n, k, num_fixed = _header_of(frame)[_MAGIC_AT:][:5]
         decoders = [quantize for quantize in quantizers if quantize.code_id == codecs >> 16 & 0xFF]
         if magic != _MAGIC or not decoders or n != num_entries or not 0 <= min(k, num_fixed) <= k + num_fixed <= n:
             raise FrameError(f"a frame from rank {peer} is damaged, or of another scheme; nothing of it is applied")
@@ -175,7 +177,7 @@ class FrameShape(CodesShape):
         if written is None:
             return Contents(words.new_empty(0), words.new_empty(0, dtype=torch.float32), True)
         with _from(peer, step, bucket):
-            positions = self.index.codec.decode(words[len(_HEADER) : self._end_of_index], self.num_entries, self.k)
+            positions = self.index.codec.decode(words[_HEADER_WORDS : self._end_of_index], self.num_entries, self.k)
             values = self.quantize.decode(*written)[: self.num_fixed + self.k]
             if not kernels.all_finite(values):
                 raise FrameError("its values are not finite")
@@ -201,22 +203,22 @@ class FrameShape(CodesShape):
         self, frames: Tensor, device: torch.device, step: int, bucket: int
     ) -> tuple[Tensor, Tensor] | None:
         """What all frames say, or None if one of them is not as foretold."""
-        heads = frames[:, : 4 * len(_HEADER)].contiguous().view(torch.int32).tolist()
+        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
         known = self._header(step, bucket)
-        if frames.shape[1] != self.num_bytes or any(head[: len(known)] != known for head in heads):
+        if frames.shape[1] != self.num_bytes or any(head[_MAGIC_AT:_SCALE] != known for head in heads):
             return None
         there = frames.to(device, non_blocking=True)
         words = there.view(torch.int32)
-        sums = kernels.check_sum(words)
+        sums = kernels.check_sum(words[:, 2:])
         try:
-            index = words[:, len(_HEADER) : self._end_of_index]
+            index = words[:, _HEADER_WORDS : self._end_of_index]
             positions = self.index.codec.decode(index, self.num_entries, self.k)
         except FrameError:
             return None
         count = self.num_fixed + self.k
         codes = there[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
         values = self.quantize.decode_rows(codes, words[:, _SCALE].view(torch.float32))[:, :count].contiguous()
-        fits = all(_sum_fits(total, head) for total, head in zip(sums.tolist(), heads, strict=True))
+        fits = sums.tolist() == [_check_in(head) for head in heads]
         return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
 
 
@@ -228,13 +230,13 @@ def bucket_of(frame: Tensor) -> int:
 def longest_frame(num_entries: int, quantizers: Sequence[ValueCode]) -> int:
     """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
     most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
-    return 4 * (len(_HEADER) + -(-num_entries // 32) + -(-most // 4))
+    return 4 * (_HEADER_WORDS + -(-num_entries // 32) + -(-most // 4))
 
 
 def _header_of(frame: Tensor) -> list[int]:
     """The words of a header, not yet checked; each -1 if there is none."""
-    end = 4 * len(_HEADER)
-    words: list[int] = frame[:end].view(torch.int32).tolist() if frame.numel() >= end else [-1] * len(_HEADER)
+    end = 4 * _HEADER_WORDS
+    words: list[int] = frame[:end].view(torch.int32).tolist() if frame.numel() >= end else [-1] * _HEADER_WORDS
     return words
 
 
@@ -247,6 +249,6 @@ def _from(peer: int, step: int, bucket: int) -> Iterator[None]:
         raise FrameError(f"frame of bucket {bucket}, step {step} from rank {peer}: {error}") from None
 
 
-def _sum_fits(total: int, head: Sequence[int]) -> bool:
-    """Whether a frame's sum is the one in its head, whose word was zero when the sum was taken."""
-    return (total - (2 * _CHECK + 2) * head[_CHECK]) % (1 << 32) == 0
+def _check_in(head: Sequence[int]) -> int:
+    """The check sum that a header says, as an int64."""
+    return head[0] & 0xFFFFFFFF | head[1] << 32

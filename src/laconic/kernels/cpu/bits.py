@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,19 +82,19 @@ def decode_rice(words: Tensor, n: int, k: int) -> Tensor:
 
 def check_sum(words: Tensor) -> Tensor:
     if words.dim() == 2:
-        return torch.tensor([_check_sum(row) for row in words], dtype=torch.int32)
-    return torch.tensor(_check_sum(words), dtype=torch.int32)
+        return torch.tensor([_check_sum(row) for row in words], dtype=torch.int64)
+    return torch.tensor(_check_sum(words), dtype=torch.int64)
 
 
-def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
+def seal_(words: Tensor, head: Sequence[int]) -> None:
     there = words.numpy()
-    there[: len(head)] = head
-    there[check] = _check_sum(words)
+    there[2 : 2 + len(head)] = head
+    there[:2] = np.array([_check_sum(words[2:])]).view(np.int32)
 
 
 def _check_sum(words: Tensor) -> int:
     total: int = library().laconic_check_sum(pointer("words", words, torch.int32), words.numel())
-    return total - (total >> 31 << 32)
+    return total
 
 
 def _words(num_bits: int) -> Tensor:

@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 3  # as in native/interface.cpp
+_INTERFACE = 4  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -55,7 +55,7 @@ _SIGNATURES = {
     "encode_residues": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
     "compare_residues": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),
     "decode_differences": (None, (_P, _N, _P, _INT, _INT, _P)),
-    "check_sum": (ctypes.c_uint32, (_P, _N)),
+    "check_sum": (_N, (_P, _N)),
     "pack_signs": (None, (_P, _N, _INT, _P)),
     "unpack_signs": (None, (_P, _N, _F, _INT, _P)),
     "vote": (None, (_P, _N, _N, _INT, _P, _P)),

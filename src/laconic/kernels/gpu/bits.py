@@ -16,7 +16,7 @@ from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.launch import launch
 
 BLOCK = tl.constexpr(1024)
-_SUM_BLOCK = tl.constexpr(4096)
+_SUM_BLOCK = tl.constexpr(2048)  # pairs of words
 
 
 @triton.jit
@@ -69,9 +69,14 @@ def _list_ones(words, ends, positions, num_words):
 
 
 @triton.jit
-def _weighted_sum(word, at):
-    """The sum of (2*at + 1) * word modulo 2^32."""
-    return tl.sum((word * (2 * at + 1)).to(tl.int64), 0).to(tl.int32)
+def _sum_of_mixed(low, high, at, num_words):
+    """The sum of mix(pair + (at + 1)*g) modulo 2^64, as int64, over the pairs whose first word is there."""
+    z = low.to(tl.uint32, bitcast=True).to(tl.uint64) | high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    z += (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = (z ^ (z >> 31)).to(tl.int64, bitcast=True)
+    return tl.sum(tl.where(2 * at < num_words, z, 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_words", "stride"])
@@ -79,18 +84,22 @@ def _check_sum(words, totals, num_words, stride):
     """Integers wrap, so that the order of the atomic additions does not matter."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
-    word = tl.load(words + row * stride + at, mask=at < num_words, other=0)
-    tl.atomic_add(totals + row, _weighted_sum(word, at), sem="relaxed")
+    first = words + row * stride + 2 * at
+    low = tl.load(first, mask=2 * at < num_words, other=0)
+    high = tl.load(first + 1, mask=2 * at + 1 < num_words, other=0)
+    tl.atomic_add(totals + row, _sum_of_mixed(low, high, at, num_words), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_words", "check", "a", "b", "c", "d", "e", "f", "g"])
-def _seal(words, num_words, check, a, b, c, d, e, f, g):
+@triton.jit(do_not_specialize=["num_words", "a", "b", "c", "d", "e", "f", "g"])
+def _seal(words, total, num_words, a, b, c, d, e, f, g):
     at = tl.program_id(0) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
-    word = tl.load(words + at, mask=(at < num_words) & (at != check), other=0)
-    word = tl.where(at == 0, a, tl.where(at == 1, b, tl.where(at == 2, c, tl.where(at == 3, d, word))))
-    word = tl.where(at == 4, e, tl.where(at == 5, f, tl.where(at == 6, g, word)))
-    tl.store(words + at, word, mask=(at < num_words) & (at < 7))
-    tl.atomic_add(words + check, _weighted_sum(word, at), sem="relaxed")
+    low = tl.load(words + 2 * at, mask=2 * at < num_words, other=0)
+    high = tl.load(words + 2 * at + 1, mask=2 * at + 1 < num_words, other=0)
+    low = tl.where(at == 0, a, tl.where(at == 1, c, tl.where(at == 2, e, tl.where(at == 3, g, low))))
+    high = tl.where(at == 0, b, tl.where(at == 1, d, tl.where(at == 2, f, high)))
+    tl.store(words + 2 * at, low, mask=at < 4)
+    tl.store(words + 2 * at + 1, high, mask=at < 3)
+    tl.atomic_add(total, _sum_of_mixed(low, high, at, num_words), sem="relaxed")
 
 
 def num_blocks(count: int) -> int:
@@ -134,17 +143,25 @@ def unpack_bits(words: Tensor) -> Tensor:
 
 
 def check_sum(words: Tensor) -> Tensor:
-    """The sum of (2i + 1) * word_i of each row modulo 2^32, int32, 0-d where there is one row."""
+    """The sum over i of mix(pair_i + (i + 1)*g) of each row modulo 2^64, int64, 0-d where there is one row."""
     rows = words.view(1, -1) if words.dim() == 1 else words
     num_rows, num_words = rows.shape
-    totals = torch.zeros(num_rows, dtype=torch.int32, device=words.device)
+    totals = torch.zeros(num_rows, dtype=torch.int64, device=words.device)
     if num_words:
-        launch(_check_sum, (-(-num_words // _SUM_BLOCK.value), num_rows), rows, totals, num_words, rows.stride(0))
+        grid = _num_sum_blocks(num_words), num_rows
+        launch(_check_sum, grid, rows, totals, num_words, rows.stride(0))
     return totals.view(words.shape[:-1])
 
 
-def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
-    """Write the seven numbers of a `head` before a frame's other words, and the sum of all at `check`, now zero."""
-    num_words = words.numel()
-    check_vector(words, torch.int32, num_words, "words")
-    launch(_seal, (-(-num_words // _SUM_BLOCK.value), 1), words, num_words, check, *head)
+def seal_(words: Tensor, head: Sequence[int]) -> None:
+    """Write the seven numbers of a `head` after a frame's first two words, and the sum of all others over those two.
+
+    Those are zero before.
+    """
+    check_vector(words, torch.int32, words.numel(), "words")
+    total, rest = words[:2].view(torch.int64), words[2:]
+    launch(_seal, (_num_sum_blocks(rest.numel()), 1), rest, total, rest.numel(), *head)
+
+
+def _num_sum_blocks(num_words: int) -> int:
+    return -(-num_words // (2 * int(_SUM_BLOCK.value)))

@@ -82,9 +82,26 @@ extern "C" int64_t laconic_decode_elias_fano(const uint32_t* words, int64_t num_
   return count;
 }
 
-// The sum of (2i + 1) * word_i modulo 2^32.
-extern "C" uint32_t laconic_check_sum(const uint32_t* words, int64_t num_words) {
-  uint32_t sum = 0;
-  for (int64_t i = 0; i < num_words; ++i) sum += (2 * static_cast<uint32_t>(i) + 1) * words[i];
-  return sum;
+namespace {
+
+// SplitMix64's finalizer of the pair of words at place i, little-endian like all that is sent.
+inline uint64_t mixed(uint64_t pair, int64_t i) {
+  uint64_t z = pair + static_cast<uint64_t>(i + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+  return z ^ z >> 31;
+}
+
+}  // namespace
+
+// The sum over all pairs modulo 2^64, as a signed number; a last word alone is a pair with zero.
+extern "C" int64_t laconic_check_sum(const uint32_t* words, int64_t num_words) {
+  const int64_t num_pairs = num_words / 2;
+  uint64_t sum = num_words % 2 == 0 ? 0 : mixed(words[num_words - 1], num_pairs);
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    uint64_t pair;
+    std::memcpy(&pair, words + 2 * i, 8);
+    sum += mixed(pair, i);
+  }
+  return static_cast<int64_t>(sum);
 }

@@ -87,19 +87,44 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
 
 @kernel
 def check_sum(words: Tensor) -> Tensor:
-    """The sum of (2i + 1) * word_i of each row modulo 2^32, int32, 0-d where there is one row.
+    """The sum over i of mix(pair_i + (i + 1)*g) of each row modulo 2^64, int64, 0-d where there is one row.
 
-    The weights are odd, so any change of one word changes it, and unequal, so words that change places do too.
+    A pair is two words as one number of 64 bits, the second of the last pair 0 where their number is odd. mix is the
+    finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), g its step. It is a bijection, so any change within
+    one pair changes the sum; other changes leave it as it was about as often as a random number of 64 bits would be.
     """
-    weights = torch.arange(1, 2 * words.shape[-1], 2, device=words.device)
-    return _to_int32((words * weights).sum(-1))  # int64 wraps modulo 2^64, which keeps the low 32 bits right
+    even = words if words.shape[-1] % 2 == 0 else torch.nn.functional.pad(words, (0, 1))
+    wide = even.to(torch.int64)  # which wraps
+    pairs = (wide[..., 0::2] & _WORD_MASK) | wide[..., 1::2] << _WORD_BITS
+    place = torch.arange(1, pairs.shape[-1] + 1, device=words.device)
+    return _mixed(pairs + place * _signed(0x9E3779B97F4A7C15)).sum(-1)
 
 
 @kernel
-def seal_(words: Tensor, head: Sequence[int], check: int) -> None:
-    """Write the seven numbers of a `head` before a frame's other words, and the sum of all at `check`, now zero."""
-    words[: len(head)] = torch.tensor(head, dtype=torch.int32, device=words.device)
-    words[check] = check_sum(words)
+def seal_(words: Tensor, head: Sequence[int]) -> None:
+    """Write the seven numbers of a `head` after a frame's first two words, and the sum of all others over those two.
+
+    Those are zero before.
+    """
+    words[2 : 2 + len(head)] = torch.tensor(head, dtype=torch.int32, device=words.device)
+    words[:2] = check_sum(words[2:]).view(1).view(torch.int32)
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """Numbers of 64 bits of which every bit depends on every bit of the given one."""
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return z >> by & (1 << 64 - by) - 1
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits as a number over 2^63."""
+    return number - (1 << 64)
 
 
 def words_of(num_bits: int) -> int:
