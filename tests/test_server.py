@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -281,11 +282,14 @@ def test_what_is_held_of_a_parameter_waits_while_no_worker_uses_it() -> None:
     assert (applied - (first + second) / 2).norm() < 0.02 * applied.norm()
 
 
-def test_buckets_of_nothing_are_answered() -> None:
+@pytest.mark.parametrize(
+    "text", ["overlap:rho=0.05,per=parameter", "maxnorm:bits=4", "multiscale:bits=4,stages=2", "randk-maxnorm:rho=0.5"]
+)
+def test_buckets_of_nothing_are_answered(text: str) -> None:
     layout = Layout.of(["x", "y"], [0, 0])
 
     def work(transport: InProcess) -> int:
-        session = Session(made("overlap:rho=0.05,per=parameter"), transport)
+        session = Session(made(text), transport)
         session.exchange_(Bucket(0, layout, torch.empty(0), is_last=True))
         return session.stats().steps
 
@@ -363,6 +367,29 @@ def test_no_frame_is_longer_than_the_longest(text: str) -> None:
     for n in (0, 1, 31, 64, 1000):
         forms = [FrameShape(n, k, n - k if k % 2 else 0, quantize).num_bytes for k in range(n + 1)]
         assert max(forms) <= longest_frame(n, [quantize])
+
+
+@pytest.mark.parametrize("text", ["topk:rho=0.05,quantize=none,exchange=server", "sparse-sign:rho=0.05"])
+def test_an_answer_with_other_fixed_entries_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of(["few", "w"], [20, 4000])
+    num_fixed = 0
+
+    def answer(owner: Owner, frames: Iterable[tuple[int, Tensor]], layout: Layout, **which: int) -> Tensor:
+        list(frames)
+        quantize = owner.scheme.frame_code
+        shape = FrameShape(layout.num_entries, 5, num_fixed, quantize)
+        codes, scale = quantize.encode(torch.ones(num_fixed + 5))
+        return shape.write(torch.arange(30, 35, dtype=torch.int32), codes, scale, **which)
+
+    monkeypatch.setattr(Owner, "answer", answer)
+    expected = 0 if "sign" in text else 20
+    for num_fixed in (0, 19, 20, 21):  # read by `answer`
+        given = [torch.randn(layout.num_entries) for _ in range(2)]
+        if num_fixed == expected:
+            _answer(text, given, layout)
+            continue
+        with pytest.raises(FrameError, match=f"owner 0 sent {num_fixed} fixed entries, not {expected}"):
+            _answer(text, given, layout)
 
 
 def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:

@@ -20,6 +20,8 @@ def agree(transport: Collectives, mine: Tensor, combine: Callable[[Tensor], Tens
     """
     num_workers = transport.num_workers
     count = mine.numel()
+    if not count:  # of which bytes are no view
+        return mine
     if (num_workers - 1) * mine.nbytes <= _DIRECT_BYTES:
         return combine(_all_to_all(transport, mine.expand(num_workers, count).contiguous(), kind))
     rows = mine.new_zeros(num_workers, _share(count, num_workers))
