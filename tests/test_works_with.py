@@ -407,6 +407,7 @@ def _refusals() -> list[str]:
         lambda: laconic.attach(start(SPARSE).ddp, SPARSE),
         lambda: laconic.attach(DistributedDataParallel(net, bucket_cap_mb=TINY_BUCKET_MB), "torch-powersgd"),
         lambda: laconic.attach(DistributedDataParallel(net), "topk:rho=3"),
+        lambda: laconic.attach(DistributedDataParallel(torch.nn.Embedding(9, 2, sparse=True)), "bf16"),
     ):
         try:
             wrong()  # type: ignore[no-untyped-call]
@@ -423,6 +424,7 @@ def test_wrong_use_is_one_line_with_the_cure(four_workers: WorkerPool) -> None:
         "attach once",
         "bucket_cap_mb=1",
         "(0, 1]",
+        "set sparse=False",
     ]
     assert len(lines) == len(cures)
     for line, cure in zip(lines, cures, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +121,11 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | 
         raise SchemeError(
             "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
         )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise SchemeError(
+                f"{name or 'the model'} makes sparse gradients, which laconic cannot add; set sparse=False"
+            )
     return scheme
 
 
