@@ -10,9 +10,11 @@ from gossiping import Small
 from laconic import GossipScheme, parse
 from laconic.errors import FrameError
 from laconic.gossip.changed_entries import EntryMessages
-from laconic.gossip.messages import refusal
+from laconic.gossip.messages import GroupMessages, MessageWriter, refusal
+from laconic.gossip.remainders import RemainderMessages
 from laconic.gossip.vector import ModelVector
-from laconic.quantize import is_residue
+from laconic.quantize import BF16, Residue, is_residue
+from laconic.wire import CodesShape, FrameShape
 
 
 def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, EntryMessages]:
@@ -20,6 +22,26 @@ def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, EntryMessages
     assert isinstance(scheme, GossipScheme) and not is_residue(scheme.quantize)
     vector = ModelVector(model, "model", scheme.select.dense_below)
     return vector, EntryMessages(vector, scheme.quantize, scheme.select, 4)
+
+
+@pytest.mark.parametrize("kind", ["groups", "entries", "remainders"])
+def test_a_question_that_says_it_has_no_values_is_refused(kind: str) -> None:
+    vector = ModelVector(Small(), "model")
+    messages: MessageWriter
+    if kind == "groups":
+        messages = GroupMessages(vector, BF16())
+        named = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
+        shape: CodesShape = FrameShape(vector.num_entries, vector.num_entries, 0, BF16())
+    elif kind == "entries":
+        _, messages = _of_entries("gossip:rho=0.1", Small())
+        named, shape = torch.empty(0, dtype=torch.uint8), messages.shape
+    else:
+        messages = RemainderMessages(vector, Residue(), 0, 0)
+        named, shape = torch.empty(0, dtype=torch.uint8), messages._questions[0]
+    question = torch.cat([named, shape.write_overflow(named.device, step=0, bucket=0)])
+    assert question.numel() == messages.question_bytes([0])
+    with pytest.raises(FrameError, match="the model of rank 3 is not finite"):
+        messages.open(question, 3)
 
 
 def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:

@@ -13,8 +13,6 @@ from laconic.kernels.host import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.wire import Contents, FrameShape
 
-NOT_FINITE = "one of the two models is not finite"  # of a message that only says so
-
 
 class Question(NamedTuple):
     """A question as it goes out, and what it was made of."""
@@ -114,7 +112,7 @@ class ValueMessages(MessageWriter):
     def _read(self, shape: FrameShape, message: Tensor, peer: int) -> Contents:
         contents = shape.read(check_taken(message), step=0, bucket=0, peer=peer)
         if contents.overflow:
-            raise FrameError(NOT_FINITE)
+            raise not_finite(peer)
         return contents
 
 
@@ -154,6 +152,11 @@ def check_finite(values: Tensor) -> Tensor:
     if not kernels.all_finite(values):
         raise FrameError("its own model is not finite")
     return values
+
+
+def not_finite(peer: int) -> FrameError:
+    """Of a message that only says so."""
+    return FrameError(f"the model of rank {peer} is not finite")
 
 
 def check_taken(message: Tensor) -> Tensor:

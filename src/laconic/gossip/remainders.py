@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.gossip.messages import NOT_FINITE, MessageWriter, Question, check_taken, no_positions
+from laconic.gossip.messages import MessageWriter, Question, check_taken, no_positions, not_finite
 from laconic.gossip.vector import ModelVector, Topic
 from laconic.kernels.draws import hash_64
 from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
@@ -145,5 +145,5 @@ def _written(shape: CodesShape, message: Tensor, k: int, peer: int) -> tuple[Ten
     """(codes, scale) as a peer wrote them of a group."""
     written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
     if written is None:
-        raise FrameError(NOT_FINITE)
+        raise not_finite(peer)
     return written

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.errors import StateError
+from laconic.errors import FrameError, StateError
 from laconic.exchange import Server, Shares, piece_borders
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import Layout
@@ -230,7 +230,11 @@ class PushPull(Path):
             contents = shape.read(frame, **work.frame_id, peer=p)
             if contents.overflow:
                 return None
-            fixed.append(division.fixed[p][: shape.num_fixed])
+            is_dense = shape.k == shape.num_entries
+            num_fixed = 0 if self.server.votes or is_dense else division.fixed[p].numel()
+            if shape.num_fixed != num_fixed:
+                raise FrameError(f"owner {p} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
+            fixed.append(division.fixed[p][:num_fixed])
             places.append(contents.positions)
             fixed_values.append(contents.values[: shape.num_fixed])
             chosen_values.append(contents.values[shape.num_fixed :])
