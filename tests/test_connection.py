@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from laconic.errors import FrameError, LaunchError
 from laconic.transport.connection import HEAD_BYTES, Acceptor, Connection, Kind, Message, connect, payload_of
 
+ANY = dict.fromkeys(Kind, 1 << 20)
 TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -26,6 +29,15 @@ def links() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield here, there
 
 
+def trickle(link: socket.socket, said: bytes, stop: threading.Event) -> None:
+    """A byte every now and then, until it is over or all is said."""
+    for byte in said:
+        if stop.wait(0.05):
+            return
+        with suppress(OSError):
+            link.send(bytes([byte]))
+
+
 @pytest.mark.parametrize("timeout_s", [None, 5.0])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_message_arrives_as_it_was_sent(
@@ -36,7 +48,7 @@ def test_a_message_arrives_as_it_was_sent(
         said = Message(Kind.SUM, 5, 3, torch.arange(count).to(dtype), 4, 2, 7)
         with_thread = threading.Thread(target=here.send, args=(said,))
         with_thread.start()
-        heard = there.receive()
+        heard = there.receive(ANY)
         with_thread.join()
         assert (heard.id, heard.living, heard.place, heard.reply_bytes) == (said.id, 4, 2, 7)
         assert heard.payload.dtype == dtype and torch.equal(heard.payload, said.payload)
@@ -45,8 +57,8 @@ def test_a_message_arrives_as_it_was_sent(
 
 def test_what_is_no_message_is_refused(links: tuple[socket.socket, socket.socket]) -> None:
     links[0].sendall(b"GET / HTTP/1.1\r\n" * 2)
-    with pytest.raises(FrameError, match="no laconic header"):
-        Connection(links[1]).receive()
+    with pytest.raises(FrameError, match="without a laconic header"):
+        Connection(links[1]).receive(ANY)
 
 
 def test_a_message_longer_than_allowed_is_refused_before_it_is_read(
@@ -54,15 +66,33 @@ def test_a_message_longer_than_allowed_is_refused_before_it_is_read(
 ) -> None:
     here, there = (Connection(link) for link in links)
     here.send(Message(Kind.HELLO, payload=payload_of(bytes(9))))
-    with pytest.raises(FrameError):
-        there.receive(longest=8)
+    with pytest.raises(FrameError, match="sent hello of 9 bytes, of at most 8"):
+        there.receive({Kind.HELLO: 8})
+
+
+@pytest.mark.parametrize("said", [{"length": 1 << 45}, {"length": -4}, {"reply": 1 << 45}, {"reply": -1}])
+def test_no_length_is_believed(links: tuple[socket.socket, socket.socket], said: dict[str, int]) -> None:
+    head = struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, said.get("length", 0), said.get("reply", 0))
+    links[0].sendall(head)
+    with pytest.raises(FrameError, match=f"sent parts of {max(0, *said.values())} bytes, of at most 1048576"):
+        Connection(links[1]).receive(ANY)
+
+
+def test_a_message_has_one_deadline_however_it_trickles(links: tuple[socket.socket, socket.socket]) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=trickle, args=(links[0], bytes(HEAD_BYTES - 1), stop))
+    thread.start()
+    with pytest.raises(TimeoutError):
+        Connection(links[1]).receive(ANY, timeout_s=0.2)
+    stop.set()
+    thread.join()
 
 
 def test_half_a_message_is_an_error_when_its_sender_is_gone(links: tuple[socket.socket, socket.socket]) -> None:
     links[0].sendall(b"LC")
     links[0].close()
     with pytest.raises(ConnectionError, match="hung up"):
-        Connection(links[1]).receive()
+        Connection(links[1]).receive(ANY)
 
 
 def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.socket]) -> None:
@@ -91,7 +121,7 @@ def test_only_those_who_were_told_the_token_come_in_and_each_once(monkeypatch: p
     acceptor.close()
     assert {rank: terms for rank, (_, terms) in accepted.items()} == {1: "1!"}
     calls[2].send(Message(Kind.PARTS, step=4))
-    assert str(accepted[1][0].receive()) == "parts of step 4, bucket -1"
+    assert str(accepted[1][0].receive(ANY)) == "parts of step 4, bucket -1"
     for connection in (*calls, accepted[1][0]):
         connection.close()
     with pytest.raises(LaunchError, match=r"rank 3 cannot reach server 0 at 127.0.0.1:\d+ \(Connection refused\)"):

@@ -20,7 +20,8 @@ from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.measure.train.launch import _wait, _who
 from laconic.server.client import ServerClient, sum_over
 from laconic.server.listener import Listener
-from laconic.transport.connection import Kind, Message, payload_of
+from laconic.transport.connection import Kind, Message, payload_of, views_of
+from test_connection import trickle
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +29,18 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _talk(num_workers: int, timeout_s: float, work: Callable[[ServerClient], None]) -> tuple[Listener, dict[int, str]]:
+def _talk(
+    num_workers: int, timeout_s: float, work: Callable[[ServerClient], None], longest: int = 1 << 20
+) -> tuple[Listener, dict[int, str]]:
     """(the listener afterwards, what went wrong by rank) of workers that only add up."""
     listener = Listener(num_workers, timeout_s, say=lambda text: None)
+    listener.longest = longest
     wrong: dict[int, str] = {}
     server = serve_totals(listener)
 
     def one(rank: int) -> None:
         try:
-            served = ServerClient(rank, num_workers, [listener.address], "", timeout_s)
+            served = ServerClient(rank, num_workers, [listener.address], "", timeout_s, longest)
             work(served)
             served.close()
         except Exception as error:
@@ -86,6 +90,60 @@ def test_silent_workers_are_left_behind_and_the_others_go_on(silent: set[int]) -
     assert set(wrong) == set(listener.lost) == silent
     assert all(listener.lost[rank] == "was silent for 1 s before the first step" for rank in silent)
     assert all(sums[rank] == [4, 4 - len(silent)] for rank in {0, 1, 2, 3} - silent)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_who_trickles_is_lost_and_not_who_waits(slow: int) -> None:
+    stop = threading.Event()
+    sums: list[float] = []
+
+    def work(served: ServerClient) -> None:
+        if served.rank == slow:
+            said = b"".join(bytes(view) for view in views_of(Message(Kind.TOTAL, payload=torch.ones(1))))
+            trickle(served._connections[0]._link, said, stop)
+        else:
+            sums.extend(float(served.total(torch.ones(1))) for _ in range(2))
+            stop.set()
+
+    listener, wrong = _talk(2, 0.4, work)
+    assert not wrong and sums == [1, 1]
+    assert listener.lost == {slow: "was slow to speak for 0.4 s before the first step"}
+
+
+def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() -> None:
+    others_go_on = threading.Event()
+    sums: list[float] = []
+
+    def work(served: ServerClient) -> None:
+        ones = torch.ones(8_000_000)
+        if served.rank == 0:
+            served._connections[0].send(Message(Kind.TOTAL, payload=ones))
+            others_go_on.wait(20)
+        else:
+            sums.extend(float(served.total(ones)[-1]) for _ in range(2))
+            others_go_on.set()
+
+    listener, wrong = _talk(2, 0.7, work, longest=1 << 25)
+    assert not wrong and sums == [2, 1]
+    assert listener.lost == {0: "was slow to take an answer for 0.7 s before the first step"}
+
+
+def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
+    sums: list[float] = []
+
+    def work(served: ServerClient) -> None:
+        if served.rank == 0:
+            link = served._connections[0]._link
+            link.sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, 1 << 45, 0))
+            assert link.recv(1) == b""
+        else:
+            sums.append(float(served.total(torch.ones(1))))
+
+    listener, wrong = _talk(2, 20, work)
+    assert not wrong and sums == [1]
+    assert listener.lost == {
+        0: f"sent parts of {1 << 45} bytes, of at most {listener.longest} before the first step",
+    }
 
 
 def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None:

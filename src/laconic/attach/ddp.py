@@ -22,7 +22,15 @@ from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
 from laconic.session import Background, Session, Stats, belongs_on_host
-from laconic.transport import Group, Transport, exchange_addresses, own_group, ranks_that_differ, ring_bytes
+from laconic.transport import (
+    Group,
+    Transport,
+    exchange_addresses,
+    longest_message,
+    own_group,
+    ranks_that_differ,
+    ring_bytes,
+)
 
 # Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
 _WORTH_A_PIPELINE = 1 << 22
@@ -82,8 +90,10 @@ def attach(
     transport: Transport
     if servers:
         scheme = served_scheme(scheme)
-        terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters)
-        transport = ServerClient(group.rank(), group.size(), exchange_addresses(servers, None), terms, timeout_s)
+        longest = longest_message([*ddp.parameters(), *ddp.buffers()])
+        terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters, longest=longest)
+        addresses = exchange_addresses(servers, None)
+        transport = ServerClient(group.rank(), group.size(), addresses, terms, timeout_s, longest)
     else:
         own = own_group(group, device)
         strangers = ranks_that_differ(own, device, str(scheme))

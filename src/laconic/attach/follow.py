@@ -18,6 +18,7 @@ from laconic.transport import (
     ProcessGroup,
     counterparts,
     exchange_addresses,
+    longest_message,
     open_mailbox,
     own_group,
     ranks_that_differ,
@@ -65,7 +66,7 @@ def follow(
             inside = Group(own_group(within, device), device)
             meeting.close()
             meeting = Group(counterparts(group, within, device), device)
-        end = _end(scheme, meeting, servers, timeout_s)
+        end = _end(model, scheme, meeting, servers, timeout_s)
         home = torch.device("cpu") if on_host else None
         follower = OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
         if strangers := ranks_that_differ(group, device, follower.outer):
@@ -74,7 +75,7 @@ def follow(
         return follower
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
-    mailbox = open_mailbox(meeting, scheme.exchange.patience)
+    mailbox = open_mailbox(meeting, scheme.exchange.patience, longest_message(_tensors(model)))
     meeting.close()
     return Follower(model, optimizer, scheme, mailbox)
 
@@ -106,13 +107,17 @@ def _check_alike(
         raise SchemeError(f"rank {strangers[0]} follows a model of other shapes; give the same model on all ranks")
 
 
-def _end(scheme: OuterScheme, meeting: Group, servers: Sequence[int], timeout_s: float) -> Group | ServerClient:
+def _end(
+    model: nn.Module, scheme: OuterScheme, meeting: Group, servers: Sequence[int], timeout_s: float
+) -> Group | ServerClient:
     """This worker's end of the network that drifts go through."""
     if not servers:
         return meeting
     meeting.close()
-    terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False)
-    return ServerClient(meeting.rank, meeting.num_workers, exchange_addresses(servers, None), terms, timeout_s)
+    longest = longest_message(_tensors(model))
+    terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
+    addresses = exchange_addresses(servers, None)
+    return ServerClient(meeting.rank, meeting.num_workers, addresses, terms, timeout_s, longest)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

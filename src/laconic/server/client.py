@@ -12,11 +12,14 @@ from torch import Tensor
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
-from laconic.transport.connection import Address, Connection, Kind, Message, connect, payload_of
+from laconic.transport.connection import Address, Connection, Kind, Message, connect, longest_message, payload_of
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 
-_PATIENCE = 2  # timeouts that a worker waits for an answer: the server itself waits one for a worker that is silent
+# Timeouts that a worker waits for an answer: the server waits one for a worker that is silent, and one for a worker
+# that is slow to take its answer.
+_PATIENCE = 3
+_ERROR_BYTES = 65_536
 _LENGTH = struct.Struct("<q")  # of a layout's text
 
 
@@ -31,7 +34,13 @@ class ServerClient:
     wire: torch.device | None = torch.device("cpu")
 
     def __init__(
-        self, rank: int, num_workers: int, addresses: Sequence[Address], greeting: str, timeout_s: float
+        self,
+        rank: int,
+        num_workers: int,
+        addresses: Sequence[Address],
+        greeting: str,
+        timeout_s: float,
+        longest: int = longest_message(),
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
@@ -39,6 +48,7 @@ class ServerClient:
         self.num_living = num_workers
         self.place = rank
         self.traffic = Traffic()
+        self._longest = longest  # bytes of an answer whose length only the server knows
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
         self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
@@ -58,7 +68,8 @@ class ServerClient:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        return [reply.payload for reply in self._ask(Message(kind, push.step, push.bucket), "", parts)]
+        about = Message(kind, push.step, push.bucket)
+        return [reply.payload for reply in self._ask(about, "", parts, push.longest)]
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
@@ -88,14 +99,16 @@ class ServerClient:
     def close(self) -> None:
         """Tell the servers that this worker is done, and hang up."""
         for connection in self._connections:
-            with suppress(OSError):  # it is gone, and so are we
+            with suppress(OSError, FrameError):  # it is gone, and so are we
                 connection.send(Message(Kind.CLOSE))
-                connection.receive()
+                connection.receive({Kind.CLOSE: 0, Kind.ERROR: _ERROR_BYTES}, self._patience_s)
             connection.close()
         self._connections = []
 
-    def _ask(self, about: Message, kind: str, payloads: Sequence[Tensor] = ()) -> list[Message]:
-        """Send each server its payload, or none, and wait for all answers."""
+    def _ask(
+        self, about: Message, kind: str, payloads: Sequence[Tensor] = (), longest: Sequence[int] = ()
+    ) -> list[Message]:
+        """Send each server its payload, or none, and wait for all answers, each of at most so many bytes."""
         bytes_out = 0
         replies = []
         for number, payload in enumerate(payloads or [about.payload] * self.num_shares):
@@ -103,7 +116,8 @@ class ServerClient:
                 bytes_out += connection.send(replace(about, payload=payload))
         for number in range(self.num_shares):
             with self._connected(number) as connection:
-                reply = connection.receive()
+                most = {about.kind: longest[number] if longest else self._longest, Kind.ERROR: _ERROR_BYTES}
+                reply = connection.receive(most, self._patience_s)
             if reply.kind == Kind.ERROR:
                 raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
             self.num_living = reply.living
@@ -122,6 +136,8 @@ class ServerClient:
         """The connection to a server; ServerLostError if it is gone or silent."""
         try:
             yield self._connections[number]
+        except FrameError as error:
+            raise FrameError(f"server {number} {error}; run the same release of laconic on all ranks") from None
         except OSError as error:
             how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
             raise ServerLostError(

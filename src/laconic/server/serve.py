@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import Any
@@ -19,7 +20,7 @@ from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.transport.collectives import exchange_addresses, world
-from laconic.transport.connection import Kind, Message, payload_of
+from laconic.transport.connection import Kind, Message, longest_message, payload_of
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -55,12 +56,15 @@ def serve(
     scheme = served_scheme(scheme)
     listener = Listener(world().size() - len(servers), timeout_s)
     exchange_addresses(servers, listener.address)
-    asked = {rank: json.loads(text) for rank, text in listener.accept().items()}
+    asked = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
     for rank, terms in asked.items():
         if terms["scheme"] != str(scheme):
             listener.fail(
                 FrameError(f"worker {rank} runs {terms['scheme']}, this server {scheme}; give all the same scheme")
             )
+        if terms["longest"] != asked[0]["longest"]:
+            listener.fail(FrameError(f"worker {rank} has another model than worker 0; give all the same model"))
+    listener.longest = asked[0]["longest"]
     wanted = {name: any(terms[name] for terms in asked.values()) for name in ("undoes", "holds_idle")}
     owner = Owner(scheme, servers.index(world().rank()), len(servers), **wanted)
     with ThreadPoolExecutor(listener.num_workers) as readers:
@@ -83,9 +87,21 @@ def served_scheme(scheme: AnyScheme | str) -> Scheme:
     return made
 
 
-def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool) -> str:
+def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool, longest: int = longest_message()) -> str:
     """What a worker says to a server when it comes: the terms on which it is to be answered."""
-    return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle})
+    return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle, "longest": longest})
+
+
+_TERMS = {"scheme": str, "undoes": bool, "holds_idle": bool, "longest": int}
+
+
+def _terms(rank: int, text: str, listener: Listener) -> dict[str, Any]:
+    """A worker's terms, if they are such."""
+    with suppress(ValueError):
+        terms = json.loads(text)
+        if isinstance(terms, dict) and {name: type(value) for name, value in terms.items()} == _TERMS:
+            return terms
+    listener.fail(FrameError(f"worker {rank} greets in other words; run the same release of laconic on all ranks"))
 
 
 @dataclass

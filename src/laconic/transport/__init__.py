@@ -14,6 +14,7 @@ from laconic.transport.collectives import (
     world,
     world_without,
 )
+from laconic.transport.connection import longest_message
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox

@@ -10,7 +10,9 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Collection
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -65,6 +67,7 @@ _TOKEN_CHARACTERS = 32
 _HELLO_TIMEOUT_S = 10.0  # for one that has called to say who it is; strangers may say anything, or nothing
 _HELLO_BYTES = 65_536
 _MEET_TIMEOUT_S = 60.0  # between two that have just met elsewhere
+_A_MOMENT_S = 1e-6  # since a timeout of 0 would not wait, but say so in other words
 _CARD_BYTES = 2048  # in which a worker says where it is, or why it cannot be called
 _REASON_CHARACTERS = 300  # of which JSON may make six bytes each
 _PROBES = 4  # that the kernel sends before it takes a silent host for dead
@@ -148,21 +151,11 @@ class Connection:
             self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def send(self, message: Message) -> int:
-        """Say it; returns the bytes that took."""
-        payload = message.payload
-        head = _HEAD.pack(
-            _MAGIC,
-            message.kind,
-            _TYPES.index(payload.dtype),
-            message.living,
-            message.place,
-            message.bucket,
-            message.step,
-            payload.nbytes,
-            message.reply_bytes,
-        )
-        self._send(memoryview(head), _MORE if payload.nbytes else 0)
-        self.send_bytes(payload)
+        """Say it; returns the bytes that took. The timeout is for each part that the other end takes."""
+        head, *payload = views_of(message)
+        self._send(head, _MORE if payload else 0)
+        for view in payload:
+            self._send(view)
         return message.num_bytes
 
     def send_bytes(self, said: Tensor) -> None:
@@ -173,6 +166,15 @@ class Connection:
         """Send all of it; the timeout is for each part that the other end takes, where that of `sendall` is for all."""
         while view:
             view = view[self._link.send(view, flags) :]
+
+    def send_while_taken(self, views: deque[memoryview], pause_s: float) -> None:
+        """Say of these what the other end takes, until it takes nothing for so long, and leave the rest there."""
+        self._link.settimeout(pause_s)
+        with suppress(TimeoutError):
+            while views:
+                views[0] = views[0][self._link.send(views[0], _MORE if len(views) > 1 else 0) :]
+                if not views[0]:
+                    views.popleft()
 
     def send_some(self, view: memoryview) -> int:
         """Say as much of it as the link takes now; how many bytes that is."""
@@ -185,30 +187,36 @@ class Connection:
             raise ConnectionError("it has hung up")
         return fresh
 
-    def receive(self, longest: int | None = None) -> Message:
-        """Hear the next message; ConnectionError where the other end is gone, TimeoutError where it is silent."""
-        head = self.receive_bytes(HEAD_BYTES).numpy().data
-        magic, kind, type_, living, place, bucket, step, length, reply_bytes = _HEAD.unpack(head)
-        if (
-            magic != _MAGIC
-            or kind >= len(Kind)
-            or type_ >= len(_TYPES)
-            or min(length, reply_bytes) < 0
-            or length % _TYPES[type_].itemsize
-            or (longest is not None and length > longest)
-        ):
-            raise FrameError("a message has no laconic header; run the same version on all workers and servers")
-        payload = self.receive_bytes(length).view(_TYPES[type_])
-        return Message(Kind(kind), step, bucket, payload, living, place, reply_bytes)
+    def receive(self, most: Mapping[Kind, int], timeout_s: float | None = None) -> Message:
+        """Hear the next message, whole within so long; `most` are the bytes that one of each awaited kind may have.
+
+        ConnectionError where the other end is gone, TimeoutError where it is late, FrameError where it says anything
+        else.
+        """
+        message: Message = self.fill(Cursor(rooms_of_message(most)), timeout_s)
+        return message
 
     def receive_bytes(self, num_bytes: int) -> Tensor:
         """The next bytes; where there is no timeout the kernel waits for all, and Python wakes up once."""
         received = torch.empty(num_bytes, dtype=torch.uint8)
-        view = received.numpy().data
-        flags = socket.MSG_WAITALL if self._link.gettimeout() is None else 0
-        while view:
-            view = view[self.receive_some(view, flags) :]
+        self.fill(Cursor(iter([received.numpy().data])), None)
         return received
+
+    def fill(self, cursor: "Cursor", timeout_s: float | None) -> Any:
+        """Hear all that there is room for, within so long; what its end found."""
+        if timeout_s is None:
+            while cursor.view:
+                cursor.advance(self.receive_some(cursor.view, socket.MSG_WAITALL))
+            return cursor.found
+        until = time.monotonic() + timeout_s
+        before = self._link.gettimeout()
+        try:
+            while cursor.view:
+                self._link.settimeout(max(until - time.monotonic(), _A_MOMENT_S))
+                cursor.advance(self.receive_some(cursor.view))
+        finally:
+            self._link.settimeout(before)
+        return cursor.found
 
     def shut_down(self) -> None:
         """End it for both; a thread that waits on it finds that out."""
@@ -218,6 +226,59 @@ class Connection:
     def close(self) -> None:
         """Give the socket back."""
         self._link.close()
+
+
+class Cursor:
+    """How far one has come in memory that is to be sent, or to be filled."""
+
+    def __init__(self, rooms: Iterator[memoryview]) -> None:
+        self._rooms = rooms
+        self.view = memoryview(b"")  # what comes next; empty at the end
+        self.found: Any = None  # what a generator of rooms returns then
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        self.view = self.view[num_bytes:]
+        while not self.view:
+            try:
+                self.view = next(self._rooms)
+            except StopIteration as end:
+                self.found = self.found or end.value
+                return
+
+
+def views_of(message: Message) -> list[memoryview]:
+    """What is sent of a message: its head, and its payload if it has one."""
+    payload = message.payload
+    head = _HEAD.pack(
+        _MAGIC,
+        message.kind,
+        _TYPES.index(payload.dtype),
+        message.living,
+        message.place,
+        message.bucket,
+        message.step,
+        payload.nbytes,
+        message.reply_bytes,
+    )
+    return [memoryview(head)] + ([payload.view(torch.uint8).numpy().data] if payload.nbytes else [])
+
+
+def rooms_of_message(most: Mapping[Kind, int]) -> Generator[memoryview, None, Message]:
+    """Room for a message's head, then for as many bytes as it says and its kind may have; the message."""
+    head = bytearray(HEAD_BYTES)
+    yield memoryview(head)
+    magic, kind, type_, living, place, bucket, step, length, reply_bytes = _HEAD.unpack(head)
+    if magic != _MAGIC or kind >= len(Kind) or type_ >= len(_TYPES) or length % _TYPES[type_].itemsize:
+        raise FrameError("sent something without a laconic header")
+    longest = most.get(Kind(kind), -1)
+    if longest < 0:
+        raise FrameError(f"sent {Kind(kind)} where that is not expected")
+    if not 0 <= length <= longest or not 0 <= reply_bytes <= longest:
+        raise FrameError(f"sent {Kind(kind)} of {max(length, reply_bytes)} bytes, of at most {longest}")
+    payload = torch.empty(length, dtype=torch.uint8)
+    yield payload.numpy().data
+    return Message(Kind(kind), step, bucket, payload.view(_TYPES[type_]), living, place, reply_bytes)
 
 
 class Acceptor:
@@ -247,16 +308,15 @@ class Acceptor:
         self._link.settimeout(timeout_s)
         while len(accepted) < len(ranks):
             try:
-                connection = Connection(self._link.accept()[0], _HELLO_TIMEOUT_S)
+                connection = Connection(self._link.accept()[0])
             except TimeoutError:
                 break
             hello = Message(Kind.ERROR)
             with suppress(OSError, FrameError):
-                hello = connection.receive(_HELLO_BYTES)
+                hello = connection.receive({Kind.HELLO: _HELLO_BYTES}, _HELLO_TIMEOUT_S)
             token = hello.text[:_TOKEN_CHARACTERS]
             told = hello.kind == Kind.HELLO and secrets.compare_digest(token, self._token.encode())
             if told and hello.place in ranks and hello.place not in accepted:
-                connection.set_timeout(None)
                 accepted[hello.place] = connection, hello.text[_TOKEN_CHARACTERS:].decode()
             else:
                 connection.close()
@@ -357,6 +417,11 @@ def _own_host() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def longest_message(model: Collection[Tensor] = ()) -> int:
+    """Bytes that no message about these tensors exceeds: wide values and places, names, a few numbers."""
+    return sum(16 * tensor.numel() + 4096 for tensor in model) + (1 << 20)
 
 
 def payload_of(text: bytes) -> Tensor:

@@ -9,23 +9,9 @@ import numpy as np
 
 from laconic.errors import PeerError
 from laconic.kernels.cpu.library import level, library
-from laconic.transport.connection import Connection
+from laconic.transport.connection import Connection, Cursor
 
 _SILENCE = -1  # as in kernels/native/exchange.cpp
-
-
-class Cursor:
-    """How far one has come in memory that is to be sent, or to be filled."""
-
-    def __init__(self, rooms: Iterator[memoryview]) -> None:
-        self._rooms = rooms
-        self.view = memoryview(b"")  # what comes next; empty at the end
-        self.advance(0)
-
-    def advance(self, num_bytes: int) -> None:
-        self.view = self.view[num_bytes:]
-        while not self.view and (room := next(self._rooms, None)) is not None:
-            self.view = room
 
 
 class Flow:

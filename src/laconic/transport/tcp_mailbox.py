@@ -1,6 +1,7 @@
 """A mailbox between processes, over TCP connections of its own."""
 
 import queue
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError
-from laconic.transport.connection import Connection, Kind, Message, meet
+from laconic.transport.connection import Connection, Kind, Message, longest_message, meet
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
@@ -33,6 +34,7 @@ class TcpMailbox:
     to: Mapping[int, Connection]
     of: Mapping[int, Connection]
     patience_s: float
+    longest: int = longest_message()  # bytes of a message that a peer may send, or ask for
 
     def __post_init__(self) -> None:
         self.num_workers = len(self.to) + 1
@@ -59,7 +61,7 @@ class TcpMailbox:
         connection = self.of[peer]
         try:
             while True:
-                message = connection.receive()
+                message = connection.receive({Kind.QUESTION: self.longest, Kind.COMBINE: self.longest})
                 if message.kind == Kind.COMBINE:
                     self._given[peer].put(message)
                     continue
@@ -70,8 +72,10 @@ class TcpMailbox:
                     traceback.print_exc()
                 connection.send_bytes(said)
                 self._count("model", said.nbytes, message.num_bytes)
-        except (OSError, FrameError):
+        except OSError:
             pass
+        except FrameError as error:
+            print(f"laconic: rank {peer} {error}; it is heard no more", file=sys.stderr, flush=True)
         finally:
             self._given[peer].put(None)
             connection.shut_down()
@@ -96,13 +100,18 @@ class TcpMailbox:
             with suppress(PeerError), self._connected(leader) as connection:
                 connection.send(given)
                 told = self._told_by(leader, connection)
+                if told.payload.nbytes % mine.element_size():
+                    raise FrameError(f"told a result of {told.payload.nbytes} bytes")
                 self._count(kind, given.num_bytes, told.num_bytes)
                 return told.payload
         heard = [mine]
         followers = []
         for peer in range(self.rank + 1, self.num_workers):
             theirs = self._given_by(peer)
-            if theirs is not None:
+            if theirs is not None and theirs.payload.nbytes != mine.nbytes:
+                print(f"laconic: rank {peer} gave {theirs.payload.nbytes} bytes, not {mine.nbytes}", file=sys.stderr)
+                self.of[peer].shut_down()
+            elif theirs is not None:
                 heard.append(theirs.payload.view(mine.dtype).view(mine.shape))
                 followers.append(peer)
         result = _bytes_of(combine(heard))
@@ -116,9 +125,8 @@ class TcpMailbox:
         A worker without a way to a first rank that lives would wait for one who follows that, so its waiting ends.
         """
         last_resort_s = _LAST_RESORT * self.patience_s
-        connection.set_timeout(None if leader == 0 else last_resort_s)
         try:
-            return connection.receive()
+            return connection.receive({Kind.COMBINE: self.longest}, None if leader == 0 else last_resort_s)
         except TimeoutError as error:
             if error.errno is not None:  # not ours: that of a host that is silent
                 raise
@@ -126,8 +134,6 @@ class TcpMailbox:
                 f"rank {self.rank} waited {last_resort_s:.0f} s to meet rank {leader} and has lost rank "
                 f"{', '.join(map(str, sorted(self._lost)))}; mend its links and resume from a checkpoint"
             ) from None
-        finally:
-            connection.set_timeout(None)
 
     def _given_by(self, peer: int) -> Message | None:
         """What a peer gives this time, once it was told the last result, whose leader may be dead; None if gone."""
@@ -163,9 +169,10 @@ class TcpMailbox:
         try:
             with self._talking[peer]:
                 yield self.to[peer]
-        except OSError as error:
+        except (OSError, FrameError) as error:
             self._lost.add(peer)
-            raise PeerError(f"rank {peer} is gone ({error.strerror or error})") from None
+            why = error.strerror or error if isinstance(error, OSError) else f"it {error}"
+            raise PeerError(f"rank {peer} is gone ({why})") from None
 
     def _count(self, kind: str | None, bytes_out: int, bytes_in: int) -> None:
         if kind is not None:
@@ -173,11 +180,11 @@ class TcpMailbox:
                 self.traffic.count(kind, bytes_out, bytes_out, bytes_in)
 
 
-def open_mailbox(transport: Collectives, patience_s: float) -> TcpMailbox:
-    """A mailbox among the workers of a transport; a call that all of them make."""
+def open_mailbox(transport: Collectives, patience_s: float, longest: int = longest_message()) -> TcpMailbox:
+    """A mailbox among the workers of a transport, for messages of at most so many bytes; a call that all make."""
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
     to, of = meet(transport.rank, transport.tell_all, calls=others, awaits=others)
-    return TcpMailbox(transport.rank, to, of, patience_s)
+    return TcpMailbox(transport.rank, to, of, patience_s, longest)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
