@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import HEAD_BYTES, Acceptor, Connection, Kind, Message, connect, payload_of
+from laconic.transport.connection import (
+    HEAD_BYTES,
+    Acceptor,
+    Address,
+    Connection,
+    Kind,
+    Message,
+    connect,
+    payload_of,
+)
 
 ANY = dict.fromkeys(Kind, 1 << 20)
 TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -111,18 +122,74 @@ def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.so
     assert sum(got) == num_bytes
 
 
-def test_only_those_who_were_told_the_token_come_in_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
+    """A door on the loopback that a stranger may greet for 0.3 s."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(sys.modules["laconic.transport.connection"], "_GREETING_S", 0.3)
     acceptor = Acceptor(5)
-    told = acceptor.address
-    stranger = told._replace(token="0" * len(told.token))
-    calls = [connect(stranger, 0, "it", 5.0)] + [connect(told, rank, "it", 5.0, f"{rank}!") for rank in (7, 1, 1)]
-    accepted = acceptor.accept(range(2), timeout_s=0.2)  # rank 7 is none of theirs, and rank 0 does not come
+    yield acceptor
     acceptor.close()
+
+
+def test_only_those_who_know_the_key_come_in_and_each_once(door: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = door.address
+    with ThreadPoolExecutor(1) as beside:
+        accepting = beside.submit(door.accept, range(2), 1.0)  # rank 7 is none of theirs, and rank 0 does not come
+        with pytest.raises(LaunchError, match=r"rank 0 and it at 127.0.0.1:\d+ do not know the same secret; give all"):
+            connect(told._replace(token="0" * 32), 0, "it", 5.0)
+        with monkeypatch.context() as other, pytest.raises(LaunchError, match="do not know the same secret"):
+            other.setenv("LACONIC_SECRET", "who was told the token still needs it")
+            connect(told, 0, "it", 5.0)
+        calls = [connect(told, rank, "it", 5.0, f"{rank}!") for rank in (7, 1, 1)]
+        accepted = accepting.result()
     assert {rank: terms for rank, (_, terms) in accepted.items()} == {1: "1!"}
-    calls[2].send(Message(Kind.PARTS, step=4))
+    calls[1].send(Message(Kind.PARTS, step=4))
     assert str(accepted[1][0].receive(ANY)) == "parts of step 4, bucket -1"
     for connection in (*calls, accepted[1][0]):
         connection.close()
+    door.close()
     with pytest.raises(LaunchError, match=r"rank 3 cannot reach server 0 at 127.0.0.1:\d+ \(Connection refused\)"):
         connect(told, 3, "server 0", 5.0)
+
+
+def test_who_answers_must_know_the_key_as_well() -> None:
+    def impostor(acceptor: socket.socket) -> None:
+        with acceptor.accept()[0] as link:
+            link.sendall(bytes(32))
+            assert len(link.recv(100)) == 68
+            link.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as acceptor, ThreadPoolExecutor(1) as beside:
+        answering = beside.submit(impostor, acceptor)
+        with pytest.raises(LaunchError, match="do not know the same secret"):
+            connect(Address("127.0.0.1", acceptor.getsockname()[1], "0" * 32), 0, "it", 5.0)
+        answering.result()
+
+
+def test_strangers_who_trickle_or_stay_hold_up_nobody(door: Acceptor) -> None:
+    stop = threading.Event()
+    strangers = [socket.create_connection(door.address[:2]) for _ in range(4)]
+    threads = [threading.Thread(target=trickle, args=(link, bytes(500), stop)) for link in strangers[:2]]
+    for thread in threads:
+        thread.start()
+    with ThreadPoolExecutor(1) as beside:
+        accepting = beside.submit(door.accept, range(2), 20.0)
+        calls = [connect(door.address, rank, "it", 5.0) for rank in range(2)]
+        accepted = accepting.result()
+    assert accepted.keys() == {0, 1} and any(thread.is_alive() for thread in threads)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for link in (*calls, *(link for link, _ in accepted.values())):
+        link.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_welcome_has_an_end_whoever_knocks(door: Acceptor) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as beside, socket.create_connection(door.address[:2]) as stranger:
+        trickling = beside.submit(trickle, stranger, bytes(500), stop)
+        assert door.accept(range(1), 0.5) == {} and not trickling.done()
+        stop.set()

@@ -197,7 +197,8 @@ class _Overheard(InProcess):
 def test_a_stranger_is_not_let_in() -> None:
     def tell(rank: int, everyone: list[Address]) -> list[Address]:
         if rank == 1:
-            connect(everyone[0]._replace(token="0" * 32), 1, "rank 0", 5.0).close()
+            with ThreadPoolExecutor(1) as beside:
+                beside.submit(connect, everyone[0]._replace(token="0" * 32), 1, "rank 0", 5.0)
             socket.create_connection(everyone[0][:2]).close()
         return everyone
 

@@ -25,7 +25,7 @@ from laconic.transport.connection import (
 )
 from laconic.transport.traffic import BESIDE, Traffic
 
-_JOIN_TIMEOUT_S = 300.0  # for workers to come
+_JOIN_TIMEOUT_S = 300.0  # for all workers to come
 _UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
 _PAUSE_S = 0.5  # after which a worker that takes nothing of its answer lets the next one go before
 _CARRYING = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.TOTAL, Kind.ECHO, Kind.LOAD)  # of what workers say
@@ -58,6 +58,8 @@ class Listener:
         accepted = self._acceptor.accept(range(self.num_workers), _JOIN_TIMEOUT_S)
         self._acceptor.close()
         if len(accepted) < self.num_workers:
+            for connection, _ in accepted.values():
+                connection.close()
             raise LaunchError(
                 f"{len(accepted)} of {self.num_workers} workers came to this server; see what the others said"
             )
