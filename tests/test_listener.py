@@ -9,18 +9,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from laconic.errors import FrameError
+from laconic.layout import Layout
 from laconic.measure.train import Job, verdict
 from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.measure.train.launch import _wait, _who
-from laconic.server.client import ServerClient, sum_over
+from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
+from laconic.server.owner import Owner
+from laconic.server.serve import _RequestHandler
 from laconic.transport.connection import Kind, Message, payload_of, views_of
+from laconic.wire import FrameShape
+from parts import made
 from test_connection import trickle
 
 
@@ -144,6 +151,70 @@ def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
     assert listener.lost == {
         0: f"sent parts of {1 << 45} bytes, of at most {listener.longest} before the first step",
     }
+
+
+def _layout(text: bytes, part: bytes = bytes(64)) -> Tensor:
+    return payload_of(struct.pack("<q", len(text)) + text + part)
+
+
+OWNER = Owner(made("overlap"), 0, 1)
+GOOD = with_layout(
+    Layout.of(["w"], [8]),
+    FrameShape(8, 0, 0, OWNER.scheme.frame_code).write_overflow(torch.device("cpu"), step=0, bucket=0),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (Kind.LAYOUT, GOOD, payload_of(bytes(3))),
+        (Kind.LAYOUT, GOOD, payload_of(struct.pack("<q", 1 << 40))),
+        (Kind.LAYOUT, GOOD, _layout(b"{}")),
+        (Kind.LAYOUT, GOOD, _layout(b"[]")),
+        (Kind.LAYOUT, GOOD, _layout(b"7")),
+        (Kind.LAYOUT, GOOD, _layout(b'[["w", "8"]]')),
+        (Kind.LAYOUT, GOOD, _layout(b'[["w", 8, 9]]')),
+        (Kind.LAYOUT, GOOD, _layout(b'[["w", 1099511627776]]')),
+        (Kind.LAYOUT, GOOD, _layout(b"\xff\xfe")),
+        (Kind.LAYOUT, GOOD, _layout(b'[["v", 8]]')),
+        (Kind.LAYOUT, GOOD, torch.ones(9)),
+        (Kind.PARTS, payload_of(bytes(64)), payload_of(bytes(64))),
+        (Kind.SUM, torch.ones(3), torch.ones(4)),
+        (Kind.TOTAL, torch.ones(3), torch.ones(3, dtype=torch.float64)),
+        (Kind.LOAD, payload_of(b""), payload_of(b"no state")),
+    ],
+)
+def test_a_malformed_message_is_a_refusal_that_names_its_sender(kind: Kind, good: Tensor, bad: Tensor) -> None:
+    listener = Listener(2, 20, say=lambda text: None)
+    told: dict[int, str] = {}
+    good_arrived = threading.Event()
+
+    def work(rank: int, said: Tensor) -> None:
+        served = ServerClient(rank, 2, [listener.address], "", 20)
+        if rank == 1:
+            good_arrived.wait(20)
+        served._connections[0].send(Message(kind, 0, 0, said))
+        told[rank] = served._connections[0].receive({Kind.ERROR: 1 << 16}, 20).text.decode()
+        served._connections[0].close()
+
+    with ThreadPoolExecutor(4) as pool:
+        working = [pool.submit(work, rank, said) for rank, said in enumerate([good, bad])]
+        listener.accept()
+        handler = _RequestHandler(listener, OWNER, dict, pool)
+        arrived = handler._arrived
+
+        def note_arrived(rank: int, message: Message) -> None:
+            arrived(rank, message)
+            good_arrived.set()
+
+        handler._arrived = note_arrived  # type: ignore[method-assign]
+        with pytest.raises(FrameError, match="sent"):
+            handler.handle_round()
+        listener.close()
+    for done in working:
+        done.result()
+    assert told[0] == told[1] and "\n" not in told[0]
+    assert told[0].startswith("worker 0 sent parts of step 0" if kind == Kind.PARTS else "worker 1 sent")
 
 
 def test_a_step_may_take_longer_than_the_timeout_if_it_does_so_for_all() -> None:

@@ -162,10 +162,17 @@ def with_layout(layout: Layout, part: Tensor) -> Tensor:
     return torch.cat([payload_of(_LENGTH.pack(len(text)) + text), part])
 
 
-def without_layout(payload: Tensor) -> tuple[Layout, Tensor]:
-    """The inverse."""
+def without_layout(payload: Tensor, most_entries: int) -> tuple[Layout, Tensor]:
+    """The inverse; ValueError if this is no layout, or one of more entries than that."""
+    if payload.dtype != torch.uint8 or payload.numel() < _LENGTH.size:
+        raise ValueError
     (length,) = _LENGTH.unpack(payload[: _LENGTH.size].numpy().data)
+    if not 0 <= length <= payload.numel() - _LENGTH.size:
+        raise ValueError
     text, part = payload[_LENGTH.size :].tensor_split([length])
-    spans = json.loads(bytes(text.numpy()))
-    # A part may begin anywhere, its words may not.
-    return Layout.of([name for name, _ in spans], [size for _, size in spans]), part.clone()
+    names, sizes = zip(*json.loads(bytes(text.numpy())), strict=True)
+    if not all(type(name) is str for name in names) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError
+    if sum(sizes) > most_entries:
+        raise ValueError
+    return Layout.of(names, sizes), part.clone()  # a part may begin anywhere, its words may not

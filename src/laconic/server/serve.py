@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -129,15 +129,20 @@ class _RequestHandler:
     def _reply(self, about: Message, heard: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
         if about.kind in (Kind.LAYOUT, Kind.PARTS):
             self.num_steps = max(self.num_steps, about.step + 1)
-            layout = self.layouts[about.bucket]
             try:
                 told = {rank: self.contents[rank].result() for rank in heard}
             except FrameError as error:
                 self.listener.fail(error)
+            layout = self.layouts[about.bucket]
             return self.owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
         if about.kind in (Kind.SUM, Kind.TOTAL):
+            for rank, message in heard.items():
+                theirs = message.payload
+                if (theirs.dtype, theirs.numel()) != (about.payload.dtype, about.payload.numel()):
+                    self._refuse(rank, f"{theirs.numel()} {theirs.dtype} to add up, the others did not")
             return reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
-        given = next((message.payload for message in heard.values() if message.payload.numel()), payload_of(b""))
+        giver = next((rank for rank, message in heard.items() if message.payload.numel()), next(iter(heard)))
+        given = heard[giver].payload
         if about.kind == Kind.ECHO:
             return given
         if about.kind == Kind.STATE:
@@ -146,7 +151,10 @@ class _RequestHandler:
             first = self.listener.living[0]
             return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
         if about.kind == Kind.LOAD and given.numel():
-            self.owner.load_state_dict(torch.load(io.BytesIO(given.numpy().tobytes()), weights_only=True))
+            try:
+                self.owner.load_state_dict(torch.load(io.BytesIO(heard[giver].text), weights_only=True))
+            except Exception as error:  # which are many: what it says may be anything
+                self._refuse(giver, f"a state that cannot be loaded ({type(error).__name__})")
         if about.kind == Kind.STATS:
             return payload_of(json.dumps({**self.stats().as_dict(), **self.facts()}).encode())
         return payload_of(b"")
@@ -156,10 +164,27 @@ class _RequestHandler:
         if message.kind not in (Kind.LAYOUT, Kind.PARTS):
             return
         part = message.payload
+        layout = self.layouts.get(message.bucket)
         if message.kind == Kind.LAYOUT:
-            self.layouts[message.bucket], part = without_layout(part)
-        frame = {"step": message.step, "bucket": message.bucket, "peer": rank}
-        self.contents[rank] = self.readers.submit(self.owner.read, part, self.layouts[message.bucket], **frame)
+            layout = None
+            with suppress(ValueError, TypeError):
+                layout, part = without_layout(part, self.listener.longest // 16)
+            if not self.contents:  # the first of a round says what the others must say too
+                self.layouts.pop(message.bucket, None)
+            if layout is not None and self.layouts.setdefault(message.bucket, layout) != layout:
+                layout = None
+        self.contents[rank] = self.readers.submit(self._read, rank, message, layout, part)
+
+    def _read(self, rank: int, message: Message, layout: Layout | None, part: Tensor) -> Contents:
+        """What a worker says of a bucket of this layout; FrameError, which names it, if that cannot be."""
+        if layout is None or part.dtype != torch.uint8:
+            raise FrameError(
+                f"worker {rank} sent {message} without the layout that the others have; give all one model"
+            )
+        return self.owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
+
+    def _refuse(self, rank: int, what: str) -> NoReturn:
+        self.listener.fail(FrameError(f"worker {rank} sent {what}; run the same script and release on all workers"))
 
     def stats(self) -> ServerStats:
         traffic = self.listener.traffic

@@ -67,7 +67,7 @@ class TcpMailbox:
                     continue
                 said = torch.zeros(message.reply_bytes, dtype=torch.uint8)  # which a defect leaves: nothing was taken
                 try:
-                    said = reply(peer, message.step, message.payload, message.reply_bytes)
+                    said = reply(peer, message.step, message.payload.view(torch.uint8), message.reply_bytes)
                 except Exception:  # said, and the peer goes on
                     traceback.print_exc()
                 connection.send_bytes(said)
