@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import laconic
 from ddp_training import start
-from laconic import FrameError, ServerLostError, Session, attach, serve
+from laconic import FrameError, LaunchError, ServerLostError, Session, attach, serve
 from laconic.measure.records import RECORDS, read
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
@@ -156,6 +157,28 @@ def test_who_asks_something_else_is_named_and_a_dead_server_is_one_line(fresh_wo
         assert "worker 1 sent total, but the others sent layout of step 0, bucket 0" in said
     for said in fresh_workers.run(_server_that_ends, "topk:rho=0.05,exchange=server"):
         assert "server 0 is gone" in said and "\n" not in said
+
+
+def _another_release() -> str:
+    before = laconic.__version__
+    laconic.__version__ = "0.0.9" if dist.get_rank() == 0 else before
+    try:
+        if dist.get_rank() == 0:
+            serve("overlap", servers=[0])
+        else:
+            _client("overlap")
+    except LaunchError as error:
+        return str(error)
+    finally:
+        laconic.__version__ = before
+    return "nobody noticed"
+
+
+def test_a_server_of_another_release_is_told_apart_before_anyone_waits(fresh_workers: WorkerPool) -> None:
+    here = f"laconic {laconic.__version__}"
+    server, *workers = fresh_workers.run(_another_release)
+    assert server == f"rank 1 runs {here}, this rank laconic 0.0.9; run the same on all ranks"
+    assert set(workers) == {f"rank 0 runs laconic 0.0.9, this rank {here}; run the same on all ranks"}
 
 
 def _ten_steps_or_five_and_five(text: str) -> bool:

@@ -365,19 +365,38 @@ def test_ddp_over_some_of_the_ranks(four_workers: WorkerPool) -> None:
     assert four_workers.run(_on_two_of_four) == [(2, True), (2, True), (0, True), (0, True)]
 
 
-def _disagree() -> str:
-    ddp = DistributedDataParallel(Net())
+def _disagree(how: str) -> str:
+    """What a rank is told if rank 2 has another scheme, another release of laconic, or a model of other types."""
+    torch.manual_seed(7)
+    differs = dist.get_rank() == 2
+    model = Net().bfloat16() if differs and how == "types" else Net()
+    before = laconic.__version__
+    laconic.__version__ = "0.0.9" if differs and how == "release" else before
     try:
-        laconic.attach(ddp, "dense" if dist.get_rank() == 2 else SPARSE)
+        if how == "types":  # of which DDP says nothing to the point
+            laconic.follow(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco")
+        else:
+            laconic.attach(DistributedDataParallel(model), "dense" if differs and how == "scheme" else SPARSE)
     except laconic.SchemeError as error:
         return str(error)
+    finally:
+        laconic.__version__ = before
     return ""
 
 
-def test_ranks_that_attach_different_schemes_are_told(four_workers: WorkerPool) -> None:
-    said = four_workers.run(_disagree)
-    assert said[2] == "this rank attaches dense, rank 0 another scheme; attach the same on all ranks"
-    assert said[0] == f"this rank attaches {SPARSE}, rank 2 another scheme; attach the same on all ranks"
+@pytest.mark.parametrize(
+    ("how", "there", "here"),
+    [
+        ("scheme", "the scheme dense", f"the scheme {SPARSE}"),
+        ("release", "laconic 0.0.9", f"laconic {laconic.__version__}"),
+        ("types", *(f"conv.weight: torch.{t} of (8, 1, 3, 3) that is trained" for t in ("bfloat16", "float32"))),
+    ],
+)
+def test_ranks_that_differ_are_told_who_and_in_what(four_workers: WorkerPool, how: str, there: str, here: str) -> None:
+    said = four_workers.run(_disagree, how)
+    cure = "give all ranks the same release, scheme and model"
+    assert said[2] == f"rank 0 has {here}, this rank {there}; {cure}"
+    assert said[0] == said[1] == said[3] == f"rank 2 has {there}, this rank {here}; {cure}"
 
 
 def _in_float64() -> bool:

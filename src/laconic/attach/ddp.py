@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
+from laconic.attach.alike import check_common
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
@@ -28,7 +29,6 @@ from laconic.transport import (
     exchange_addresses,
     longest_message,
     own_group,
-    ranks_that_differ,
     ring_bytes,
 )
 
@@ -87,6 +87,7 @@ def attach(
     group: ProcessGroup = ddp.process_group
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     device = _only_device(trained)
+    check_common(ddp.module, scheme, group, device)  # or ranks would wait for each other until the group's timeout
     transport: Transport
     if servers:
         scheme = served_scheme(scheme)
@@ -96,11 +97,6 @@ def attach(
         transport = ServerClient(group.rank(), group.size(), addresses, terms, timeout_s, longest)
     else:
         own = own_group(group, device)
-        strangers = ranks_that_differ(own, device, str(scheme))
-        if strangers:  # said here, since ranks that do not agree would wait for each other until the group's timeout
-            raise SchemeError(
-                f"this rank attaches {scheme}, rank {strangers[0]} another scheme; attach the same on all ranks"
-            )
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from laconic.attach.alike import check_common
 from laconic.errors import SchemeError
 from laconic.gossip import Follower
 from laconic.outer import MakeOptimizer, OuterFollower
@@ -56,7 +57,7 @@ def follow(
         served_scheme(scheme)  # refused before anyone waits
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
-    _check_alike(model, scheme, group, device)
+    check_common(model, scheme, group, device)
     meeting = Group(own_group(group, device), device)
     if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
         _begin_alike_(model, meeting)
@@ -94,17 +95,6 @@ def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterS
     if next(model.parameters(), None) is None:
         raise SchemeError("the model has no parameters; follow one that has")
     return scheme
-
-
-def _check_alike(
-    model: nn.Module, scheme: GossipScheme | OuterScheme, group: ProcessGroup, device: torch.device
-) -> None:
-    """An error unless all ranks follow the same scheme with a model of the same shapes."""
-    if strangers := ranks_that_differ(group, device, str(scheme)):
-        raise SchemeError(f"this rank follows {scheme}, rank {strangers[0]} another scheme; give the same on all ranks")
-    shapes = str({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-    if strangers := ranks_that_differ(group, device, shapes):
-        raise SchemeError(f"rank {strangers[0]} follows a model of other shapes; give the same model on all ranks")
 
 
 def _end(

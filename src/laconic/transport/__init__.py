@@ -7,10 +7,12 @@ from laconic.transport.collectives import (
     CountedGroup,
     Group,
     backend_for,
+    check_alike,
     counterparts,
     exchange_addresses,
     own_group,
     ranks_that_differ,
+    release,
     world,
     world_without,
 )

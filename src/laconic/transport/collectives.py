@@ -2,12 +2,14 @@
 
 import atexit
 import hashlib
+import json
 import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from laconic.transport.push_pull import push_pull_in_rounds
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
 
+_CARD_BYTES = 1024  # in which a rank says what it runs, and a server where it is
+_FACT_BYTES = 1 << 16  # of what a rank has, where two differ
 _TIMEOUT_S = 1800.0  # where the backend does not say how long a call waits
 
 
@@ -242,26 +246,61 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
-    addresses = []
-    for server in servers:
-        box = [mine if dist.get_rank() == server else None]
-        try:
-            dist.broadcast_object_list(box, src=server)
-        except RuntimeError:  # as Gloo tells of a rank that has ended
-            if mine is None:
-                raise
-            raise LaunchError("the workers ended before they met this server; see what they said") from None
-        assert box[0] is not None
-        addresses.append(box[0])
+    try:
+        everyone = _texts(world(), _place_of_texts(), json.dumps([release(), mine]), _CARD_BYTES)
+    except RuntimeError:  # as Gloo tells of a rank that has ended
+        if mine is None:
+            raise
+        raise LaunchError("the workers ended before they met this server; see what they said") from None
+    cards = [json.loads(card) for card in everyone]
+    for rank, (theirs, _) in enumerate(cards):
+        if theirs != release():
+            raise LaunchError(f"rank {rank} runs {theirs}, this rank {release()}; run the same on all ranks")
+    addresses = [Address(*cards[server][1]) for server in servers if cards[server][1]]
+    if len(addresses) < len(servers):
+        raise LaunchError(f"not all of the ranks {list(servers)} serve; call laconic.serve() there, with these servers")
     return addresses
+
+
+def _place_of_texts() -> torch.device:
+    """Where the group of all ranks takes tensors from."""
+    cpu = torch.device("cpu")
+    return cpu if backend_for(world(), cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+
+def release() -> str:
+    """What must be the same on all ranks, as what they send each other may change from one to the next."""
+    from laconic import __version__  # which imports this
+
+    return f"laconic {__version__}"
+
+
+def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[str]) -> None:
+    """SchemeError, on all ranks, that names who differs and in which of these; a call that all of the group make."""
+    strangers = ranks_that_differ(group, device, "\n".join(facts))
+    if not strangers:
+        return
+    theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[strangers[0]].split("\n")
+    pairs = zip_longest(facts, theirs, fillvalue="nothing more")
+    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
+    raise SchemeError(
+        f"rank {strangers[0]} has {there}, this rank {here}; give all ranks the same release, scheme and model"
+    )
 
 
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
     """The ranks that made this call with another text; a call that all ranks of the group make."""
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(digest) for _ in range(group.size())]
-    dist.all_gather(everyone, digest, group=group)
-    return [rank for rank, other in enumerate(everyone) if not torch.equal(other, digest)]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    everyone = _texts(group, device, digest, len(digest))
+    return [rank for rank, other in enumerate(everyone) if other != digest]
+
+
+def _texts(group: dist.ProcessGroup, device: torch.device, mine: str, num_bytes: int) -> list[str]:
+    """What each rank of a group says, in so many bytes at most."""
+    said = torch.frombuffer(bytearray(mine.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(said) for _ in range(group.size())]
+    dist.all_gather(everyone, said, group=group)
+    return [other.cpu().numpy().tobytes().decode(errors="replace").rstrip() for other in everyone]
 
 
 def spans_world(group: dist.ProcessGroup) -> bool:
