@@ -42,7 +42,7 @@ def _heard(fault: Fault, what: str) -> list[list[int]]:
             elif what == "swap":
                 heard.append(end.swap(mine, 1 - end.rank, "kind", mine.numel()).tolist())
             else:
-                heard.append(end.broadcast(mine if end.rank else None, 1).tolist())
+                heard.append(end.broadcast(mine if end.rank else None, 1, 100).tolist())
         return heard
 
     slept: list[float] = []

@@ -95,6 +95,26 @@ def _one_gives_up() -> str:
     return str(error.value)
 
 
+def _says_too_much() -> list[str]:
+    """What is said of rank 2, which tells all 101 bytes, and pushes 9, where 100 and 8 may be."""
+    cpu = torch.device("cpu")
+    group = _ByRounds(own_group(world(), cpu), cpu)
+    speaks = dist.get_rank() == 2
+    parts = [torch.zeros(9 if speaks else 4, dtype=torch.uint8)] * 4
+    said = []
+    with pytest.raises(FrameError) as error:
+        group.broadcast(torch.zeros(101, dtype=torch.uint8) if speaks else None, 2, 100)
+    said.append(str(error.value))
+    with pytest.raises(FrameError) as error:
+        group.push_pull(Push(Layout.of(["w"], [4]), 0, 0, parts, lambda heard: next(iter(heard))[1], [8] * 4))
+    return [*said, str(error.value)]
+
+
+def test_no_more_is_heard_than_may_be_said(four_workers: WorkerPool) -> None:
+    for said in four_workers.run(_says_too_much, timeout_s=60):
+        assert said == [f"rank 2 is to say {what}; nothing is applied" for what in ("101 bytes of 100", "9 bytes of 8")]
+
+
 def test_who_fails_says_so_to_those_who_wait_for_it(four_workers: WorkerPool) -> None:
     said = four_workers.run(_one_gives_up, timeout_s=60)
     assert said.pop(2) == "rank 2 fails"

@@ -16,7 +16,7 @@ from laconic.paths.path import Message, Work
 from laconic.paths.push_pull import Choosing, PushPull
 from laconic.quantize import Marks
 from laconic.select import Overlap
-from laconic.wire import FrameShape
+from laconic.wire import FrameShape, longest_frame
 
 
 @dataclass
@@ -126,7 +126,7 @@ class LedPushPull(ScoredPushPull):
             codes, scale = Marks().encode(torch.empty(0, device=self.transport.wire or mine.device))
             shape = FrameShape(num_entries, mine.numel(), 0, Marks())
             frame = shape.write_smallest(mine.to(codes.device), codes, scale, **work.frame_id)
-        heard = yield partial(self.transport.broadcast, frame, leader)
+        heard = yield partial(self.transport.broadcast, frame, leader, longest_frame(num_entries, [Marks()]))
         if not heard.numel():
             return None
         shape = FrameShape.of(heard, num_entries, [Marks()], peer=leader)

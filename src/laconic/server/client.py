@@ -55,11 +55,11 @@ class ServerClient:
         for connection in self._connections:
             connection.set_timeout(self._patience_s)
 
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         said = [payload_of(b"")] * self.num_shares
         if frame is not None and self.rank == speaker:
             said[0] = frame.cpu()
-        return self._ask(Message(Kind.ECHO), "broadcast", said)[0].payload
+        return self._ask(Message(Kind.ECHO), "broadcast", said, [longest] * self.num_shares)[0].payload
 
     def push_pull(self, push: Push) -> list[Tensor]:
         parts = [part.cpu() for part in push.parts]

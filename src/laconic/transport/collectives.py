@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import LaunchError, SchemeError
+from laconic.errors import FrameError, LaunchError, SchemeError
 from laconic.transport.connection import Address
 from laconic.transport.mesh import Mesh, open_mesh
 from laconic.transport.push_pull import push_pull_in_rounds
@@ -94,11 +94,13 @@ class Group(Collectives):
         self.traffic.count_push_pull(self.rank, sent, heard, [answer.numel() for answer in answers])
         return answers
 
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         speaks = self.rank == speaker
         mine = frame if speaks and frame is not None else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([mine.numel()], device=self.wire)
         dist.broadcast(length, group=self._group, group_src=speaker)
+        if not 0 <= int(length) <= longest:
+            raise FrameError(f"rank {speaker} is to say {int(length)} bytes of {longest}; nothing is applied")
         said = mine.to(self.wire) if speaks else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
         if said.numel():
             dist.broadcast(said, group=self._group, group_src=speaker)

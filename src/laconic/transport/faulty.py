@@ -96,10 +96,10 @@ class FaultyTransport:
         tensor.copy_(self.faults.filled(tensor))
         self._inner.all_reduce_(tensor, kind)
 
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         if frame is not None and self.rank == speaker:
             (frame,) = self.faults.arriving([frame])
-        return self._inner.broadcast(frame, speaker)
+        return self._inner.broadcast(frame, speaker, longest)
 
     def push_pull(self, push: Push) -> list[Tensor]:
         arriving = zip(self.faults.arriving(push.parts), push.longest, strict=True)

@@ -43,8 +43,8 @@ class Transport(Protocol):
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         """Replace `tensor` by the sum over all workers, bit-equal on each."""
 
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
-        """What one worker says to all, of any length: its `frame`, None on the others; empty where it is gone."""
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
+        """What one worker says to all, in at most so many bytes: its `frame`, else None; empty where it is gone."""
 
     def push_pull(self, push: Push) -> list[Tensor]:
         """Every owner's answer to the parts it heard, the same on all workers.

@@ -49,7 +49,7 @@ class InProcess(Collectives):
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
         return self._exchange(rows, lambda shown: torch.stack([theirs[self.rank] for theirs in shown]))
 
-    def broadcast(self, frame: Tensor | None, speaker: int) -> Tensor:
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         mine = torch.empty(0, dtype=torch.uint8) if frame is None else frame
         said: Tensor = self._exchange(mine, lambda shown: shown[speaker].clone())
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=self.rank == speaker)

@@ -164,7 +164,7 @@ class VirtualWorkers:
 
     def wait(self) -> None:
         """Go on when all are here."""
-        self._transport.broadcast(torch.empty(0, dtype=torch.uint8), 0)
+        self._transport.broadcast(torch.empty(0, dtype=torch.uint8), 0, 0)
 
     def total(self, tensor: Tensor) -> Tensor:
         rows = self.gather(tensor.flatten().tolist())
