@@ -11,7 +11,9 @@ import os
 import secrets
 import selectors
 import socket
+import ssl
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
+from laconic.transport.tls import certificate, secured
 
 
 class Kind(IntEnum):
@@ -73,6 +76,7 @@ _HELLO_BYTES = 65_536
 _NONCE_BYTES = _PROOF_BYTES = 32
 _PROOF = struct.Struct("<I32s32s")  # who calls, its nonce, its proof
 _MEET_TIMEOUT_S = 60.0  # between two that have just met elsewhere
+_GOODBYE_S = 5.0  # for what is still to be encrypted
 _A_MOMENT_S = 1e-6  # since a timeout of 0 would not wait, but say so in other words
 _CARD_BYTES = 2048  # in which a worker says where it is, or why it cannot be called
 _REASON_CHARACTERS = 300  # of which JSON may make six bytes each
@@ -122,13 +126,18 @@ class Address(NamedTuple):
 
 
 class Connection:
-    """One TCP connection; small messages leave at once."""
+    """One TCP connection, under TLS where a context for that is given; small messages leave at once."""
 
-    def __init__(self, link: socket.socket, timeout_s: float | None = None) -> None:
-        self._link = link
-        self.set_timeout(timeout_s)
+    def __init__(
+        self, link: socket.socket, timeout_s: float | None = None, context: ssl.SSLContext | None = None
+    ) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._link = self._wire = link
+        self._relay: threading.Thread | None = None
+        if context is not None:
+            self._link, self._wire, self._relay = secured(link, context)
+        self.set_timeout(timeout_s)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -149,12 +158,12 @@ class Connection:
                 socket.TCP_USER_TIMEOUT: round(min(1e3 * silence_s, 2**31 - 1)),
             }
             for option, value in options.items():
-                self._link.setsockopt(socket.IPPROTO_TCP, option, value)
+                self._wire.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def limit_unsent(self, num_bytes: int) -> None:
         """Let no more than this wait in the kernel: messages that share a link then end one after another."""
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+            self._wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def send(self, message: Message) -> int:
         """Say it; returns the bytes that took. The timeout is for each part that the other end takes."""
@@ -230,8 +239,10 @@ class Connection:
             self._link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Give the socket back, once what was said is on its way."""
         self._link.close()
+        if self._relay is not None:
+            self._relay.join(_GOODBYE_S)
 
 
 class Cursor:
@@ -297,6 +308,7 @@ class Acceptor:
     def __init__(self, backlog: int) -> None:
         self._token = secrets.token_hex(16)
         self._key = _key(self._token)
+        self._context = certificate(accepts=True)
         self._is_open = True
         try:
             host = _own_host()
@@ -327,7 +339,7 @@ class Acceptor:
                 now = time.monotonic()
                 if self._link in ready:
                     with suppress(OSError):  # it has hung up already
-                        caller = Connection(self._link.accept()[0], 0)
+                        caller = Connection(self._link.accept()[0], 0, self._context)
                         greetings[caller] = Cursor(self._greeting(caller)), now + _GREETING_S
                         waiting.register(caller, selectors.EVENT_READ)
                 for connection, (cursor, end) in list(greetings.items()):
@@ -376,8 +388,9 @@ def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str
     where = f"{whom} at {address.host}:{address.port}"
     until = time.monotonic() + timeout_s
     connection = None
+    context = certificate(accepts=False)
     try:
-        connection = Connection(socket.create_connection((address.host, address.port), timeout_s))
+        connection = Connection(socket.create_connection((address.host, address.port), timeout_s), None, context)
         challenge, proof = bytearray(_NONCE_BYTES), bytearray(_PROOF_BYTES)
         connection.fill(Cursor(iter([memoryview(challenge)])), until - time.monotonic())
         nonce = secrets.token_bytes(_NONCE_BYTES)
