@@ -10,16 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from laconic.errors import FrameError
 from laconic.layout import Layout
 from laconic.measure.train import Job, verdict
-from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.measure.train.launch import _wait, _who
 from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
@@ -281,29 +278,6 @@ def test_a_mean_is_over_those_whom_each_server_heard() -> None:
     heard = [3, 2]  # the second no longer heard the third worker
     replies = [Message(Kind.SUM, payload=torch.full((2,), float(living)), living=living) for living in heard]
     assert sum_over(replies, 3).tolist() == [3, 3, 3, 3]
-
-
-class _Council:
-    """Workers of whom one may die while a checkpoint is written."""
-
-    def __init__(self, place: int, deaths: list[int]) -> None:
-        self.place = place
-        self.num_living = 3
-        self._deaths = deaths
-
-    def total(self, tensor: Tensor) -> Tensor:
-        self.num_living -= self._deaths.pop(0)
-        return tensor
-
-
-def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 10, 0, {}, _Council(0, [0, 0]))  # type: ignore[arg-type]
-    assert find_checkpoint(tmp_path).name == "step-10"
-    for deaths in ([1, 0], [0, 1]):
-        save_checkpoint(tmp_path, 20, 0, {}, _Council(0, deaths))  # type: ignore[arg-type]
-        assert find_checkpoint(tmp_path).name == "step-10" and find_checkpoint(tmp_path).is_dir()
-    save_checkpoint(tmp_path, 30, 2, {}, _Council(1, [1, 0]))  # type: ignore[arg-type]  # the leader made no folder
-    assert find_checkpoint(tmp_path).name == "step-10"
 
 
 def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:

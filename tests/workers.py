@@ -11,14 +11,17 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+
+from laconic.measure.train.worker_group import EndFacts
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo"])
@@ -58,6 +61,29 @@ class WorkerPool:
         for process in self.processes:
             process.terminate()
             process.join()
+
+
+class FewWorkers:
+    """A job's workers as one of them meets the others, who say what it says; some may die at each meeting."""
+
+    shares_clock: ClassVar[bool] = False
+
+    def __init__(self, place: int = 0, num_living: int = 1, deaths: Sequence[int] = (0, 0)) -> None:
+        self.place = place
+        self.num_living = num_living
+        self._deaths = list(deaths)
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        self.num_living -= self._deaths.pop(0)
+        return [list(mine)] * self.num_living
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return tensor * self.num_living
+
+    def share_(self, buffers: Iterable[Tensor]) -> None: ...
+
+    def end_facts(self) -> EndFacts:
+        return EndFacts()
 
 
 def run_script(script: Path, num_ranks: int) -> tuple[list[int | None], str]:

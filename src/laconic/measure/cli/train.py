@@ -13,7 +13,7 @@ from laconic.measure.figures import sentences
 from laconic.measure.measures import MEASURES
 from laconic.measure.records import make_writable, to_json
 from laconic.measure.train import Job, is_worker, work
-from laconic.measure.train.checkpoint import load_checkpoint
+from laconic.measure.train.checkpoint import find_checkpoint
 from laconic.measure.train.result import Result, beside_dense
 from laconic.measure.train.resume import check_resume
 from laconic.recipes import parse
@@ -75,7 +75,9 @@ def check_before_launch(job: Job, num_workers: int) -> None:
     if job.out is None:
         return
     if job.resume:
-        check_resume(job, job.num_steps(len(data.train_targets), num_workers), *load_checkpoint(job.out, mapped=True))
+        checkpoint = find_checkpoint(job.out)
+        num_steps = job.num_steps(len(data.train_targets), num_workers)
+        check_resume(job, num_steps, checkpoint, checkpoint.load(mapped=True))
     make_writable(job.out)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
+from torch import nn
 
 from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS
-from laconic.measure.train.checkpoint import load_checkpoint, save_checkpoint
+from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.recipes import parse
@@ -30,7 +30,9 @@ def save(loop: TrainingLoop) -> None:
     if loop.group.place == 0 or learner.owns_model:
         state |= {"model": learner.model.state_dict(), **learner.updater.state_dict()}
         state |= {"seconds": loop.seconds, "settings": settings(job)}
-    save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group)
+    about = {"scheme": job.scheme, "num_workers": loop.course.num_workers, "model": _layout(learner.model)}
+    if failure := save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group, about):
+        print(f"laconic: {failure}", file=sys.stderr, flush=True)
 
 
 def resume_(loop: TrainingLoop) -> None:
@@ -39,10 +41,13 @@ def resume_(loop: TrainingLoop) -> None:
     learner = loop.learner
     rank = loop.course.rank
     assert job.out is not None
-    step, states = load_checkpoint(job.out)
-    check_resume(job, loop.course.num_steps, step, states)
-    if rank == 0 and (changed := remark(job, states)):
-        print(f"laconic: {changed}", file=sys.stderr, flush=True)
+    checkpoint = find_checkpoint(job.out)
+    states = checkpoint.load()
+    check_resume(job, loop.course.num_steps, checkpoint, states)
+    _check_layout(checkpoint, learner.model)
+    if loop.group.place == 0:
+        for line in filter(None, [*checkpoint.remarks, remark(job, states)]):
+            print(f"laconic: {line}", file=sys.stderr, flush=True)
     lead = next(state for state in states if "model" in state)
     if learner.owns_model:
         lead = next((state for state in states if state["session"].get("rank") == rank), lead)
@@ -50,10 +55,12 @@ def resume_(loop: TrainingLoop) -> None:
     learner.updater.load_state_dict(lead)
     learner.session.load_state_dict([state["session"] for state in states])
     loop.seconds = lead["seconds"]
-    loop.steps_done = step
+    loop.steps_done = checkpoint.step
     for way in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
         loop.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
-    loop.group.total(torch.zeros(1))  # nobody is asked about a model that is still to be loaded
+    found = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
+    if len(found) > 1:
+        raise TaskError(f"workers find other steps in {job.out}: {sorted(found)}; give an --out that all hosts share")
 
 
 def settings(job: Job) -> dict[str, Any]:
@@ -74,21 +81,38 @@ def settings(job: Job) -> dict[str, Any]:
     }
 
 
-def check_resume(job: Job, num_steps: int, step: int, states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise, with the option to change, unless the job can go on from these states."""
-    if step >= num_steps:
-        raise TaskError(f"{step} steps are done already; give --steps more than that to go on")
+def check_resume(job: Job, num_steps: int, checkpoint: Checkpoint, states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise, with the option to change, unless the job can go on from a checkpoint, whose states these are."""
+    if checkpoint.step >= num_steps:
+        raise TaskError(f"{checkpoint.step} steps are done already; give --steps more than that to go on")
     before = _settings_of(states)
     for name in _MUST_BE_THE_SAME:
         if name in before and before[name] != settings(job)[name]:
             fits = f"--{name} {before[name]}"
             raise TaskError(f"the checkpoint in {job.out} was made with {fits}; give that, or another --out")
-    saved = states[0]["session"]["scheme"]
+    saved = checkpoint.about["scheme"]
     if _keeps(parse(saved)) != _keeps(parse(job.scheme)):
         raise TaskError(
             f"the checkpoint in {job.out} was made with --scheme {saved}, which keeps other things than {job.scheme}; "
             "give that, or another --out"
         )
+
+
+def _check_layout(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise unless this is the model that was saved: its names, shapes and types."""
+    before = checkpoint.about["model"]
+    now = _layout(model)
+    other = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
+    if other is not None:
+        raise TaskError(
+            f"{checkpoint.folder} is of another model: {other} is {before.get(other, 'not')} there and "
+            f"{now.get(other, 'not')} here; give the options it was made with, or another --out"
+        )
+
+
+def _layout(model: nn.Module) -> dict[str, str]:
+    """Shape and type of everything in a model's state, by name."""
+    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()}
 
 
 def remark(job: Job, states: Sequence[Mapping[str, Any]]) -> str:
