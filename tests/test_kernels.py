@@ -188,7 +188,9 @@ def test_every_search_takes_k_of_anything_finite(name: str) -> None:
 def test_native_counts_and_means_and_compaction_equal_the_reference(n: int, level: str) -> None:
     thresholds = torch.tensor([0.0, 1e-41, 0.5, 2.0, 1e30, torch.inf])
     for name, x in vectors(n).items():
-        assert cpu.all_finite(x) == reference.all_finite(x) == bool(torch.isfinite(x).all()), name
+        for below in (torch.inf, 2.0**64, 1.0, 2.0**140):
+            want = bool((x.abs() < below).all())
+            assert cpu.all_finite(x, below) == reference.all_finite(x, below) == want, name
         assert torch.equal(cpu.count_at_least(x, thresholds), reference.count_at_least(x, thresholds)), name
         # Within a block of 4,096 the native sum is in float32, over 16 lanes: 256 roundings.
         torch.testing.assert_close(
@@ -463,6 +465,10 @@ def test_finite() -> None:
             x = big.clone()
             x[place] = bad
             assert not kernels.all_finite(x) and not reference.all_finite(x)
+            assert not kernels.all_finite(x, 2.0**140) and not reference.all_finite(x, 2.0**140)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert kernels.all_finite(torch.full((3,), 6e4, dtype=dtype), 2.0**64)
+    assert not kernels.all_finite(big, 2.0**64) and not kernels.all_finite(big.bfloat16(), 2.0**64)
 
 
 def test_a_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,8 @@ def test_parts_of_the_search(n: int) -> None:
     thresholds = torch.tensor([0.0, 0.5, -1.0, torch.inf])
     for x in vectors(n).values():
         here = x.to(DEVICE)
-        assert gpu.all_finite(here) == reference.all_finite(x)
+        for below in (torch.inf, 2.0**64, 1.0, 2.0**140):
+            assert gpu.all_finite(here, below) == reference.all_finite(x, below)
         assert same(gpu.count_at_least(here, thresholds.to(DEVICE)), reference.count_at_least(x, thresholds))
         torch.testing.assert_close(
             gpu.mean_magnitude(here).cpu(), reference.mean_magnitude(x), rtol=1e-12, atol=0, equal_nan=True

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import Scheme, Session
+from laconic import Scheme, Session, parse
 from laconic.exchange import InProcess, in_process
 from parts import remembering_schemes, talking_schemes
 from virtual import LAYOUTS, gradients, one_core, one_step, run
@@ -92,3 +92,33 @@ def test_where_nothing_is_kept_all_workers_see_it_and_go_on(scheme: Scheme) -> N
         assert all(bool(each.isfinite().all()) for each in one_step(session, gradients(rank, 1)).values())
 
     run(scheme, M, work)
+
+
+FP16_SUM = parse("scheme:select=everything,quantize=fp16,memory=residual,exchange=all-reduce")
+
+
+@pytest.mark.parametrize("scheme", [*remembering_schemes(), FP16_SUM], ids=str)
+def test_numbers_that_float32_can_hold_but_not_add_up_leave_no_trace(scheme: Scheme) -> None:
+    def work(session: Session, rank: int) -> None:
+        for step in range(6):
+            given = gradients(rank, step)
+            if step in (2, 3):
+                given["c"][::2] = 3e38 if rank == BAD_RANK else 0.0
+            one_step(session, given)
+        assert session.stats().skipped_steps == 2
+        _assert_finite(session)
+        for step in range(6, 10):
+            for each in given.values():
+                each.fill_(1e18 if step < 8 else 0.0)
+            out = one_step(session, given)
+            assert all(bool(each.isfinite().all()) for each in out.values())
+        assert session.stats().skipped_steps == 2
+        _assert_finite(session)
+
+    run(scheme, M, work)
+
+
+def _assert_finite(session: Session) -> None:
+    state = session.state_dict()
+    for kind in (*state["memory"].values(), *state["past"].values(), state["owner"].get("held", {})):
+        assert all(bool(each.isfinite().all()) for each in kind.values())

@@ -12,6 +12,8 @@ from laconic.paths.shared_choice import SharedChoice
 from laconic.quantize import FloatCode
 from laconic.transport import ring_bytes
 
+_FP16_TOP = 2.0**15  # half of its range: each addition in flight may round up
+
 
 @dataclass
 class FloatSum(Path):
@@ -33,8 +35,11 @@ class FloatSum(Path):
         with self.clock.time("select", work.device):
             values = self.choice.take_(work)
         with self.clock.time("encode", work.device):
-            codes = values.div(num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
-            is_rounded = codes.dtype != torch.float32 and self.choice.keeps
+            dtype = self.quantize.sum_dtype(work.flat.dtype)
+            is_rounded = dtype != torch.float32 and self.choice.keeps
+            if is_rounded and dtype == torch.float16:  # what is beyond its range is owed, and no sum is Inf for ever
+                values = values.clamp(-_FP16_TOP, _FP16_TOP)
+            codes = values.div(num_workers).to(dtype)
             sent = codes.to(torch.float32).mul_(num_workers) if is_rounded else None
             codes = self.on_wire(codes)
         yield partial(self.transport.all_reduce_, codes, "dense")

@@ -76,7 +76,8 @@ class BF16(FloatCode):
 class FP16(FloatCode):
     """11 bits of precision in a narrow range; in frames a power of two per frame moves the values into it.
 
-    An all-reduce cannot carry that scale, so there a mean beyond 65504 becomes Inf, as in PyTorch's own hook.
+    An all-reduce cannot carry that scale, so there a mean beyond 65504 becomes Inf, as in PyTorch's own hook, unless
+    something is kept, which then keeps what is beyond 2^15.
     """
 
     code_id = 2

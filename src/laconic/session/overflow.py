@@ -1,4 +1,4 @@
-"""What becomes of a step in which some worker's gradient is Inf or NaN: the one rule, for all paths."""
+"""What becomes of a step in which some worker's gradient is Inf, NaN or as good as that: one rule, for all paths."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,10 @@ from torch import Tensor
 
 from laconic.memory.undo import Undo
 from laconic.paths import Work
+
+# The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
+# steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
+TOO_LARGE = 2.0**64
 
 
 class OverflowRule:

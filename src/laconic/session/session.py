@@ -12,7 +12,7 @@ from laconic.memory.undo import SetAside
 from laconic.paths import Path, PhaseClock, Said, Taken, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state
-from laconic.session.overflow import OverflowRule
+from laconic.session.overflow import TOO_LARGE, OverflowRule
 from laconic.session.regroup import regrouped
 from laconic.session.stats import Stats
 from laconic.session.talk import Talk
@@ -116,7 +116,7 @@ class Session:
         """Whether the gradient is finite; what is kept is noted for an undo, and that of idle parameters set aside."""
         self._overflow.remember([*work.account.kept, *path.kept(work)])
         with self._clock.time("select", work.device):
-            work.finite = kernels.all_finite(work.flat)
+            work.finite = kernels.all_finite(work.flat, TOO_LARGE * work.scale)
             spans = work.layout.spans if self._holds_idle else ()
             idle = [slice(span.start, span.stop) for span in spans if not work.flat[span.start : span.stop].any()]
             work.aside = SetAside([tensor[span] for tensor in work.account.kept for span in idle])

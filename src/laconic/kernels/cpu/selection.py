@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from laconic.kernels.search import note_
 _FROM_A_SAMPLE = -1.0
 
 
-def all_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor, below: float = math.inf) -> bool:
     if x.dtype != torch.float32:
-        return reference.all_finite(x)
+        return reference.all_finite(x, below)
+    if below < math.inf:  # a pass over memory takes the same time
+        return not count_at_least(x, torch.tensor([below])).item()
     return bool(library().laconic_all_finite(pointer("x", x, torch.float32), x.numel(), num_threads()))
 
 

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +21,11 @@ from laconic.kernels.gpu.withdraw_adding import TILE
 
 
 @triton.jit
-def _find_strange(x, found, n):
-    """Set `found` if an entry is Inf or NaN; programs that set it agree, so they need not take turns."""
+def _find_strange(x, found, n, least):
+    """Set `found` if the bits of some |x| reach `least`; programs that set it agree, so they need not take turns."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     largest = tl.max(magnitude_bits(tl.load(x + at, mask=at < n, other=0.0)), 0)
-    tl.store(found, 1, mask=largest >= 0x7F800000)
+    tl.store(found, 1, mask=largest >= least)
 
 
 @triton.jit
@@ -60,14 +63,20 @@ def _list_hits(x, ends, positions, values, n, threshold):
     tl.store(values + slot, value, mask=hit)
 
 
-def all_finite(x: Tensor) -> bool:
-    """Whether `x` holds neither Inf nor NaN; waits for the device. What is not float32 goes to the reference."""
+@cache
+def _bits(magnitude: float) -> int:
+    """Of a float32; they order like numbers."""
+    return int(torch.tensor(magnitude, dtype=torch.float32).view(torch.int32))
+
+
+def all_finite(x: Tensor, below: float = math.inf) -> bool:
+    """Whether all |x| are below a bound, and none is NaN; waits for the device. Only float32 is looked at here."""
     n = x.numel()
     if x.dtype != torch.float32 or n == 0:
-        return reference.all_finite(x)
+        return reference.all_finite(x, below)
     check_vector(x, torch.float32, n, "x")
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    launch(_find_strange, (*_tiles(n), 1), x, found, n)
+    launch(_find_strange, (*_tiles(n), 1), x, found, n, _bits(below))
     return not found.item()
 
 

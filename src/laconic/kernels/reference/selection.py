@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,12 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 @kernel
-def all_finite(x: Tensor) -> bool:
-    """Whether `x` holds neither Inf nor NaN. The largest |x| tells; a sum could overflow and accuse finite data."""
+def all_finite(x: Tensor, below: float = math.inf) -> bool:
+    """Whether all |x| are below a bound, and none is NaN. The largest |x| tells; a sum could accuse finite data."""
     if x.numel() == 0:
         return True
     low, high = torch.aminmax(x)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return bool((low > -below) & (high < below))
 
 
 @kernel
