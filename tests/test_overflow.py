@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import Scheme, Session, parse
+from laconic import LaconicError, Scheme, Session, parse
 from laconic.exchange import InProcess, in_process
 from parts import remembering_schemes, talking_schemes
 from virtual import LAYOUTS, gradients, one_core, one_step, run
@@ -122,3 +122,45 @@ def _assert_finite(session: Session) -> None:
     state = session.state_dict()
     for kind in (*state["memory"].values(), *state["past"].values(), state["owner"].get("held", {})):
         assert all(bool(each.isfinite().all()) for each in kind.values())
+
+
+@pytest.mark.parametrize("scheme", talking_schemes(), ids=str)
+def test_a_bucket_that_is_not_finite_becomes_zero_if_that_is_asked_for(scheme: Scheme) -> None:
+    def work(transport: InProcess) -> None:
+        session = Session(scheme, transport, zeroes=True)
+        told = [session.last_step_finite]
+        out = one_step(session, _spoilt(gradients(transport.rank, 0), "last", transport.rank))
+        assert not any(bool(out[name].any()) for name in LAYOUTS[-1].names)
+        assert all(bool(each.isfinite().all()) for each in out.values())
+        told.append(session.last_step_finite)
+        one_step(session, gradients(transport.rank, 1))
+        told.append(session.last_step_finite)
+        assert told == [True, False, True] and session.stats().skipped_steps == 1
+
+    with one_core():
+        in_process(M, work)
+
+
+@pytest.mark.parametrize("text", ["dense", "topk:rho=0.05"])
+def test_whether_the_last_step_was_finite_is_told_on_all_workers(text: str) -> None:
+    def work(session: Session, rank: int) -> None:
+        for step in range(4):
+            given = gradients(rank, step)
+            one_step(session, _spoilt(given, "first", rank) if step % 2 else given)
+            assert session.last_step_finite == (step % 2 == 0)
+
+    run(parse(text), M, work)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["dense", "topk:rho=0.05"])
+def test_ten_zeroed_steps_in_a_row_are_an_error(text: str) -> None:
+    def work(transport: InProcess) -> None:
+        session = Session(parse(text), transport, zeroes=True)  # type: ignore[arg-type]
+        for step in [*range(9), 10, *range(9)]:
+            given = gradients(transport.rank, step)
+            one_step(session, given if step == 10 else _spoilt(given, "last", transport.rank))
+        with pytest.raises(LaconicError, match="10 steps in a row gave Inf or NaN and were zeroed; go back to a check"):
+            one_step(session, _spoilt(given, "last", transport.rank))
+
+    with one_core():
+        in_process(M, work)

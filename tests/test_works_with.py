@@ -172,6 +172,41 @@ def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
         assert result["same_weights"] and result["same_residual"]
 
 
+def _left_out(text: str) -> dict[str, Any]:
+    """One NaN on rank 1 alone: a script that leaves the step out, and one whose gradient becomes zero."""
+    result: dict[str, Any] = {}
+    for way in ("nan", "zero"):
+        torch.manual_seed(7)
+        ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        asked: dict[str, Any] = {} if way == "nan" else {"on_nonfinite": way}
+        session = laconic.attach(ddp, text, **asked)
+        finite = []
+        for number in range(3):
+            x, y = batch(number)
+            optimizer.zero_grad()
+            loss = cross_entropy(ddp(x), y)
+            _backward(loss * torch.nan if number == 1 and dist.get_rank() == 1 else loss)
+            finite.append(session.last_step_finite)
+            if finite[-1] or way == "zero":
+                optimizer.step()
+        after = flat_parameters(ddp)
+        result[way] = finite, bool(after.isfinite().all()), equal_everywhere(after)
+        session.close()
+    return result
+
+
+@pytest.mark.parametrize("text", ["dense", SPARSE, "torch-fp16"])
+def test_a_step_that_is_not_finite_never_reaches_the_weights_of_who_asks(four_workers: WorkerPool, text: str) -> None:
+    if text == "torch-fp16":
+        with pytest.raises(AssertionError, match="leave on_nonfinite out, and look at last_step_finite"):
+            four_workers.run(_left_out, text)
+        return
+    for result in four_workers.run(_left_out, text):
+        for finite, is_sound, are_equal in result.values():
+            assert finite == [True, False, True] and is_sound and are_equal
+
+
 def _in_bf16(text: str) -> dict[str, Any]:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU(), nn.Linear(60, 60))

@@ -4,7 +4,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ class Attached(Protocol):
     def error(self) -> BaseException | None:
         """What went wrong while the backward pass went on, if anything did."""
 
+    @property
+    def last_step_finite(self) -> bool:
+        """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
+
     def stats(self, *, ages: bool = False) -> Stats:
         """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
 
@@ -75,15 +79,23 @@ def attach(
     servers: Sequence[int] = (),
     timeout_s: float = TIMEOUT_S,
     pipeline: bool | None = None,
+    on_nonfinite: Literal["nan", "zero"] = "nan",
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
     ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
     With `pipeline` buckets overlap, without one is exchanged after the other: the same numbers, large models in less
-    time and small ones in more, so it is for large ones unless said otherwise.
+    time and small ones in more, so it is for large ones unless said otherwise. With `on_nonfinite="zero"` a bucket in
+    which some worker saw Inf or NaN becomes zero on all ranks, not NaN; ten such steps in a row are an error.
     """
     scheme = _checked(ddp, scheme)
+    if on_nonfinite not in ("nan", "zero"):
+        raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
+    if on_nonfinite == "zero" and grad_scaler is not None:
+        raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
+    if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
+        raise SchemeError(f"{scheme} is PyTorch's own hook; leave on_nonfinite out, and look at last_step_finite")
     group: ProcessGroup = ddp.process_group
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     device = _only_device(trained)
@@ -100,7 +112,7 @@ def attach(
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler, pipelined=pipeline)
+    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler, pipelined=pipeline, zeroes=on_nonfinite == "zero")
     if transport.rank == 0:
         for remark in adapter.remarks(ddp, may_lose_workers=bool(servers)):
             warnings.warn(remark, stacklevel=2)
@@ -160,12 +172,14 @@ class DdpAdapter:
         grad_scaler: GradScaler | None,
         *,
         pipelined: bool | None,
+        zeroes: bool,
     ) -> None:
         self.session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=ddp.find_unused_parameters,
+            zeroes=zeroes,
         )
         self.transport = transport
         self._device = device
@@ -205,6 +219,10 @@ class DdpAdapter:
     def error(self) -> BaseException | None:
         """What went wrong in the session's thread."""
         return self._background.error
+
+    @property
+    def last_step_finite(self) -> bool:
+        return self.session.last_step_finite
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""

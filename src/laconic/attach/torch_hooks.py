@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
@@ -36,6 +37,8 @@ class TorchHookSession:
         self._steps = 0
         self._seconds = 0.0  # during which at least one bucket was under way
         self._last_end = 0.0
+        self._heard: list[Tensor] = []  # in this step
+        self._step_is_whole = True
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         ddp.register_comm_hook(self, TorchHookSession.run)
@@ -56,6 +59,9 @@ class TorchHookSession:
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         self._num_entries += bucket.buffer().numel()
         self._steps += bucket.is_last()
+        if self._step_is_whole:
+            self._heard = []
+        self._step_is_whole = bucket.is_last()
         since = time.perf_counter()
         if self._power is not None:
             result = powerSGD_hook.powerSGD_hook(self._power, bucket)
@@ -69,7 +75,12 @@ class TorchHookSession:
             now = time.perf_counter()
             self._seconds += now - max(since, self._last_end)
             self._last_end = now
+            self._heard.append(value)
         return value
+
+    @property
+    def last_step_finite(self) -> bool:
+        return all(map(kernels.all_finite, self._heard))
 
     def stats(self, *, ages: bool = False) -> Stats:
         traffic = self._group.traffic

@@ -5,16 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laconic.errors import LaconicError
 from laconic.memory.undo import Undo
 from laconic.paths import Work
 
 # The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
 # steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
 TOO_LARGE = 2.0**64
+_MOST_ZEROED = 10  # steps in a row; a model that does not recover in so many does not recover
 
 
 class OverflowRule:
-    """All workers see NaN in the bucket, and nothing of what overflowed is kept.
+    """All workers see NaN in the bucket, or zeros (`zeroes`), and nothing of what overflowed is kept.
 
     Without a GradScaler each bucket stands for itself: who was finite keeps its gradient, which goes out later, and
     who was not loses its own alone; a balance that fades has faded for the former and not for the latter. With one
@@ -23,8 +25,10 @@ class OverflowRule:
     GradScaler pay.
     """
 
-    def __init__(self, *, undoes: bool) -> None:
+    def __init__(self, *, undoes: bool, zeroes: bool) -> None:
         self.skipped_steps = 0
+        self.zeroes = zeroes
+        self._in_a_row = 0
         self._undoes = undoes
         self._undo = Undo()
         self._overflowed = False
@@ -39,7 +43,7 @@ class OverflowRule:
         self._overflowed = True
         if work.taken is not None:
             work.account.refund_(work.taken.positions, work.taken.values)
-        work.flat.fill_(torch.nan)
+        work.flat.fill_(0.0 if self.zeroes else torch.nan)
 
     def end_step_(self) -> bool:
         """Take the step back if that is asked for; whether it overflowed."""
@@ -49,4 +53,10 @@ class OverflowRule:
             self._undo.restore_()
         self._undo.forget()
         self._overflowed = False
+        self._in_a_row = self._in_a_row + 1 if overflowed else 0
+        if self.zeroes and self._in_a_row == _MOST_ZEROED:
+            raise LaconicError(
+                f"{_MOST_ZEROED} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
+                "with a smaller learning rate"
+            )
         return overflowed

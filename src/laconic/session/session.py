@@ -25,6 +25,7 @@ class Session:
     `loss_scale` tells the current scale of a GradScaler: balances are kept in unscaled units, and a step in which some
     worker saw Inf or NaN is undone bit for bit, as it is with `undoes`. `holds_idle` leaves the account of a parameter
     untouched in a step that gave it no gradient, since DDP drops what it receives for a parameter that no worker used.
+    `zeroes` makes a bucket zero, not NaN, in which some worker saw Inf or NaN, and ten such steps in a row an error.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Session:
         loss_scale: Callable[[], float] | None = None,
         holds_idle: bool = False,
         undoes: bool = False,
+        zeroes: bool = False,
     ) -> None:
         self.scheme = scheme
         self.transport = transport
@@ -42,11 +44,12 @@ class Session:
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
         self._ledger: Ledger[Account] = Ledger(scheme.memory)
+        self._is_asked = not undoes  # whether a last step was finite; outer steps look for themselves
         undoes = undoes or loss_scale is not None
         self._path = path_for(scheme, transport, self._clock, self._ledger, undoes=undoes, holds_idle=holds_idle)
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes)
+        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
         self._first_step = 0  # that of a checkpoint
@@ -56,6 +59,9 @@ class Session:
         self._seen: list[Layout] = []  # of this one, as far as its buckets have come
         self._is_whole = False  # whether all of them have
         self._num_ended = 0
+        self._last_overflowed = False
+        self._last_unlooked: list[Tensor] = []  # what the last step made of buckets that nobody looked at
+        self._unlooked: list[Tensor] = []
         self._resumed_layouts: list[Layout] = []
 
     def exchange_(self, bucket: Bucket) -> None:
@@ -130,11 +136,28 @@ class Session:
                 if work.taken is not None:
                     _settle_(work.account, work.taken, said.sent, refunds=self.scheme.memory.refunds)
                 path.apply_(work, said)
+                if not path.looks:
+                    self._heard_unlooked_(work)
             work.aside.restore_()
 
+    def _heard_unlooked_(self, work: Work) -> None:
+        """Inf and NaN survive a plain sum: found now where they are to be zeros, or when someone asks."""
+        if not self._overflow.zeroes:
+            self._unlooked += [work.flat] if self._is_asked else []
+        elif not kernels.all_finite(work.flat):
+            self._overflow.overflow_(work)
+
+    @property
+    def last_step_finite(self) -> bool:
+        """Whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
+        return not self._last_overflowed and all(map(kernels.all_finite, self._last_unlooked))
+
     def _end_step(self) -> None:
-        if self._overflow.end_step_():
+        self._last_overflowed = self._overflow.end_step_()
+        if self._last_overflowed:
             self._path.restored()
+        self._last_unlooked = self._unlooked
+        self._unlooked = []
         self._step += 1
         self._layouts = self._seen
         self._seen = []

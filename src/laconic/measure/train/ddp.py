@@ -71,7 +71,8 @@ class DdpLearner:
             if isinstance(self.session.error, LaconicError):
                 raise self.session.error from None
             raise
-        self.updater.apply_()
+        if self.updater.grad_scaler is not None or self.session.last_step_finite:
+            self.updater.apply_()
         return float(loss)  # on CUDA this waits for the step to end
 
     def finish_(self) -> Spent:

@@ -213,11 +213,12 @@ class Replica:
             self._losses.append(loss)
         return flat, loss
 
-    def apply_(self, flat: Tensor) -> float:
-        """One step of the optimizer; the mean loss of all batches since the last."""
+    def apply_(self, flat: Tensor, *, finite: bool) -> float:
+        """One step of the optimizer by what is finite; the mean loss of all batches since the last."""
         for parameter, span in zip(self.trained, self.layout.spans, strict=True):
             parameter.grad = flat[span.start : span.stop].view_as(parameter)
-        self.updater.apply_()
+        if finite or self.updater.grad_scaler is not None:
+            self.updater.apply_()
         loss = statistics.fmean(self._losses)
         self._losses = []
         return loss
@@ -256,7 +257,7 @@ class VirtualLearner:
         self._before_exchange(step + 1, bucket)
         self.session.exchange_(bucket)
         if self._applies:
-            loss = self._replica.apply_(flat)
+            loss = self._replica.apply_(flat, finite=self.session.last_step_finite)
         self._group.wait()  # none computes on while another applies
         return loss
 
