@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
 
 from laconic.errors import FrameError
 from laconic.layout import Layout

@@ -26,6 +26,7 @@ from laconic.measure.records import RECORDS, read
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
 from laconic.server.serve import greeting
+from laconic.session import Replicas
 from laconic.transport import (
     InProcess,
     exchange_addresses,
@@ -206,6 +207,28 @@ def _ten_steps_or_five_and_five(text: str) -> bool:
         ends.append((flat_parameters(run.ddp), state["memory"]["residual"]["body.weight"]))
         session.close()
     return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def _healed_by_others(text: str) -> list[bool]:
+    """Whether a replica that drifted is as it was, on each worker of a server."""
+    if dist.get_rank() == 0:
+        serve(text, servers=[0])
+        return []
+    client = _client(text)
+    parameters = {"a": torch.ones(3), "b": torch.arange(70.0)}
+    replicas = Replicas(parameters, client, every=1, on_drift="heal")
+    replicas.check_()
+    parameters["b"][9] += client.rank == 1
+    replicas.check_()
+    before = dict(client.traffic.by_kind)
+    client.close()
+    return [torch.equal(parameters["b"], torch.arange(70.0)), not before]
+
+
+@pytest.mark.filterwarnings("ignore:the parameters of rank 1")
+def test_replicas_are_compared_and_mended_under_a_dedicated_server(fresh_workers: WorkerPool) -> None:
+    _, *healed = fresh_workers.run(_healed_by_others, "topk:rho=0.05,exchange=server")
+    assert healed == [[True, True]] * 3
 
 
 def test_a_checkpoint_under_a_dedicated_server_holds_what_the_server_keeps(fresh_workers: WorkerPool) -> None:

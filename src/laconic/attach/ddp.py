@@ -22,7 +22,7 @@ from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
-from laconic.session import Background, Session, Stats, belongs_on_host
+from laconic.session import Background, OnDrift, Replicas, Session, Stats, belongs_on_host
 from laconic.transport import (
     Group,
     Transport,
@@ -52,6 +52,9 @@ class Attached(Protocol):
     def last_step_finite(self) -> bool:
         """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
 
+    def check_replicas_(self) -> None:
+        """Compare the parameters of all ranks now, as every `drift_every` steps; a call that all make between steps."""
+
     def stats(self, *, ages: bool = False) -> Stats:
         """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
 
@@ -80,6 +83,8 @@ def attach(
     timeout_s: float = TIMEOUT_S,
     pipeline: bool | None = None,
     on_nonfinite: Literal["nan", "zero"] = "nan",
+    on_drift: OnDrift = "warn",
+    drift_every: int = 100,
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
@@ -88,10 +93,14 @@ def attach(
     With `pipeline` buckets overlap, without one is exchanged after the other: the same numbers, large models in less
     time and small ones in more, so it is for large ones unless said otherwise. With `on_nonfinite="zero"` a bucket in
     which some worker saw Inf or NaN becomes zero on all ranks, not NaN; ten such steps in a row are an error.
+    Every `drift_every` steps (0: never) the ranks compare eight bytes of their parameters; where some differ, that is a
+    warning, an error on all ranks, or ("heal") they take over what most have.
     """
     scheme = _checked(ddp, scheme)
     if on_nonfinite not in ("nan", "zero"):
         raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
+    if on_drift not in ("warn", "error", "heal"):
+        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
     if on_nonfinite == "zero" and grad_scaler is not None:
         raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
     if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
@@ -112,7 +121,17 @@ def attach(
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    adapter = DdpAdapter(ddp, scheme, transport, device, grad_scaler, pipelined=pipeline, zeroes=on_nonfinite == "zero")
+    replicas = Replicas(dict(ddp.module.named_parameters()), transport, every=drift_every, on_drift=on_drift)
+    adapter = DdpAdapter(
+        ddp,
+        scheme,
+        transport,
+        device,
+        grad_scaler,
+        pipelined=pipeline,
+        zeroes=on_nonfinite == "zero",
+        replicas=replicas if scheme.talks else None,  # who is silent has a model of its own
+    )
     if transport.rank == 0:
         for remark in adapter.remarks(ddp, may_lose_workers=bool(servers)):
             warnings.warn(remark, stacklevel=2)
@@ -173,6 +192,7 @@ class DdpAdapter:
         *,
         pipelined: bool | None,
         zeroes: bool,
+        replicas: Replicas | None,
     ) -> None:
         self.session = Session(
             scheme,
@@ -189,7 +209,10 @@ class DdpAdapter:
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         if pipelined is None:
             pipelined = self._model.num_entries >= _WORTH_A_PIPELINE
-        self._background = Background(self.session, device, on_host=self._on_host, pipelined=pipelined)
+        self._replicas = replicas
+        self._background = Background(
+            self.session, device, on_host=self._on_host, pipelined=pipelined, replicas=replicas
+        )
         ddp.register_comm_hook(self, DdpAdapter.submit)
 
     def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:
@@ -223,6 +246,10 @@ class DdpAdapter:
     @property
     def last_step_finite(self) -> bool:
         return self.session.last_step_finite
+
+    def check_replicas_(self) -> None:
+        if self._replicas is not None:
+            self._replicas.check_()
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""

@@ -82,6 +82,9 @@ class TorchHookSession:
     def last_step_finite(self) -> bool:
         return all(map(kernels.all_finite, self._heard))
 
+    def check_replicas_(self) -> None:
+        """Nothing: what PyTorch's hook makes of gradients is PyTorch's."""
+
     def stats(self, *, ages: bool = False) -> Stats:
         traffic = self._group.traffic
         num_workers = self._group.size()

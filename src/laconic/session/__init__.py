@@ -2,5 +2,6 @@
 
 from laconic.paths import PHASES
 from laconic.session.background import Background, belongs_on_host
+from laconic.session.replicas import OnDrift, Replicas
 from laconic.session.session import Session
 from laconic.session.stats import Stats

@@ -17,6 +17,7 @@ from laconic import kernels
 from laconic.errors import LaconicError
 from laconic.layout import Bucket, Layout
 from laconic.session.pipeline import Flight, Pipeline
+from laconic.session.replicas import Replicas
 from laconic.session.session import Session
 
 SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and telling a GPU takes as long
@@ -47,17 +48,25 @@ class Background:
 
     A step of several buckets goes through a pipeline, unless that is not wanted; one of a single bucket has nothing to
     overlap, and stays in one thread. With `on_host` gradients go to the host in one copy, are exchanged there, and what
-    was heard comes back in another.
+    was heard comes back in another. `replicas` are looked at before the last bucket of a step: by then the backward
+    pass needs no parameter, and goes on only when that bucket has landed.
     """
 
     def __init__(
-        self, session: Session, device: torch.device, *, on_host: bool = False, pipelined: bool = True
+        self,
+        session: Session,
+        device: torch.device,
+        *,
+        on_host: bool = False,
+        pipelined: bool = True,
+        replicas: Replicas | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self._session = session
         self._device = device
         self._on_host = on_host
         self._pipelined = pipelined
+        self._replicas = replicas
         self._pipeline: Pipeline | None = None  # until a step has two buckets
         self._rooms: dict[tuple[Layout, torch.dtype], Tensor] = {}  # on the host, one for each bucket
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -106,6 +115,8 @@ class Background:
             self._step_is_whole = submission.bucket.is_last
             if submission.ready is not None:
                 torch.cuda.current_stream().wait_event(submission.ready)
+            if self._replicas is not None and submission.bucket.is_last and self._replicas.are_due():
+                self._check_(self._replicas)
             if self._session.wants_whole_step:
                 self._collect(submission)
             elif self._pipelined and (self._step_has_begun or not submission.bucket.is_last):
@@ -113,6 +124,19 @@ class Background:
                 self._begin(submission)
             else:
                 self._exchange([submission])
+
+    def _check_(self, replicas: Replicas) -> None:
+        """Compare what workers have, when none of this step's buckets is on its way."""
+        if not self._session.wants_whole_step:
+            for done in self._step[:-1]:
+                done.wait()
+        if self.error is None:
+            try:
+                replicas.check_()
+                if self._stream is not None:
+                    self._stream.synchronize()  # for whoever uses them next
+            except BaseException as error:
+                self.error = error
 
     def _collect(self, submission: _Submission) -> None:
         self._collected.append(submission)

@@ -73,7 +73,7 @@ class Collectives(Transport, Protocol):
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
 
     def tell_all(self, card: Tensor) -> Tensor:
-        """Everyone's few bytes in rank order, on the host, before anything else is said."""
+        """Everyone's few bytes in rank order, on the host, beside what is exchanged."""
         return self.all_gather(card, "addresses")
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from laconic.attach import Attached
 from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS
 from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
@@ -26,6 +27,8 @@ def save(loop: TrainingLoop) -> None:
     if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
         return
     learner = loop.learner
+    if isinstance(learner.session, Attached):
+        learner.session.check_replicas_()
     state: dict[str, Any] = {"session": learner.session.state_dict(), "bytes": loop.bytes_so_far()}
     if loop.group.place == 0 or learner.owns_model:
         state |= {"model": learner.model.state_dict(), **learner.updater.state_dict()}

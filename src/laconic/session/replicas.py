@@ -1,0 +1,105 @@
+"""Whether all workers still have the same parameters: eight bytes of each, compared now and then."""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laconic.errors import LaconicError
+from laconic.kernels.fingerprint import fingerprint
+from laconic.server.client import ServerClient
+from laconic.transport import Collectives, Transport, rows_of
+
+OnDrift = Literal["warn", "error", "heal"]
+
+_FACTOR = 0x9E3779B97F4A7C15  # odd
+_HALF = 1 << 32
+
+
+class Replicas:
+    """Parameters that every step leaves alike on all workers, looked at in every `every`-th of them.
+
+    A difference is a warning, an error on all workers, or mended: those that differ become the majority's, or, where
+    there is none, those of the first of the largest parties. What an optimizer keeps is not looked at.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], transport: Transport, *, every: int, on_drift: OnDrift
+    ) -> None:
+        self._parameters = parameters
+        self._transport = transport
+        self._every = every
+        self._on_drift = on_drift
+        self._num_steps = 0
+
+    def are_due(self) -> bool:
+        """Whether they are to be looked at in this step; to be asked once in each."""
+        self._num_steps += 1
+        return self._every > 0 and self._num_steps % self._every == 0
+
+    def check_(self) -> None:
+        """Compare, and do what is asked for; a call that all workers make while nobody uses their parameters."""
+        mine = [print_ % (1 << 64) for print_ in torch.stack([*map(fingerprint, self._parameters.values())]).tolist()]
+        with self._transport.traffic.uncounted():
+            if len(set(self._told([_folded(mine)]).values())) > 1:
+                self._mend_(self._told(mine))
+
+    def _mend_(self, told: Mapping[int, tuple[int, ...]]) -> None:
+        """`told` are the fingerprints of all parameters, by rank."""
+        ((right, _),) = Counter(told.values()).most_common(1)
+        alike = [rank for rank in told if told[rank] == right]
+        others = [rank for rank in told if told[rank] != right]
+        names = [
+            name
+            for name, prints in zip(self._parameters, zip(*told.values(), strict=True), strict=True)
+            if len(set(prints)) > 1
+        ]
+        said = (
+            f"the parameters of {_ranks(others)} are not those of {_ranks(alike)}, first in {names[0]!r}; "
+            "look for what changes them on some ranks alone"
+        )
+        if self._on_drift == "error":
+            raise LaconicError(said)
+        if self._on_drift == "heal":
+            said = f"{said}; they are now those of rank {alike[0]}"
+            for name in names:
+                self._copy_(self._parameters[name], alike[0])
+        if self._transport.rank == min(told):
+            warnings.warn(said, stacklevel=2)
+
+    def _copy_(self, parameter: Tensor, speaker: int) -> None:
+        """Overwrite a parameter with what it is on another worker."""
+        mine = parameter.detach().contiguous()
+        frame = mine.view(-1).view(torch.uint8) if self._transport.rank == speaker else None
+        heard = self._transport.broadcast(frame, speaker).clone()  # a word may not begin anywhere
+        parameter.data.copy_(heard.view(mine.dtype).view(mine.shape))  # of which autograd need not know
+
+    def _told(self, mine: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Everyone's numbers of 64 bits, by rank."""
+        transport = self._transport
+        if isinstance(transport, Collectives):
+            card = torch.tensor([number - (number >> 63 << 64) for number in mine], dtype=torch.int64)
+            rows = transport.tell_all(card.view(torch.uint8)).view(torch.int64).tolist()
+            return {rank: tuple(row) for rank, row in enumerate(rows)}
+        assert isinstance(transport, ServerClient)
+        halves = [half for number in mine for half in divmod(number, _HALF)]  # sums there are of float64
+        table = rows_of(transport, [transport.rank + 1, *halves])
+        return {
+            int(row[0]) - 1: tuple(int(high) * _HALF + int(low) for high, low in zip(row[1::2], row[2::2], strict=True))
+            for row in table
+            if row[0]  # zeros are of one that has died
+        }
+
+
+def _folded(prints: Sequence[int]) -> int:
+    folded = 0
+    for each in prints:
+        folded = (folded * _FACTOR + each) % (1 << 64)
+    return folded
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
