@@ -16,7 +16,7 @@ from torch import nn
 
 from laconic.errors import TaskError
 from laconic.measure.train import resume
-from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, forget_checkpoint, save_checkpoint
+from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, forget_after, save_checkpoint
 from workers import FewWorkers
 
 
@@ -113,6 +113,13 @@ def test_what_has_rotted_is_noticed_and_the_older_one_is_loaded(
     value, remarks = found(tmp_path)
     assert value == 10 and len(remarks) == 1 and said in remarks[0] and remarks[0].endswith("; going on from step 10")
     spoil(tmp_path / "checkpoint" / "step-10" / name)
+    forget_after(tmp_path, 10)
+    save(tmp_path, 30)  # at which what is damaged makes room, not what is whole
+    assert steps_in(tmp_path) == ["step-10", "step-30"]
+    spoil(tmp_path / "checkpoint" / "step-30" / name)
+    save(tmp_path, 30)
+    assert found(tmp_path) == (30, [])
+    spoil(tmp_path / "checkpoint" / "step-30" / name)
     with pytest.raises(TaskError, match=f"{said}; put a copy of it there, or leave --resume out to start afresh"):
         find_checkpoint(tmp_path)
 
@@ -179,10 +186,10 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
 
 
 def test_a_fresh_run_forgets_what_an_earlier_one_left(tmp_path: Path) -> None:
-    forget_checkpoint(tmp_path)
+    forget_after(tmp_path, 0)
     for _ in range(2):
         save(tmp_path, 5)
-        forget_checkpoint(tmp_path)
+        forget_after(tmp_path, 0)
         with pytest.raises(TaskError, match="holds no checkpoint"):
             find_checkpoint(tmp_path)
     save(tmp_path, 2)

@@ -92,12 +92,13 @@ def save_checkpoint(
     return failure
 
 
-def forget_checkpoint(folder: Path) -> None:
-    """Let nobody go on from what an earlier run left in a folder; it is removed with the first that is written."""
-    for _, old in _generations(folder / _FOLDER):
-        aside = old.with_name(f"{old.name}.old")
-        _remove(aside)
-        old.rename(aside)
+def forget_after(folder: Path, step: int) -> None:
+    """Let nobody go on from what a folder has of later steps; it is removed with the next that is written."""
+    for later, old in _generations(folder / _FOLDER):
+        if later > step:
+            aside = old.with_name(f"{old.name}.old")
+            _remove(aside)
+            old.rename(aside)
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:
@@ -151,12 +152,14 @@ def _keep_two(home: Path, step: int) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """What a manifest vouches for goes, and nothing else."""
+    if not (checkpoint / _MANIFEST).is_file():
+        return
     about = _read_manifest(checkpoint)
-    if about is not None:
-        for name in (_MANIFEST, *about["files"]):
-            (checkpoint / name).unlink(missing_ok=True)
-        with suppress(OSError):  # there are strays in it
-            checkpoint.rmdir()
+    parts = [path.name for path in checkpoint.glob("rank-*.pt")] if about is None else about["files"]
+    for name in (_MANIFEST, *parts):
+        (checkpoint / name).unlink(missing_ok=True)
+    with suppress(OSError):  # there are strays in it
+        checkpoint.rmdir()
 
 
 class _Hashed(io.BufferedWriter):

@@ -20,7 +20,7 @@ from laconic.attach import follow
 from laconic.errors import TaskError
 from laconic.measure.records import Recorder, forget_after
 from laconic.measure.tasks import Data
-from laconic.measure.train.checkpoint import forget_checkpoint
+from laconic.measure.train import checkpoint
 from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
 from laconic.measure.train.following import FollowingLearner
@@ -58,10 +58,9 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
         if job.resume:
             resume_(loop)
         if job.out is not None and loop.group.place == 0:
+            checkpoint.forget_after(job.out, loop.steps_done)
             if job.resume:
                 forget_after(job.out, loop.steps_done)
-            else:
-                forget_checkpoint(job.out)
         with _LeadersLog(job, loop) as log:
             seen = {"workers_seen": learner.course.num_workers, "mps": uses_mps(job)}
             log.write("job", **job.facts(), **seen, first_step=loop.steps_done)
