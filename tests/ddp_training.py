@@ -55,7 +55,12 @@ def num_buckets(session: laconic.Attached | None) -> int:
 
 
 def start(
-    scheme: str | None, model: nn.Module | None = None, *, bucket_mb: float = TINY_BUCKET_MB, **ddp_options: Any
+    scheme: str | None,
+    model: nn.Module | None = None,
+    *,
+    bucket_mb: float = TINY_BUCKET_MB,
+    timeout_s: float | None = None,
+    **ddp_options: Any,
 ) -> Run:
     """DDP over at least three buckets (one for PowerSGD, which aborts otherwise) with a scheme attached."""
     torch.manual_seed(7)
@@ -63,7 +68,7 @@ def start(
     one_bucket = "powersgd" in (scheme or "")
     ddp = DistributedDataParallel(model, bucket_cap_mb=100 if one_bucket else bucket_mb, **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    return Run(ddp, optimizer, laconic.attach(ddp, scheme, pipeline=True) if scheme else None)
+    return Run(ddp, optimizer, laconic.attach(ddp, scheme, pipeline=True, timeout_s=timeout_s) if scheme else None)
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def test_one_model_that_is_not_finite_is_left_out_of_the_mean_and_healed_by_it()
 
 def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     def start(transport: InProcess) -> Learner:
-        box = open_mailbox(transport, 1.0)
+        box = open_mailbox(transport, 1.0, 60.0)
         return Learner("gossip", box.rank, lambda m, o, s: Follower(m, o, s, box), 0.1)
 
     *others, dies = in_process(3, start)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,4 +117,42 @@ def test_a_killed_peer_is_dropped_and_the_others_finish() -> None:
             assert torch.equal(result["model"], found[0]["model"])
             assert sum(result["losses"][-5:]) < 0.5 * sum(result["losses"][:5])
     finally:
+        pool.close()
+
+
+def _while_one_stands_still(text: str, who: int) -> dict[str, Any]:
+    """This worker's end of a run in which another is stopped, for longer than the others wait, and then goes on."""
+    learner = Learner(text, dist.get_rank(), partial(laconic.follow, timeout_s=1.0), 0.1)
+    learner.follower.average_()
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for number in range(10):
+            learner.step(number)
+        learner.follower.average_()
+        return {"ranks": learner.follower.gather([float(dist.get_rank())]), "lost": learner.follower.stats().lost}
+    except laconic.LaunchError as error:
+        return {"said": str(error)}
+    finally:
+        learner.follower.close()
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_peer_that_stands_still_is_dropped_and_told_so(who: int) -> None:
+    pool = WorkerPool(3)
+    others = [rank for rank in range(3) if rank != who]
+    try:
+        for pipe in pool._pipes:
+            pipe.send((_while_one_stands_still, ("scheme:exchange=gossip(mode=wait,patience=0.2)", who)))
+        for rank in others:
+            assert pool._pipes[rank].poll(60), f"rank {rank} hangs with its peer"
+            ok, found = pool._pipes[rank].recv()
+            assert ok and found["ranks"] == [[float(rank)] for rank in others], found
+            assert list(found["lost"]) == [who]
+        os.kill(pool.processes[who].pid, signal.SIGCONT)
+        assert pool._pipes[who].poll(60)
+        ok, found = pool._pipes[who].recv()
+        assert ok and re.search(f"rank {who} stood still .* resume from a checkpoint", found["said"]), found
+    finally:
+        os.kill(pool.processes[who].pid, signal.SIGCONT)
         pool.close()

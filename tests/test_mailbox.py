@@ -21,8 +21,8 @@ from laconic.transport.connection import Address, Connection, connect
 
 
 @contextmanager
-def _mailboxes(num_workers: int, patience_s: float = 1.0) -> Iterator[list[TcpMailbox]]:
-    boxes = in_process(num_workers, lambda transport: open_mailbox(transport, patience_s))
+def _mailboxes(num_workers: int, patience_s: float = 1.0, timeout_s: float = 60.0) -> Iterator[list[TcpMailbox]]:
+    boxes = in_process(num_workers, lambda transport: open_mailbox(transport, patience_s, timeout_s))
     try:
         yield boxes
     finally:
@@ -32,7 +32,7 @@ def _mailboxes(num_workers: int, patience_s: float = 1.0) -> Iterator[list[TcpMa
 
 @contextmanager
 def _linked(
-    num_workers: int, patience_s: float = 1.0
+    num_workers: int, patience_s: float = 1.0, timeout_s: float = 60.0
 ) -> Iterator[tuple[list[TcpMailbox], dict[tuple[int, int], socket.socket]]]:
     """Mailboxes, and by (who asks, whom) the asker's end of each TCP connection between them."""
     links: dict[tuple[int, int], socket.socket] = {}
@@ -45,7 +45,7 @@ def _linked(
     for rank in range(num_workers):
         to = {peer: Connection(link) for (asks, peer), link in links.items() if asks == rank}
         of = {asks: Connection(link) for (asks, peer), link in accepted.items() if peer == rank}
-        boxes.append(TcpMailbox(rank, to, of, patience_s))
+        boxes.append(TcpMailbox(rank, to, of, patience_s, timeout_s))
     try:
         yield boxes, links
     finally:
@@ -157,6 +157,38 @@ def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
             boxes[2].combine_all(torch.zeros(1), _mean, None)
 
 
+def test_a_peer_that_hangs_is_one_line_and_then_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    with _linked(3, patience_s=0.1, timeout_s=0.3) as (boxes, _):
+        boxes[1].listen(_echo)
+        boxes[2].listen(_echo)  # while rank 0, the one that leads, hangs: its connections stand, and nothing comes
+        with pytest.raises(PeerError, match=r"rank 0 has said nothing for 0\.3 s"):
+            boxes[1].ask(0, 7, _bytes(4), 4)
+        with ThreadPoolExecutor(2) as pool:
+            told = [pool.submit(boxes[rank].combine_all, torch.tensor([float(rank)]), _mean, None) for rank in (1, 2)]
+        assert [done.result().tolist() for done in told] == [[1.5]] * 2
+    said = capsys.readouterr().err.splitlines()
+    line = "has said nothing for 0.1 s; it is waited for, and dropped after 0.3"
+    assert sorted(said) == [f"laconic: rank {rank}: rank 0 {line}" for rank in (1, 2)]
+
+
+def test_a_peer_that_is_slow_but_lives_is_waited_for() -> None:
+    goes_on = threading.Event()
+
+    def answer(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+        goes_on.wait()
+        return message
+
+    with _linked(2, patience_s=0.1, timeout_s=0.3) as (boxes, _):
+        for box in boxes:
+            box.listen(answer)
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(boxes[1].ask, 0, 7, _bytes(5), 5)
+            time.sleep(0.6)
+            assert not slow.done()
+            goes_on.set()
+            assert torch.equal(slow.result(), _bytes(5))
+
+
 def test_an_answer_that_fails_is_said_and_leaves_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         raise ZeroDivisionError
@@ -202,7 +234,7 @@ def test_a_stranger_is_not_let_in() -> None:
             socket.create_connection(everyone[0][:2]).close()
         return everyone
 
-    boxes = in_process(2, lambda transport: open_mailbox(_Overheard(transport, tell), 1.0))
+    boxes = in_process(2, lambda transport: open_mailbox(_Overheard(transport, tell), 1.0, 60.0))
     boxes[0].listen(_echo)
     assert torch.equal(boxes[1].ask(0, 7, _bytes(3), 3), _bytes(3, 1))
     for box in boxes:
@@ -214,4 +246,4 @@ def test_who_cannot_be_reached_is_named_with_what_to_set() -> None:
         nobody = Address("127.0.0.1", acceptor.getsockname()[1], "0" * 32)
     match = r"cannot reach rank \d at 127.0.0.1:\d+ \(Connection refused\); set GLOO_SOCKET_IFNAME"
     with pytest.raises(LaunchError, match=match):
-        in_process(2, lambda transport: open_mailbox(_Overheard(transport, lambda rank, all_: [nobody] * 2), 1.0))
+        in_process(2, lambda transport: open_mailbox(_Overheard(transport, lambda rank, all_: [nobody] * 2), 1.0, 60.0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import laconic
 import virtual
 from ddp_training import start
 from laconic import Scheme, Session, parse
@@ -166,4 +169,35 @@ def test_a_killed_worker_is_an_error_on_the_others(text: str) -> None:
                 assert ok and said != "nobody noticed"
                 waiting.pop(pipe).terminate()
     finally:
+        pool.close()
+
+
+def _beside_one_that_hangs(text: str) -> str:
+    if text.startswith("local"):
+        model = torch.nn.Linear(30, 40)
+        follower = laconic.follow(model, torch.optim.SGD(model.parameters(), lr=0.1), text, timeout_s=1.0)
+        step: Callable[[int], object] = lambda number: follower.step()  # noqa: E731
+    else:
+        step = start(text, timeout_s=1.0, broadcast_buffers=False).step
+    for number in range(4):
+        if number == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            step(number)
+        except (RuntimeError, laconic.PeerError) as error:
+            return str(error)
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize("text", ["dense", "local:every=1", pytest.param("topk:rho=0.05", marks=pytest.mark.slow)])
+def test_a_stopped_worker_costs_the_timeout_that_was_given(text: str) -> None:
+    pool = WorkerPool(2)
+    try:
+        for pipe in pool._pipes:
+            pipe.send((_beside_one_that_hangs, (text,)))
+        assert pool._pipes[0].poll(60), "a worker waits for one that is stopped"
+        ok, said = pool._pipes[0].recv()
+        assert ok and re.search("cannot go on: .* has said nothing|rank 1 has said nothing for 1 s", said), said
+    finally:
+        os.kill(pool.processes[1].pid, signal.SIGCONT)
         pool.close()

@@ -108,4 +108,4 @@ def test_who_has_another_certificate_or_none_is_turned_away(
 def test_a_file_that_is_no_certificate_is_one_line_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LACONIC_TLS_KEY", "/nowhere")
     with pytest.raises(LaunchError, match=r"LACONIC_TLS_KEY=/nowhere are no .*\(No such file or directory\); name two"):
-        in_process(2, lambda transport: open_mailbox(transport, 1.0))
+        in_process(2, lambda transport: open_mailbox(transport, 1.0, 1.0))

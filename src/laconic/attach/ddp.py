@@ -80,7 +80,7 @@ def attach(
     *,
     grad_scaler: GradScaler | None = None,
     servers: Sequence[int] = (),
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     pipeline: bool | None = None,
     on_nonfinite: Literal["nan", "zero"] = "nan",
     on_drift: OnDrift = "warn",
@@ -90,6 +90,7 @@ def attach(
 
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
     ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
+    Who says nothing for `timeout_s` is gone; it is a minute where servers answer, and else that of ddp's group.
     With `pipeline` buckets overlap, without one is exchanged after the other: the same numbers, large models in less
     time and small ones in more, so it is for large ones unless said otherwise. With `on_nonfinite="zero"` a bucket in
     which some worker saw Inf or NaN becomes zero on all ranks, not NaN; ten such steps in a row are an error.
@@ -115,9 +116,9 @@ def attach(
         longest = longest_message([*ddp.parameters(), *ddp.buffers()])
         terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters, longest=longest)
         addresses = exchange_addresses(servers, None)
-        transport = ServerClient(group.rank(), group.size(), addresses, terms, timeout_s, longest)
+        transport = ServerClient(group.rank(), group.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
     else:
-        own = own_group(group, device)
+        own = own_group(group, device, timeout_s)
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)

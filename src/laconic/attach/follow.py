@@ -38,7 +38,7 @@ def follow(
     within: ProcessGroup | None = None,
     on_host: bool = False,
     servers: Sequence[int] = (),
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> Follower | OuterFollower:
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
@@ -47,6 +47,7 @@ def follow(
     group of a node's processes, who share one model by DDP: bytes between nodes then go once. `on_host` keeps anchor,
     outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
     `group`, those answer, and the others outlive a worker that dies.
+    Who says nothing for `timeout_s` is gone; it is a minute under gossip and servers, and else that of `group`.
     """
     scheme = _checked(model, scheme)
     if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
@@ -58,16 +59,16 @@ def follow(
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
     check_common(model, scheme, group, device)
-    meeting = Group(own_group(group, device), device)
+    meeting = Group(own_group(group, device, timeout_s), device)
     if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
         _begin_alike_(model, meeting)
     if isinstance(scheme, OuterScheme):
         inside = None
         if within is not None:
-            inside = Group(own_group(within, device), device)
+            inside = Group(own_group(within, device, timeout_s), device)
             meeting.close()
-            meeting = Group(counterparts(group, within, device), device)
-        end = _end(model, scheme, meeting, servers, timeout_s)
+            meeting = Group(counterparts(group, within, device, timeout_s), device)
+        end = _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S)
         home = torch.device("cpu") if on_host else None
         follower = OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
         if strangers := ranks_that_differ(group, device, follower.outer):
@@ -76,7 +77,8 @@ def follow(
         return follower
     if scheme.exchange.mode == "matched":
         return Follower(model, optimizer, scheme, meeting)
-    mailbox = open_mailbox(meeting, scheme.exchange.patience, longest_message(_tensors(model)))
+    longest = longest_message(_tensors(model))
+    mailbox = open_mailbox(meeting, scheme.exchange.patience, timeout_s or TIMEOUT_S, longest)
     meeting.close()
     return Follower(model, optimizer, scheme, mailbox)
 

@@ -2,7 +2,6 @@
 
 import atexit
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from laconic.gossip.messages import check_finite, refusal
 from laconic.gossip.side import Side
 from laconic.gossip.vector import Topic
 from laconic.gossip.wait_budget import WaitBudget
-from laconic.transport import Mailbox
+from laconic.transport import Mailbox, say
 
 _Question = tuple[int, int, list[int]]  # whom, at which turn, of what
 
@@ -203,14 +202,14 @@ class Free(Side):
         self.refused += 1
         if peer not in self._complained_of:
             self._complained_of.add(peer)
-            _say(self.end.rank, f"exchanges with rank {peer} are left out while {error}")
+            say(self.end.rank, f"exchanges with rank {peer} are left out while {error}")
 
     def _drop(self, peer: int, why: str) -> None:
         if self._closed:
             return
         self._reachable.discard(peer)
         self.lost[peer] = why
-        _say(self.end.rank, f"{why}; going on without it")
+        say(self.end.rank, f"{why}; going on without it")
 
     def settle(self) -> None:
         """Wait until nothing is under way anywhere, and move by what is owed; a call that all workers make."""
@@ -274,8 +273,3 @@ def _mean(parts: list[Tensor]) -> Tensor:
     for part in sound:
         total += part
     return (total / len(sound)).to(parts[0].dtype)
-
-
-def _say(rank: int, message: str) -> None:
-    sys.stderr.write(f"laconic: rank {rank}: {message}\n")  # in one piece: other workers write there too
-    sys.stderr.flush()

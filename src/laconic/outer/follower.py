@@ -153,16 +153,16 @@ class OuterFollower:
         """What goes wrong inside is one line, and ends this worker's part."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, PeerError) as error:
             self._fail(error)
 
     def _fail(self, seen: BaseException | None = None) -> NoReturn:
         """Raise what went wrong, and hang up, so that those who wait for this worker hear of it too."""
         error = self.error or seen
         assert error is not None
+        traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
         # As backends tell of a peer that is gone.
         if isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError):
-            traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             error = PeerError(
                 f"rank {self.rank} cannot exchange any more: a peer has ended, cannot be reached, or takes another "

@@ -74,7 +74,7 @@ class Replicas:
         """Overwrite a parameter with what it is on another worker."""
         mine = parameter.detach().contiguous()
         frame = mine.view(-1).view(torch.uint8) if self._transport.rank == speaker else None
-        heard = self._transport.broadcast(frame, speaker).clone()  # a word may not begin anywhere
+        heard = self._transport.broadcast(frame, speaker, mine.nbytes).clone()  # a word may not begin anywhere
         parameter.data.copy_(heard.view(mine.dtype).view(mine.shape))  # of which autograd need not know
 
     def _told(self, mine: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -13,12 +13,14 @@ from laconic.transport.collectives import (
     own_group,
     ranks_that_differ,
     release,
+    silence_said,
     world,
     world_without,
 )
 from laconic.transport.connection import longest_message
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
+from laconic.transport.silence import say
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
 from laconic.transport.transport import Answer, Collectives, Push, Transport

@@ -3,10 +3,11 @@
 import atexit
 import hashlib
 import json
+import traceback
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from itertools import zip_longest
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import FrameError, LaunchError, SchemeError
+from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
 from laconic.transport.connection import Address
 from laconic.transport.mesh import Mesh, open_mesh
 from laconic.transport.push_pull import push_pull_in_rounds
@@ -62,7 +63,8 @@ class Group(Collectives):
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
         mine = self._on_wire(tensor)
-        dist.all_reduce(mine, group=self._group)
+        with silence_said(self.rank):
+            dist.all_reduce(mine, group=self._group)
         if mine is not tensor:
             tensor.copy_(mine)
 
@@ -80,14 +82,16 @@ class Group(Collectives):
         mine = self._on_wire(rows)
         heard = _room_for(mine.shape, mine)
         if self._mesh is None:
-            dist.all_to_all_single(heard, mine, group=self._group)
+            with silence_said(self.rank):
+                dist.all_to_all_single(heard, mine, group=self._group)
         else:
             self._mesh.all_to_all(mine, heard)
         return heard.to(rows.device)
 
     def push_pull(self, push: Push) -> list[Tensor]:
         if self._mesh is None:
-            answers, heard = push_pull_in_rounds(push, self._group, self.wire)
+            with silence_said(self.rank):
+                answers, heard = push_pull_in_rounds(push, self._group, self.wire)
         else:
             answers, heard = self._mesh.push_pull(push)
         sent = [part.numel() for part in push.parts]
@@ -98,12 +102,13 @@ class Group(Collectives):
         speaks = self.rank == speaker
         mine = frame if speaks and frame is not None else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([mine.numel()], device=self.wire)
-        dist.broadcast(length, group=self._group, group_src=speaker)
-        if not 0 <= int(length) <= longest:
-            raise FrameError(f"rank {speaker} is to say {int(length)} bytes of {longest}; nothing is applied")
-        said = mine.to(self.wire) if speaks else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
-        if said.numel():
-            dist.broadcast(said, group=self._group, group_src=speaker)
+        with silence_said(self.rank):
+            dist.broadcast(length, group=self._group, group_src=speaker)
+            if not 0 <= int(length) <= longest:
+                raise FrameError(f"rank {speaker} is to say {int(length)} bytes of {longest}; nothing is applied")
+            said = mine.to(self.wire) if speaks else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
+            if said.numel():
+                dist.broadcast(said, group=self._group, group_src=speaker)
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
         return said
 
@@ -118,13 +123,15 @@ class Group(Collectives):
             for move, tensor in ((dist.isend, mine), (dist.irecv, theirs))
             if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        with silence_said(self.rank):
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait()
         return theirs.to(frame.device)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with rank 0's; not counted, since it comes before any step."""
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        with silence_said(self.rank):
+            dist.broadcast(tensor, group=self._group, group_src=0)
 
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
@@ -147,7 +154,8 @@ class Group(Collectives):
     def _gathered(self, frame: Tensor) -> Tensor:
         """Everyone's frame by the backend's own hands."""
         everyone = _room_for((self.num_workers, frame.numel()), frame)
-        dist.all_gather(list(everyone), frame, group=self._group)
+        with silence_said(self.rank):
+            dist.all_gather(list(everyone), frame, group=self._group)
         return everyone
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
@@ -156,6 +164,22 @@ class Group(Collectives):
             room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             return room.copy_(tensor)  # waits for the session's stream
         return tensor
+
+
+@contextmanager
+def silence_said(rank: int) -> Iterator[None]:
+    """Where a backend gives up in here because a peer ended or hangs, that is one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
+        why = " ".join(str(error).split())
+        raise PeerError(
+            f"rank {rank} cannot go on: a peer has ended, takes another number of steps, or has said nothing for the "
+            f"timeout; see what it says, and resume from a checkpoint, with a longer timeout_s if need be ({why:.160})"
+        ) from None
 
 
 class CountedGroup(dist.ProcessGroup):
@@ -190,18 +214,23 @@ def _let_go() -> None:
         group.let_go()
 
 
-def own_group(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A new group like another: its ranks, backend and timeout; a call that all of those ranks make."""
+def own_group(like: dist.ProcessGroup, device: torch.device, timeout_s: float | None = None) -> dist.ProcessGroup:
+    """A new group like another: its ranks, backend and timeout, unless one is given; a call of all of those ranks."""
     # Where it has some ranks alone, only those make this call.
-    return _group_of(dist.get_process_group_ranks(like), like, device, is_local=not spans_world(like))
+    return _group_of(dist.get_process_group_ranks(like), like, device, timeout_s, is_local=not spans_world(like))
 
 
 def _group_of(
-    ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, *, is_local: bool = True
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: float | None,
+    *,
+    is_local: bool = True,
 ) -> dist.ProcessGroup:
     group = dist.new_group(
         ranks=list(ranks),
-        timeout=_timeout_of(like, device),  # the user's, not the backend's default of 30 minutes
+        timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
         backend=backend_for(like, device),
         use_local_synchronization=is_local,
     )
@@ -223,7 +252,9 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def counterparts(group: dist.ProcessGroup, within: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def counterparts(
+    group: dist.ProcessGroup, within: dist.ProcessGroup, device: torch.device, timeout_s: float | None
+) -> dist.ProcessGroup:
     """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
     mine = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -235,7 +266,7 @@ def counterparts(group: dist.ProcessGroup, within: dist.ProcessGroup, device: to
     alike = sorted(
         (node, rank) for (node, number, _), rank in zip(places, ranks, strict=True) if number == within.rank()
     )
-    return _group_of([rank for _, rank in alike], group, device)
+    return _group_of([rank for _, rank in alike], group, device, timeout_s)
 
 
 def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ class Mailbox(Protocol):
         """Answer whoever asks from now on, in threads of the mailbox's own."""
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
-        """The `num_bytes` that `peer` answers; PeerError if it has died. A slow peer is waited for."""
+        """The `num_bytes` that `peer` answers; PeerError if it has died or hangs. A slow peer is waited for."""
 
     def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
         """combine(the tensors of all that are alive, in rank order), equal on each; uncounted if it has no kind."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from laconic.errors import FrameError, LaunchError, PeerError
 from laconic.transport.connection import Connection, Kind, Message, longest_message, meet
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
+from laconic.transport.silence import SilenceWatch
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
 
 _LAST_RESORT = 120  # times the patience: when waiting for a leader that is not the first of all is given up
-_SILENCE = 60  # times the patience, or seconds if that is longer: when a host that says nothing is given up
 _GOODBYE_S = 5.0  # for a thread that is still answering
 
 
@@ -27,13 +27,15 @@ class TcpMailbox:
     """A connection to each peer, on which this worker asks, and one from each, on which it is asked.
 
     Each of the latter has a thread of its own: a slow peer holds up nobody else, and one that dies ends its own two
-    connections. Messages are uint8 on the CPU.
+    connections. Messages are uint8 on the CPU. A peer that is waited for and does not even say that it lives, for
+    `timeout_s`, is hung up on.
     """
 
     rank: int
     to: Mapping[int, Connection]
     of: Mapping[int, Connection]
     patience_s: float
+    timeout_s: float
     longest: int = longest_message()  # bytes of a message that a peer may send, or ask for
 
     def __post_init__(self) -> None:
@@ -45,13 +47,13 @@ class TcpMailbox:
         }  # to combine
         self._num_combined = 0
         self._last_result = torch.empty(0, dtype=torch.uint8)
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}  # peers, and what was seen of it
+        self._watch = SilenceWatch(self.rank, self.patience_s, self.timeout_s, self._say_alive, self._give_up)
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        for connection in (*self.to.values(), *self.of.values()):
-            connection.give_up_after(max(_SILENCE, _SILENCE * self.patience_s))
 
     def listen(self, reply: Reply) -> None:
+        self._watch.start()
         for peer in self.of:
             self._threads.append(threading.Thread(target=self._hear, args=(peer, reply), daemon=True))
             self._threads[-1].start()
@@ -61,7 +63,10 @@ class TcpMailbox:
         connection = self.of[peer]
         try:
             while True:
-                message = connection.receive({Kind.QUESTION: self.longest, Kind.COMBINE: self.longest})
+                message = connection.receive({Kind.QUESTION: self.longest, Kind.COMBINE: self.longest, Kind.ECHO: 0})
+                self._watch.note_heard(peer)
+                if message.kind == Kind.ECHO:
+                    continue
                 if message.kind == Kind.COMBINE:
                     self._given[peer].put(message)
                     continue
@@ -137,11 +142,13 @@ class TcpMailbox:
 
     def _given_by(self, peer: int) -> Message | None:
         """What a peer gives this time, once it was told the last result, whose leader may be dead; None if gone."""
-        while message := self._given[peer].get():
-            if message.step == self._num_combined:
-                return message
-            self._tell(peer, self._last_result)
+        with self._watch.waiting_for(peer):
+            while message := self._given[peer].get():
+                if message.step == self._num_combined:
+                    return message
+                self._tell(peer, self._last_result)
         self._given[peer].put(None)  # it will give nothing the next time either
+        self._check_in()
         return None
 
     def _tell(self, peer: int, result: Tensor) -> int:
@@ -153,6 +160,7 @@ class TcpMailbox:
 
     def close(self) -> None:
         """Hang up; threads that wait for a peer find that out."""
+        self._watch.close()
         connections = (*self.to.values(), *self.of.values())
         for connection in connections:
             connection.shut_down()
@@ -167,12 +175,35 @@ class TcpMailbox:
         if peer in self._lost:
             raise PeerError(f"rank {peer} was lost before")
         try:
-            with self._talking[peer]:
+            with self._talking[peer], self._watch.waiting_for(peer):
                 yield self.to[peer]
         except (OSError, FrameError) as error:
-            self._lost.add(peer)
+            self._check_in()
             why = error.strerror or error if isinstance(error, OSError) else f"it {error}"
-            raise PeerError(f"rank {peer} is gone ({why})") from None
+            how = self._lost.setdefault(peer, f"is gone ({why})")
+            raise PeerError(f"rank {peer} {how}") from None
+
+    def _say_alive(self) -> None:
+        """Tell it to all who are not just being asked."""
+        for peer, connection in self.to.items():
+            if peer not in self._lost and self._talking[peer].acquire(blocking=False):
+                with suppress(OSError):  # whoever asks it next finds that out
+                    connection.send(Message(Kind.ECHO))
+                self._talking[peer].release()
+
+    def _give_up(self, peer: int, why: str) -> None:
+        """Hang up on one who says nothing; whoever waits for it finds that out."""
+        self._lost[peer] = why
+        self.to[peer].shut_down()
+        self.of[peer].shut_down()
+
+    def _check_in(self) -> None:
+        """An error where peers are gone because this process stood still, and they went on without it."""
+        if self._watch.was_given_up:
+            raise LaunchError(
+                f"rank {self.rank} stood still for {self._watch.stood_still_s:.0f} s, and the others have gone on "
+                "without it; end them and resume from a checkpoint, or leave it out"
+            )
 
     def _count(self, kind: str | None, bytes_out: int, bytes_in: int) -> None:
         if kind is not None:
@@ -180,11 +211,13 @@ class TcpMailbox:
                 self.traffic.count(kind, bytes_out, bytes_out, bytes_in)
 
 
-def open_mailbox(transport: Collectives, patience_s: float, longest: int = longest_message()) -> TcpMailbox:
+def open_mailbox(
+    transport: Collectives, patience_s: float, timeout_s: float, longest: int = longest_message()
+) -> TcpMailbox:
     """A mailbox among the workers of a transport, for messages of at most so many bytes; a call that all make."""
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
     to, of = meet(transport.rank, transport.tell_all, calls=others, awaits=others)
-    return TcpMailbox(transport.rank, to, of, patience_s, longest)
+    return TcpMailbox(transport.rank, to, of, patience_s, timeout_s, longest)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from laconic.recipes import parse
 from laconic.scheme import TorchHook
 from laconic.server.client import ServerClient
 from laconic.session import Stats
+from laconic.transport import silence_said
 
 _ONE_BUCKET_MB = 4096
 _WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
@@ -67,9 +68,12 @@ class DdpLearner:
         self.updater.optimizer.zero_grad()
         try:
             loss = self.course.backward_(self._ddp, self.updater, step, self._device, self._ddp.no_sync)
-        except RuntimeError:
+        except RuntimeError as error:
             if isinstance(self.session.error, LaconicError):
                 raise self.session.error from None
+            if "gloo" in str(error):  # DDP's own broadcasts of a model's buffers
+                with silence_said(self.course.rank):
+                    raise
             raise
         if self.updater.grad_scaler is not None or self.session.last_step_finite:
             self.updater.apply_()

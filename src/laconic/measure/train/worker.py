@@ -32,7 +32,7 @@ from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
 from laconic.server import serve
-from laconic.transport import world_without
+from laconic.transport import own_group, world, world_without
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -78,9 +78,8 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
 def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:
     """This process's share of the data and its model, under the job's scheme; a call that all workers make."""
     course = Course(job, data, dist.get_rank() - job.servers, dist.get_world_size() - job.servers)
-    group: dist.ProcessGroup | None = dist.group.WORLD
-    if job.servers:
-        group = world_without(range(job.servers))
+    everyone = world_without(range(job.servers)) if job.servers else world()
+    group = own_group(everyone, device, job.server_timeout)  # whom nobody waits for any longer than that
     if job.follows:
         servers = range(job.servers) if job.asks_servers else ()
         followed = partial(follow, scheme=job.scheme, group=group, servers=servers, timeout_s=job.server_timeout)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.server.client import ServerClient
-from laconic.transport import rows_of
+from laconic.transport import rows_of, silence_said
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,17 @@ class ProcessWorkers:
 
     def total(self, tensor: Tensor) -> Tensor:
         there = tensor.to(self._device)
-        dist.all_reduce(there, group=self._group)
+        with silence_said(self.place):
+            dist.all_reduce(there, group=self._group)
         return there.cpu()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
         return rows_of(self, mine)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
-        for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
-            dist.broadcast(buffer, group=self._group, group_src=0)
+        with silence_said(self.place):
+            for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
+                dist.broadcast(buffer, group=self._group, group_src=0)
 
     def end_facts(self) -> EndFacts:
         return EndFacts()
