@@ -56,8 +56,15 @@ def _heard(fault: Fault, what: str) -> list[list[int]]:
 def test_the_message_goes_wrong_as_told_and_no_other(what: str, fault: Fault) -> None:
     first, second, third = ((SAID + 10 * number).tolist() for number in range(3))
     zeros = [0] * (0 if what == "broadcast" else 8)
-    half = second if what == "all_to_all" else second[:4] + zeros[:4]  # there, the second of two rows is cut off
-    arrives = {Fault.DROP: zeros, Fault.TRUNCATE: half, Fault.DELAY: second, Fault.DUPLICATE: second}
+    half = second if what == "all_to_all" else second[:4] + zeros[:4]  # there, it befalls the second of two rows
+    damaged = [byte ^ (number == 4 and what != "all_to_all") for number, byte in enumerate(second)]
+    arrives = {
+        Fault.DROP: zeros,
+        Fault.TRUNCATE: half,
+        Fault.DELAY: second,
+        Fault.DUPLICATE: second,
+        Fault.DAMAGE: damaged,
+    }
     assert _heard(fault, what) == [first, arrives[fault], second if fault == Fault.DUPLICATE else third]
 
 
@@ -100,7 +107,7 @@ def test_without_faults_nothing_changes(text: str) -> None:
     in_process(3, work)
 
 
-@pytest.mark.parametrize("fault", [Fault.DROP, Fault.TRUNCATE, Fault.DUPLICATE])
+@pytest.mark.parametrize("fault", [Fault.DROP, Fault.TRUNCATE, Fault.DUPLICATE, Fault.DAMAGE])
 def test_a_session_refuses_what_went_wrong(fault: Fault) -> None:
     def work(transport: InProcess) -> None:
         end = FaultyCollectives(transport, Faults({1: fault} if transport.rank == 1 else {}))

@@ -2,4 +2,5 @@
 
 from laconic.measure.cli import run
 
-run()
+if __name__ == "__main__":  # and not where chaos forks its workers
+    run()

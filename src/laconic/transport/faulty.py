@@ -1,4 +1,4 @@
-"""Networks that fail on purpose: messages that are lost, late, cut short or heard again, and a worker that dies."""
+"""Networks that fail on purpose: messages lost, late, cut short, damaged or heard again, and a worker that dies."""
 
 import threading
 import time
@@ -22,6 +22,7 @@ class Fault(Enum):
     DELAY = auto()
     TRUNCATE = auto()  # its first half arrives
     DUPLICATE = auto()  # it arrives again, in place of the next one
+    DAMAGE = auto()  # with a bit of it flipped
     DIE = auto()  # its sender says nothing any more
 
 
@@ -61,6 +62,8 @@ class Faults:
             return [frame[:0] for frame in frames]
         if fault == Fault.TRUNCATE:
             return [frame[: frame.numel() // 2] for frame in frames]
+        if fault == Fault.DAMAGE:
+            return [_damaged(frame) for frame in frames]
         return last if len(last) == len(frames) else list(frames)
 
     def filled(self, frame: Tensor) -> Tensor:
@@ -70,6 +73,13 @@ class Faults:
         length = min(arrived.numel(), whole.numel())
         whole[:length] = arrived[:length]
         return whole.view(frame.shape)
+
+
+def _damaged(frame: Tensor) -> Tensor:
+    damaged = frame.clone()
+    if frame.numel():
+        damaged.view(torch.uint8)[frame.nbytes // 2] ^= 1
+    return damaged
 
 
 class FaultyTransport:
@@ -165,6 +175,8 @@ class FaultyMailbox:
             self._inner.ask(peer, turn, said, num_bytes)
         if fault == Fault.TRUNCATE:
             said = said[: said.numel() // 2]
+        if fault == Fault.DAMAGE:
+            said = _damaged(said)
         return self._inner.ask(peer, turn, said, num_bytes)
 
     def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:

@@ -1,0 +1,73 @@
+"""Fault after fault, and the promises that were broken, each with the seed that breaks it again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laconic.measure.chaos import processes, virtual
+from laconic.measure.chaos.outcome import Outcome
+from laconic.measure.chaos.schedule import Case, draw
+from laconic.measure.lab import Lab
+
+_SETTLE_S = 5.0
+
+
+def chaos(
+    seed: int,
+    faults: int,
+    *,
+    on: str | None = None,
+    scheme: str | None = None,
+    lab: Lab | None = None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Let the faults of `seed`, `seed` + 1, ... befall workers, one after the other."""
+    since = time.monotonic()
+    violations: list[dict[str, Any]] = []
+    struck: Counter[str] = Counter()
+    families: Counter[str] = Counter()
+    for number in range(seed, seed + faults):
+        case = draw(number, on, scheme, hosts=len(lab.hosts) if lab else 0)
+        outcome = processes.check(case, lab) if case.on == "processes" else _on_virtual_workers(case)
+        struck[case.on] += outcome.struck
+        families[case.family] += 1
+        for promise in outcome.broken:
+            violations.append({"seed": number, "promise": promise, "fault": str(case)})
+            say(f"seed {number} breaks a promise: {promise} ({case}, on {case.on})")
+        if (number - seed + 1) % 100 == 0:
+            say(f"{number - seed + 1} faults, {len(violations)} violations, {time.monotonic() - since:.0f} s")
+    return {
+        "faults": faults,
+        "struck": sum(struck.values()),  # a fault drawn for a message or a phase that never came befell nobody
+        "on_processes": struck["processes"],
+        "families": dict(families),
+        "violations": violations,
+        "seconds": time.monotonic() - since,
+    }
+
+
+def _on_virtual_workers(case: Case) -> Outcome:
+    """Here whatever is left behind would be in this process."""
+    virtual.warm_up(case)
+    before = _held()
+    outcome = virtual.check(case)
+    until = time.monotonic() + _SETTLE_S
+    while any(now > then for now, then in zip(_held(), before, strict=True)) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    if any(now > then for now, then in zip(_held(), before, strict=True)):
+        outcome.broken.append(f"no thread, socket or file is left: {before} before, {_held()} after")
+    return outcome
+
+
+def _held() -> tuple[int, int]:
+    """(threads, open files and sockets) of this process, where the system tells."""
+    table = Path("/proc/self/fd")
+    return threading.active_count(), len(os.listdir(table)) if table.exists() else 0

@@ -1,0 +1,67 @@
+"""laconic chaos and laconic soak: faults drawn from a seed, and whether what is promised holds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from laconic.errors import TaskError
+from laconic.measure.cli.lab import add_spec, spec_of
+from laconic.measure.records import to_json
+
+_BROKEN = 1
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `chaos` and `soak`."""
+    chaos = commands.add_parser("chaos", help="let faults drawn from a seed befall workers, and check every promise")
+    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of the first fault; the next has S + 1")
+    chaos.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default 100)")
+    chaos.add_argument("--scheme", metavar="TEXT", help="this scheme alone, instead of some of every family")
+    chaos.add_argument("--on", choices=("virtual", "processes"), help="these workers alone; both unless said so")
+    add_spec(chaos, "of a lab, one rank on each, so that links are cut and healed too")
+    chaos.add_argument("--json", action="store_true", help="one JSON object, as the last line on stdout")
+    chaos.set_defaults(run=run_chaos)
+
+    soak = commands.add_parser("soak", help="train for long with random faults, and see whether anything grows")
+    soak.add_argument("--minutes", type=float, default=60.0, metavar="M", help="how long (default 60)")
+    soak.add_argument("--seed", type=int, default=0, metavar="S", help="of the faults")
+    soak.add_argument("--json", action="store_true", help="one JSON object, as the last line on stdout")
+    soak.set_defaults(run=run_soak)
+
+
+def run_chaos(asked: argparse.Namespace) -> int:
+    """Run the faults; 1 where a promise was broken."""
+    from laconic.measure.chaos.run import chaos  # torch and a process to fork from, which other commands do without
+    from laconic.measure.lab import Lab
+
+    if asked.faults < 1:
+        raise TaskError(f"--faults is {asked.faults}; give 1 or more")
+    if asked.hosts is None:
+        found = chaos(asked.seed, asked.faults, on=asked.on, scheme=asked.scheme, say=_say)
+    else:
+        with Lab.create(spec_of(asked)) as lab:
+            found = chaos(asked.seed, asked.faults, scheme=asked.scheme, lab=lab, say=_say)
+    return _tell(found, asked, f"{found['faults']} faults ({found['on_processes']} on processes)")
+
+
+def run_soak(asked: argparse.Namespace) -> int:
+    """Soak; 1 where something grew or a promise was broken."""
+    from laconic.measure.chaos.soak import soak
+
+    if not asked.minutes > 0:
+        raise TaskError(f"--minutes is {asked.minutes}; give a number above 0")
+    found = soak(asked.minutes, asked.seed, _say)
+    return _tell(found, asked, f"{asked.minutes:g} minutes, {found['pauses']} pauses, {found['faults']} faults")
+
+
+def _tell(found: Mapping[str, Any], asked: argparse.Namespace, what: str) -> int:
+    broken = len(found["violations"])
+    print(to_json(found) if asked.json else f"{what}, {broken} violations, {found['seconds']:.0f} s", flush=True)
+    return _BROKEN if broken else 0
+
+
+def _say(text: str) -> None:
+    print(f"laconic: {text}", file=sys.stderr, flush=True)
