@@ -14,14 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from laconic.errors import LaunchError
 from laconic.measure.chaos.outcome import Outcome
 from laconic.measure.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case
 from laconic.measure.lab import Lab
 from laconic.measure.train.job import Job
 from laconic.measure.train.launch import rank_variables
 
-DEADLINE_S = 90.0
 TIMEOUT_S = 6.0  # that a worker waits for a silent one
+_TIMEOUTS = 10  # after which a process that has neither ended nor gone on is late
 _PAUSE_S = 1.0
 _POLL_S = 0.02
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
@@ -42,21 +43,21 @@ class _Ended:
         return not any(code != 0 for code in self.codes)
 
 
-def check(case: Case, lab: Lab | None = None) -> Outcome:
-    """What this fault led to, on this machine or one rank on each host of a lab."""
+def check(case: Case, timeout_s: float = TIMEOUT_S, lab: Lab | None = None) -> Outcome:
+    """What this fault led to, on this machine or one rank on each host of a lab; a worker waits `timeout_s` for others."""
     with tempfile.TemporaryDirectory(prefix="laconic-chaos-") as folder:
         home = Path(folder)
-        broken = _check(case, home, lab)
+        broken = _check(case, home, timeout_s, lab)
         return Outcome(broken, (home / "struck").exists())
 
 
-def _check(case: Case, home: Path, lab: Lab | None) -> list[str]:
+def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[str]:
     out = home / "out"
     num_ranks = len(lab.hosts) if lab else NUM_WORKERS
-    job = _job(case.family, case.scheme, out, num_ranks)
-    want = "" if _is_free(case) else _undisturbed(case.family, case.scheme, num_ranks)
+    job = _job(case.family, case.scheme, out, num_ranks, timeout_s)
+    want = "" if _is_free(case) else _undisturbed(case.family, case.scheme, num_ranks, timeout_s)
     ended = _run(job, home, case, lab)
-    broken = _common(ended)
+    broken = _common(ended, job)
     if case.fault in _CONTINUES:
         if not ended.is_done:
             broken.append(f"who is slow ends nobody: codes {ended.codes}, {_last_words(ended)}")
@@ -73,7 +74,7 @@ def _check(case: Case, home: Path, lab: Lab | None) -> list[str]:
     if any(code == 0 for code in ended.codes[servers:]):
         return broken + _left(out)
     if (out / "checkpoint" / "latest").exists():
-        again = _run(_job(case.family, case.scheme, out, num_ranks, resume=True), home, None, lab)
+        again = _run(_job(case.family, case.scheme, out, num_ranks, timeout_s, resume=True), home, None, lab)
         if not again.is_done:
             broken.append(f"a run can be resumed: codes {again.codes}, {_last_words(again)}")
         elif want and want not in again.digests:
@@ -81,12 +82,14 @@ def _check(case: Case, home: Path, lab: Lab | None) -> list[str]:
     return broken + _left(out)
 
 
-def _common(ended: _Ended) -> list[str]:
+def _common(ended: _Ended, job: Job) -> list[str]:
     """What holds after any fault."""
     broken = []
     if None in ended.codes:
         late = [rank for rank, code in enumerate(ended.codes) if code is None]
-        broken.append(f"every process ends or goes on within {DEADLINE_S:g} s: not rank {late}, {_last_words(ended)}")
+        broken.append(
+            f"every process ends or goes on within {_deadline_s(job):g} s: not rank {late}, {_last_words(ended)}"
+        )
     for rank, (code, said) in enumerate(zip(ended.codes, ended.said, strict=True)):
         told = [line for line in said.splitlines() if line.startswith("laconic: ")]
         if code and code > 0 and (not told or "Traceback" in said):
@@ -103,17 +106,21 @@ def _last_words(ended: _Ended) -> str:
     return " / ".join(said.splitlines()[-1][:200] if said.strip() else "nothing said" for said in ended.said)
 
 
+def _deadline_s(job: Job) -> float:
+    return _TIMEOUTS * job.server_timeout
+
+
 def _is_free(case: Case) -> bool:
     return case.family == "gossip" and "matched" not in case.scheme
 
 
-def _job(family: str, scheme: str, out: Path, num_ranks: int, *, resume: bool = False) -> Job:
+def _job(family: str, scheme: str, out: Path, num_ranks: int, timeout_s: float, *, resume: bool = False) -> Job:
     servers = int(family == "dedicated server")
     return Job(
         scheme=scheme,
         workers=num_ranks - servers,
         servers=servers,
-        server_timeout=TIMEOUT_S,
+        server_timeout=timeout_s,
         steps=STEPS,
         batch=4,
         eval_every=CHECKPOINT_EVERY,
@@ -124,11 +131,12 @@ def _job(family: str, scheme: str, out: Path, num_ranks: int, *, resume: bool = 
 
 
 @cache
-def _undisturbed(family: str, scheme: str, num_ranks: int) -> str:
+def _undisturbed(family: str, scheme: str, num_ranks: int, timeout_s: float) -> str:
     """The digest of the last model of a run that nothing befalls."""
     with tempfile.TemporaryDirectory(prefix="laconic-chaos-") as folder:
-        ended = _run(_job(family, scheme, Path(folder) / "out", num_ranks), Path(folder), None, None)
-    assert ended.is_done, f"{scheme} does not even run undisturbed: {ended.said}"
+        ended = _run(_job(family, scheme, Path(folder) / "out", num_ranks, timeout_s), Path(folder), None, None)
+    if not ended.is_done:
+        raise LaunchError(f"{scheme} does not even run undisturbed; give a longer --timeout here: {_last_words(ended)}")
     return max(ended.digests)  # that of a server is empty
 
 
@@ -152,7 +160,7 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
         processes.append(_CONTEXT.Process(target=be_rank, args=asked))
         processes[-1].start()
     try:
-        codes = _wait(processes, case, home / "struck", lab)
+        codes = _wait(processes, _deadline_s(job), case, home / "struck", lab)
     finally:
         if lab is not None and case is not None:
             lab.heal(case.rank)
@@ -167,9 +175,11 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
     )
 
 
-def _wait(processes: Sequence[Any], case: Case | None, struck: Path, lab: Lab | None) -> list[int | None]:
+def _wait(
+    processes: Sequence[Any], deadline_s: float, case: Case | None, struck: Path, lab: Lab | None
+) -> list[int | None]:
     """Their exit codes; one that was stopped or cut off goes on after a pause, or when all others have ended."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     victim = processes[case.rank] if case is not None else None
     resumes_at = 0.0
     is_cut = False

@@ -26,6 +26,7 @@ def chaos(
     on: str | None = None,
     scheme: str | None = None,
     lab: Lab | None = None,
+    timeout_s: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Let the faults of `seed`, `seed` + 1, ... befall workers, one after the other."""
@@ -35,7 +36,7 @@ def chaos(
     families: Counter[str] = Counter()
     for number in range(seed, seed + faults):
         case = draw(number, on, scheme, hosts=len(lab.hosts) if lab else 0)
-        outcome = processes.check(case, lab) if case.on == "processes" else _on_virtual_workers(case)
+        outcome = processes.check(case, timeout_s, lab) if case.on == "processes" else _on_virtual_workers(case)
         struck[case.on] += outcome.struck
         families[case.family] += 1
         for promise in outcome.broken:

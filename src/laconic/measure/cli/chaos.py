@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from laconic.errors import TaskError
@@ -21,6 +22,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     chaos.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default 100)")
     chaos.add_argument("--scheme", metavar="TEXT", help="this scheme alone, instead of some of every family")
     chaos.add_argument("--on", choices=("virtual", "processes"), help="these workers alone; both unless said so")
+    chaos.add_argument(
+        "--timeout", type=float, default=6.0, metavar="S", help="seconds that a process waits for another (default 6)"
+    )
     add_spec(chaos, "of a lab, one rank on each, so that links are cut and healed too")
     chaos.add_argument("--json", action="store_true", help="one JSON object, as the last line on stdout")
     chaos.set_defaults(run=run_chaos)
@@ -39,11 +43,10 @@ def run_chaos(asked: argparse.Namespace) -> int:
 
     if asked.faults < 1:
         raise TaskError(f"--faults is {asked.faults}; give 1 or more")
-    if asked.hosts is None:
-        found = chaos(asked.seed, asked.faults, on=asked.on, scheme=asked.scheme, say=_say)
-    else:
-        with Lab.create(spec_of(asked)) as lab:
-            found = chaos(asked.seed, asked.faults, scheme=asked.scheme, lab=lab, say=_say)
+    with Lab.create(spec_of(asked)) if asked.hosts is not None else nullcontext() as lab:
+        found = chaos(
+            asked.seed, asked.faults, on=asked.on, scheme=asked.scheme, lab=lab, timeout_s=asked.timeout, say=_say
+        )
     return _tell(found, asked, f"{found['faults']} faults ({found['on_processes']} on processes)")
 
 
