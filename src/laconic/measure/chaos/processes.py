@@ -44,7 +44,7 @@ class _Ended:
 
 
 def check(case: Case, timeout_s: float = TIMEOUT_S, lab: Lab | None = None) -> Outcome:
-    """What this fault led to, on this machine or one rank on each host of a lab; a worker waits `timeout_s` for others."""
+    """What this fault led to, here or with one rank on each host of a lab; a worker waits `timeout_s` for others."""
     with tempfile.TemporaryDirectory(prefix="laconic-chaos-") as folder:
         home = Path(folder)
         broken = _check(case, home, timeout_s, lab)

@@ -17,6 +17,7 @@ from laconic.measure.chaos.schedule import Case, draw
 from laconic.measure.lab import Lab
 
 _SETTLE_S = 5.0
+_REPORT_EVERY = 25
 
 
 def chaos(
@@ -29,23 +30,28 @@ def chaos(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Let the faults of `seed`, `seed` + 1, ... befall workers, one after the other."""
+    """Let the faults of `seed`, `seed` + 1, ... befall workers, one after the other; Ctrl-C ends it with what was seen so far."""
     since = time.monotonic()
     violations: list[dict[str, Any]] = []
     struck: Counter[str] = Counter()
     families: Counter[str] = Counter()
-    for number in range(seed, seed + faults):
-        case = draw(number, on, scheme, hosts=len(lab.hosts) if lab else 0)
-        outcome = processes.check(case, timeout_s, lab) if case.on == "processes" else _on_virtual_workers(case)
-        struck[case.on] += outcome.struck
-        families[case.family] += 1
-        for promise in outcome.broken:
-            violations.append({"seed": number, "promise": promise, "fault": str(case)})
-            say(f"seed {number} breaks a promise: {promise} ({case}, on {case.on})")
-        if (number - seed + 1) % 100 == 0:
-            say(f"{number - seed + 1} faults, {len(violations)} violations, {time.monotonic() - since:.0f} s")
+    done = 0
+    try:
+        for number in range(seed, seed + faults):
+            case = draw(number, on, scheme, hosts=len(lab.hosts) if lab else 0)
+            outcome = processes.check(case, timeout_s, lab) if case.on == "processes" else _on_virtual_workers(case)
+            done += 1
+            struck[case.on] += outcome.struck
+            families[case.family] += 1
+            for promise in outcome.broken:
+                violations.append({"seed": number, "promise": promise, "fault": str(case)})
+                say(f"seed {number} breaks a promise: {promise} ({case}, on {case.on})")
+            if done % _REPORT_EVERY == 0:
+                say(f"{done} faults, {len(violations)} violations, {time.monotonic() - since:.0f} s")
+    except KeyboardInterrupt:
+        say(f"interrupted after {done} faults")
     return {
-        "faults": faults,
+        "faults": done,
         "struck": sum(struck.values()),  # a fault drawn for a message or a phase that never came befell nobody
         "on_processes": struck["processes"],
         "families": dict(families),
