@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import secrets
@@ -105,9 +106,10 @@ def payload_bits_per_s(
 
 
 def traces(lab_id: str) -> list[str]:
-    names = [name for name in netlink.namespaces() if lab_id in name]
-    files = [path.name for path in register.DIRECTORY.glob(f"{lab_id}*")]
-    return names + files
+    """The files that are written of a lab, and its namespaces, which are there while a process or a file is in them."""
+    files = [path.name for path in register.directory().glob(f"{lab_id}*")]
+    held = [str(entry.holder.pid) for entry in register.entries() if entry.id == lab_id and entry.holder.is_alive]
+    return files + held
 
 
 def is_running(pid: int) -> bool:
@@ -119,6 +121,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
+
+
+@pytest.fixture(params=["as this user", "without root"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what this user may do, and by namespaces that an ordinary user may make."""
+    if request.param == "without root":
+        monkeypatch.setattr(netlink, "has_root", lambda: False)
 
 
 @pytest.fixture
@@ -171,22 +180,30 @@ def test_a_wrong_word_says_what_to_write(words: list[str], cure: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint() -> str:
         with pytest.raises(LabError) as caught:
             Lab.create(LabSpec(2))
         return str(caught.value)
 
-    monkeypatch.setattr(netlink, "_capabilities", lambda: {netlink._CAP_NET_ADMIN, netlink._CAP_SYS_ADMIN})
+    monkeypatch.setattr(netlink, "has_root", lambda: False)
+    monkeypatch.setattr(netlink, "SYSCTL", tmp_path)
+    monkeypatch.setattr(netlink, "become_owner", lambda: os.stat("/no user namespace"))
+    assert "docker" in complaint()
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "unprivileged_userns_clone").write_text("0\n")
+    assert complaint() == (
+        "a lab needs root, or user namespaces, which the kernel setting kernel.unprivileged_userns_clone = 0 forbids; "
+        "run it with sudo, or allow them"
+    )
     monkeypatch.setitem(sys.modules, "pyroute2", None)
     assert complaint() == "a lab needs pyroute2: pip install 'laconic[lab]', or pyroute2 alone"
-    monkeypatch.setattr(netlink, "_capabilities", set)
-    assert "run it with sudo" in complaint()
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert "use a Linux machine" in complaint()
 
 
 @needs_lab
+@pytest.mark.usefixtures("either_way")
 def test_hosts_reach_each_other_by_address_and_name_and_the_machine_sees_nothing(two_hosts: Lab) -> None:
     assert "10.77.0." not in Path("/proc/net/fib_trie").read_text()
     assert [host.address for host in two_hosts.hosts] == ["10.77.0.1", "10.77.0.2"]
@@ -211,6 +228,7 @@ def test_a_lab_needs_no_command_of_the_system(tmp_path: Path, monkeypatch: pytes
 
 
 @needs_lab
+@pytest.mark.usefixtures("either_way")
 def test_a_command_starts_as_on_the_machine_itself(two_hosts: Lab) -> None:
     state = ["sh", "-c", "grep -E 'SigIgn|SigBlk' /proc/self/status; ls /proc/self/fd"]
     here = subprocess.run(state, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
@@ -291,8 +309,9 @@ def test_a_cut_link_carries_nothing_and_a_stream_goes_on_once_it_heals() -> None
 def test_nothing_is_left_after_the_end_and_after_an_error() -> None:
     with Lab.create(LabSpec(2)) as lab:
         sleeper = lab.hosts[0].popen(["sleep", "1000"])
-        assert len(traces(lab.id)) == 5  # two hosts, the switch, and two files
-    assert traces(lab.id) == []
+        assert len(traces(lab.id)) == 3  # two files and the holder
+        held = register.entries()[-1].holder
+    assert traces(lab.id) == [] and wait_until(lambda: not held.is_alive)
     assert sleeper.wait() == -signal.SIGKILL
     lab.close()  # does nothing
     with pytest.raises(ZeroDivisionError), Lab.create(LabSpec(2)) as failing:
@@ -314,40 +333,32 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
     two_hosts: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    foreign = [f"foreign-{secrets.token_hex(3)}", f"laconic-{secrets.token_hex(3)}-0"]  # the second is in no register
-    for name in foreign:
-        netlink.create(name)
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-c", LAB_TO_KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as parent:
-            lab_id, sleeper = line_of(parent).split()
-            with Lab.create(LabSpec(1)):
-                assert len(traces(lab_id)) == 5, "the lab of a live process was removed"
-            parent.kill()
-        assert len(traces(lab_id)) == 5
-        assert is_running(int(sleeper))
-        assert laconic_lab("status") == laconic_lab("status", "--json") == 0
-        shown = capfd.readouterr()
-        assert "laconic lab down" in shown.err and "left over" in shown.out
-        told = json.loads(shown.out.splitlines()[-1])["labs"]
-        assert {lab["id"]: lab["left_over"] for lab in told if lab["id"] in (lab_id, two_hosts.id)} == {
-            lab_id: True,
-            two_hosts.id: False,
-        }
+    with subprocess.Popen(
+        [sys.executable, "-c", LAB_TO_KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        lab_id, sleeper = line_of(parent).split()
         with Lab.create(LabSpec(1)):
-            assert traces(lab_id) == []
-            assert wait_until(lambda: not is_running(int(sleeper)))
-            assert len(traces(two_hosts.id)) == 5
-            assert payload_bits_per_s(two_hosts.hosts[1], two_hosts.hosts[0], 1000) > 0
-            assert set(foreign) <= netlink.namespaces()
-    finally:
-        for name in foreign:
-            netlink.delete(name)
+            assert len(traces(lab_id)) == 3, "the lab of a live process was removed"
+        parent.kill()
+    assert len(traces(lab_id)) == 3
+    assert is_running(int(sleeper))
+    assert laconic_lab("status") == laconic_lab("status", "--json") == 0
+    shown = capfd.readouterr()
+    assert "laconic lab down" in shown.err and "left over" in shown.out
+    told = json.loads(shown.out.splitlines()[-1])["labs"]
+    assert {lab["id"]: lab["left_over"] for lab in told if lab["id"] in (lab_id, two_hosts.id)} == {
+        lab_id: True,
+        two_hosts.id: False,
+    }
+    with Lab.create(LabSpec(1)):
+        assert traces(lab_id) == []
+        assert wait_until(lambda: not is_running(int(sleeper)))
+        assert len(traces(two_hosts.id)) == 3
+        assert payload_bits_per_s(two_hosts.hosts[1], two_hosts.hosts[0], 1000) > 0
 
 
 def test_a_process_is_known_by_its_start_as_well_as_its_number() -> None:
-    here = register.Process.current()
+    here = register.Process.numbered(os.getpid())
     assert here.is_alive
     assert not register.Process(here.pid, here.started + 1).is_alive
     with subprocess.Popen(["true"]) as child:
@@ -432,6 +443,7 @@ def test_ctrl_c_reaches_the_commands_and_leaves_nothing() -> None:
 
 
 @needs_lab
+@pytest.mark.usefixtures("either_way")
 def test_a_standing_lab_stays_until_it_is_taken_down(capfd: pytest.CaptureFixture[str]) -> None:
     if any(lab.is_standing for lab in labs()):
         pytest.skip("a lab is standing on this machine, and there is one at a time")

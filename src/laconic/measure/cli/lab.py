@@ -69,10 +69,8 @@ def run_up(asked: argparse.Namespace) -> int:
             lab.close()
             return 128 + signals[0]
     print(_describe([lab]))
-    print(
-        f"enter a host with `nsenter --net=/run/netns/{lab.hosts[0].namespace} bash`, run on all with", file=sys.stderr
-    )
-    print("`laconic lab run -- COMMAND`, remove the lab with `laconic lab down`", file=sys.stderr)
+    print("run on all with `laconic lab run -- COMMAND`, remove the lab with `laconic lab down`,", file=sys.stderr)
+    print(f"enter host 0 with `{lab.hosts[0].entering} bash`", file=sys.stderr)
     return 0
 
 

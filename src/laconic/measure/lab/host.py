@@ -57,6 +57,13 @@ class Host:
         return f"host{self.index}"
 
     @property
+    def entering(self) -> str:
+        """The command of util-linux that enters this host."""
+        user = self.namespace.partition("/fd/")[0] + "/ns/user"
+        owned = f" --user={user} --preserve-credentials" * (not os.path.samefile(user, "/proc/self/ns/user"))
+        return f"nsenter{owned} --net={self.namespace}"
+
+    @property
     def is_cut(self) -> bool:
         """Whether the link is down."""
         return not netlink.is_up(self.switch, self.name)
@@ -71,7 +78,7 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start `argv` on this host, `env` added to the environment; its pid leads a session of its own."""
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", enter.__file__, self.namespace, self.name, str(self.names), *argv],
+            [sys.executable, "-I", "-S", enter.__file__, "run", self.namespace, self.name, str(self.names), *argv],
             env={**os.environ, **self.variables, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,

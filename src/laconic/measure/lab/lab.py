@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from types import TracebackType
 
 from laconic.errors import LabError
-from laconic.measure.lab import netlink, register
+from laconic.measure.lab import enter, netlink, register
 from laconic.measure.lab.host import INTERFACE, Host
 from laconic.measure.lab.spec import LabSpec, Link
 
@@ -21,10 +22,10 @@ class Lab:
         self.id = entry.id
         self.owner = entry.owner
         self._entry = entry
-        self._names = register.DIRECTORY / f"{self.id}.hosts"
+        self._names = register.directory() / f"{self.id}.hosts"
         # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
         # lab's, so that all labs may use the same addresses.
-        self.switch = f"laconic-{self.id}-switch"
+        self.switch = enter.namespace(entry.holder.pid, len(entry.links))
         self.hosts = tuple(self._host(index) for index in range(len(entry.links)))
 
     @classmethod
@@ -32,8 +33,17 @@ class Lab:
         """Make the hosts, after removing labs whose process is gone; a standing lab outlives this process."""
         netlink.require()
         remove_abandoned()
-        owner = None if standing else register.Process.current()
-        lab = cls(register.Entry(secrets.token_hex(3), tuple(str(link) for link in spec.links), owner))
+        owner = None if standing else register.Process.numbered(os.getpid())
+        made: list[Lab] = []
+
+        def note(holder: int) -> None:
+            links = tuple(str(link) for link in spec.links)
+            entry = register.Entry(secrets.token_hex(3), links, owner, register.Process.numbered(holder))
+            entry.write()
+            made.append(cls(entry))
+
+        netlink.hold(spec.hosts + 1, note)  # in the last of which, the switch's, the holder stays
+        (lab,) = made
         try:
             lab._make()
         except BaseException:
@@ -53,8 +63,8 @@ class Lab:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the process that made the lab has ended without removing it."""
-        return self.owner is not None and not self.owner.is_alive
+        """Whether the process that made the lab, or the one that holds it, has ended without removing it."""
+        return not all(process.is_alive for process in (self.owner, self._entry.holder) if process is not None)
 
     def host(self, index: int) -> Host:
         """Host `index`, or an error that says which there are."""
@@ -78,8 +88,7 @@ class Lab:
         """End all processes on the hosts and remove what `create` made; a second call does nothing."""
         for host in self.hosts:
             host.kill()
-        for namespace in (*(host.namespace for host in self.hosts), self.switch):
-            netlink.delete(namespace)
+        self._entry.holder.kill()
         self._names.unlink(missing_ok=True)
         self._entry.remove()
 
@@ -101,15 +110,13 @@ class Lab:
             "NCCL_HOSTID": f"laconic-{self.id}-{index}",
         }
         link = Link.parse(self._entry.links[index])
-        return Host(index, f"laconic-{self.id}-{index}", address, link, self.switch, self._names, variables)
+        namespace = enter.namespace(self._entry.holder.pid, index)
+        return Host(index, namespace, address, link, self.switch, self._names, variables)
 
     def _make(self) -> None:
-        self._entry.write()
         # TCPStore looks its peers up by the IPv6 form of their address.
         names = [f"{form}{host.address} {host.name}" for host in self.hosts for form in ("", "::ffff:")]
         self._names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""]))
-        for namespace in (self.switch, *(host.namespace for host in self.hosts)):
-            netlink.create(namespace)
         netlink.add_bridge(self.switch, _BRIDGE)
         for host in self.hosts:
             self._plug_in(host)
@@ -124,7 +131,7 @@ class Lab:
 
 
 def labs() -> list[Lab]:
-    """Every lab on this machine, abandoned ones too."""
+    """Every lab of this user, abandoned ones too."""
     netlink.require()
     return [Lab(entry) for entry in register.entries()]
 

@@ -1,23 +1,35 @@
-"""Network namespaces, links and queues, by the kernel's own calls and messages: the only hands the lab has."""
+"""Network namespaces, links and queues, by the kernel's own calls and messages: the only hands the lab has.
+
+A namespace is named by its path: /proc/HOLDER/fd/NUMBER.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import platform
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from laconic.errors import LabError
-from laconic.measure.lab.enter import CLONE_NEWNET, MS_BIND, NAMESPACES, call, join, mount
+from laconic.measure.lab import enter
+from laconic.measure.lab.enter import CLONE_NEWNET, become_owner, call, join
 
 T = TypeVar("T")
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # bits of CapEff: links and queues; namespaces
-_MNT_DETACH = 2
+SYSCTL = Path("/proc/sys")
+_SETTINGS = {  # by which a kernel keeps user namespaces, or what an ordinary user may do in them, from its users
+    "kernel.unprivileged_userns_clone": "0",
+    "kernel.apparmor_restrict_unprivileged_userns": "1",
+    "user.max_user_namespaces": "0",
+    "user.max_net_namespaces": "0",
+}
 _IFF_UP = 1
 # No IPv6 address, and so none of its neighbour talk: an idle link counts 0 bytes.
 _NO_IPV6_ADDRESS = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
@@ -36,47 +48,55 @@ def require() -> None:
     """Raise with the cure unless this machine and this user can have a lab."""
     if platform.system() != "Linux":
         raise LabError(f"a lab needs Linux network namespaces, and this is {platform.system()}: use a Linux machine")
-    if not {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= _capabilities():
-        raise LabError(
-            "a lab needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN): run it with sudo, a container with --privileged"
-        )
     try:
         import pyroute2  # noqa: F401
     except ModuleNotFoundError:
         raise LabError("a lab needs pyroute2: pip install 'laconic[lab]', or pyroute2 alone") from None
+    if not has_root():
+        try:
+            _in_a_child(_try_namespaces)
+        except OSError:
+            raise LabError(
+                f"a lab needs root, or user namespaces, which {_forbidden_by()}; run it with sudo, or allow them"
+            ) from None
 
 
-def create(namespace: str) -> None:
-    """Make a network namespace, with nothing in it but lo."""
-    path = Path(NAMESPACES) / namespace
-
-    def make() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(exist_ok=False)
-        call("unshare", CLONE_NEWNET)
-        mount("/proc/thread-self/ns/net", str(path), "none", MS_BIND)
-
-    try:
-        _in_a_thread(make)
-    except OSError as error:
-        raise LabError(f"namespace {namespace} could not be made: {error}") from None
+def has_root() -> bool:
+    """Whether this process may make namespaces and links in its own user namespace."""
+    return {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= _capabilities()
 
 
-def delete(namespace: str) -> None:
-    """Remove `namespace`, which another process that clears the same lab may have done already."""
-    path = f"{NAMESPACES}/{namespace}"
-    with suppress(OSError):  # not mounted: half made, or half removed
-        call("umount2", os.fsencode(path), _MNT_DETACH)
-    try:
-        Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise LabError(f"namespace {namespace} could not be removed: {error}") from None
+def _try_namespaces() -> None:
+    become_owner()
+    call("unshare", CLONE_NEWNET)
 
 
-def namespaces() -> set[str]:
-    """The names of all network namespaces of this machine, whoever made them."""
-    directory = Path(NAMESPACES)
-    return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+def _forbidden_by() -> str:
+    for name, forbidding in _SETTINGS.items():
+        path = SYSCTL / name.replace(".", "/")
+        if path.exists() and path.read_text().strip() == forbidding:
+            return f"the kernel setting {name} = {forbidding} forbids"
+    return "this container forbids (unshare is filtered, as docker does unless --privileged)"
+
+
+def hold(count: int, note: Callable[[int], None]) -> None:
+    """Make network namespaces in a process that holds them from when `note` has written its number down."""
+    deed = "hold" if has_root() else "own"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", enter.__file__, deed, str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as starting:
+        assert starting.stdin and starting.stdout and starting.stderr
+        try:
+            note(int(starting.stdout.readline()))
+        except ValueError:
+            reason = starting.stderr.read().strip().rpartition("\n")[2]
+            raise LabError(f"{count} network namespaces could not be made: {reason}") from None
+        starting.stdin.write("go")
 
 
 def pids(namespace: str) -> list[int]:
@@ -87,7 +107,7 @@ def pids(namespace: str) -> list[int]:
 def holds(namespace: str, pid: int) -> bool:
     """Whether a process is inside `namespace`."""
     try:
-        return os.path.samefile(f"/proc/{pid}/ns/net", f"{NAMESPACES}/{namespace}")
+        return os.path.samefile(f"/proc/{pid}/ns/net", namespace)
     except OSError:  # one of the two has just ended
         return False
 
@@ -106,7 +126,7 @@ def add_cable(switch: str, bridge: str, port: str, namespace: str, device: str) 
     """Connect a new `device` of `namespace` with a new `port`, switched on, of the bridge in `switch`."""
 
     def add(kernel: Any) -> None:
-        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": f"{NAMESPACES}/{namespace}"})
+        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": namespace})
         kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
         _switch_on(kernel, port)
 
@@ -170,24 +190,42 @@ def _ask(namespace: str, deed: str, act: Callable[[Any], T]) -> T:
     from pyroute2.netlink.exceptions import NetlinkError
 
     def inside() -> T:
-        join(namespace)
-        with IPRoute() as kernel:
-            return act(kernel)
+        try:
+            join(namespace)
+            with IPRoute() as kernel:
+                return act(kernel)
+        except NetlinkError as error:
+            cure = "a lab needs a kernel with veth, bridge and sch_tbf"
+            raise LabError(f"could not {deed}: {error.args[1]}; {cure}") from None
+        except OSError as error:
+            cure = "if the lab was removed meanwhile, make it again"
+            raise LabError(f"could not {deed}: {error.strerror}; {cure}") from None
 
-    try:
-        return _in_a_thread(inside)
-    except NetlinkError as error:
-        cure = "a lab needs a kernel with veth, bridge and sch_tbf"
-        raise LabError(f"could not {deed} in {namespace}: {error.args[1]}; {cure}") from None
-    except OSError as error:
-        cure = "if the lab was removed meanwhile, make it again"
-        raise LabError(f"could not {deed} in {namespace}: {error.strerror}; {cure}") from None
+    return _in_a_child(inside)
 
 
-def _in_a_thread(act: Callable[[], T]) -> T:
-    """What changes its namespace, without moving the rest of this process; Ctrl-C waits until it is done."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(act).result()
+def _in_a_child(act: Callable[[], T]) -> T:
+    """What `act` returns or raises in a child of one thread: who has more may not join a user namespace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, whose locks the child does not ask
+        read, write = os.pipe()
+        pid = os.fork()
+    if pid == 0:
+        try:
+            said: tuple[T | None, BaseException | None] = (act(), None)
+        except BaseException as error:
+            said = (None, error)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(pickle.dumps(said))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    result, raised = pickle.loads(told)
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[no-any-return]
 
 
 def _index(kernel: Any, device: str) -> int:

@@ -1,13 +1,29 @@
-"""The register of labs: a file for each in /run/laconic, written before the lab is made and removed after it."""
+"""The register of labs: a file for each, of this user, written before the lab is made and removed after it."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-DIRECTORY = Path("/run/laconic")
+from laconic.errors import LabError
+from laconic.measure.lab import netlink
+
+
+def directory() -> Path:
+    """Where this user's labs are written down; made where it is not there."""
+    if netlink.has_root():
+        path = Path("/run/laconic")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    path = Path(f"/tmp/laconic-{os.geteuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.geteuid():
+        raise LabError(f"{path} is another user's; remove it, so that your labs can be written down there")
+    return path
 
 
 @dataclass(frozen=True)
@@ -18,8 +34,7 @@ class Process:
     started: int  # clock ticks after boot
 
     @classmethod
-    def current(cls) -> Process:
-        pid = os.getpid()
+    def numbered(cls, pid: int) -> Process:
         return cls(pid, int(_stat(pid)[19]))
 
     @property
@@ -30,6 +45,12 @@ class Process:
             return False
         return stat[0] not in "ZX" and int(stat[19]) == self.started
 
+    def kill(self) -> None:
+        """End it, unless it has."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -38,13 +59,13 @@ class Entry:
     id: str
     links: tuple[str, ...]
     owner: Process | None  # None: a lab that stands until it is taken down
+    holder: Process  # which keeps its namespaces
 
     @property
     def path(self) -> Path:
-        return DIRECTORY / f"{self.id}.json"
+        return directory() / f"{self.id}.json"
 
     def write(self) -> None:
-        DIRECTORY.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(self)))
         draft.replace(self.path)  # whole or not at all, whenever this process is killed
@@ -54,16 +75,21 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Every lab of this machine, of whatever process, oldest first."""
+    """Every lab of this user, of whatever process, oldest first."""
     found = []
-    for path in DIRECTORY.glob("*.json"):
+    for path in directory().glob("*.json"):
         try:
             found.append((path.stat().st_mtime, json.loads(path.read_text())))
         except FileNotFoundError:  # its owner has just closed it
             continue
     found.sort(key=lambda item: item[0])
     return [
-        Entry(told["id"], tuple(told["links"]), Process(**told["owner"]) if told["owner"] else None)
+        Entry(
+            told["id"],
+            tuple(told["links"]),
+            Process(**told["owner"]) if told["owner"] else None,
+            Process(**told["holder"]),
+        )
         for _, told in found
     ]
 
