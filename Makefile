@@ -8,7 +8,7 @@ PY = .venv/bin/python
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/laconic/kernels/native/*)
+.venv/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/laconic/kernels/native/*) src/laconic/measure/lab/relay.cpp
 	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -29,4 +29,4 @@ lint: install
 	$(PY) -m mypy
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build src/laconic/kernels/cpu/*.so
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build src/laconic/kernels/cpu/*.so src/laconic/measure/lab/relay

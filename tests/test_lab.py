@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,20 @@ import pytest
 
 from laconic.errors import LabError
 from laconic.measure.cli import lab as cli
-from laconic.measure.lab import Counters, Host, Lab, LabSpec, Link, labs, netlink, noted_signals, register, run
+from laconic.measure.lab import (
+    NETWORKS,
+    Counters,
+    Host,
+    Lab,
+    LabSpec,
+    Link,
+    labs,
+    links,
+    netlink,
+    noted_signals,
+    register,
+    run,
+)
 
 
 def _missing() -> str:
@@ -61,6 +75,20 @@ while chunk := stream.recv(1 << 18):
     received += len(chunk)
 stream.sendall(b"!")
 print(received, flush=True)
+"""
+CHECKSUM = """
+import socket, zlib
+server = socket.create_server(("0.0.0.0", 5002))
+print("ready", flush=True)
+stream, check = server.accept()[0], 0
+while chunk := stream.recv(1 << 18):
+    check = zlib.crc32(chunk, check)
+print(check, flush=True)
+"""
+STREAM = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5002), timeout=120) as stream:
+    stream.sendall(bytes(range(251)) * 8000)
 """
 # The clock runs from before there is a connection until the receiver has confirmed the last byte, so that a process
 # that starts or wakes late can only lengthen it.
@@ -153,6 +181,24 @@ def test_a_rate_is_read_and_written_the_same(text: str, bits_per_s: int | None) 
     assert str(Link.parse(text)) == text
 
 
+def test_delay_and_loss_are_read_and_written_the_same() -> None:
+    text = "50mbit,delay=20ms,jitter=2ms,loss=0.1%"
+    assert (
+        Link.parse(text) == Link(50_000_000, delay_s=0.02, jitter_s=0.002, loss=0.001) and str(Link.parse(text)) == text
+    )
+    for link in NETWORKS.values():
+        assert Link.parse(str(link)) == link
+
+
+def test_a_network_is_a_link_to_start_from() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_spec(parser, "")
+    words = ["--hosts", "2", "--network", "home", "--link", "10mbit", "--delay", "40ms", "--link-of", "1=none"]
+    asked = parser.parse_args(words)
+    spec = cli.spec_of(asked)
+    assert [str(link) for link in spec.links] == ["10mbit,delay=40ms,jitter=3ms,loss=0.1%", "none"]
+
+
 @pytest.mark.parametrize(
     "text", ["", "10", "10mb", "10 mbit", "-1mbit", "0mbit", "mbit", "1e3mbit", "None", "\u0661mbit", "35gbit"]
 )
@@ -171,6 +217,14 @@ def test_another_text_says_what_to_write(text: str) -> None:
         (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write a rate like 10mbit"),
         (["run", "--hosts", "2"], "-- torchrun"),
         (["run", "--link", "1gbit", "--", "true"], "give --hosts"),
+        (["run", "--delay", "1ms", "--", "true"], "give --hosts"),
+        (["run", "--hosts", "2", "--delay", "20", "--", "true"], "20ms"),
+        (["run", "--hosts", "2", "--loss", "0.1", "--", "true"], "0.1%"),
+        (["run", "--hosts", "2", "--loss", "100%", "--", "true"], "lab cut"),
+        (["run", "--hosts", "2", "--jitter", "1ms", "--", "true"], "longer delay"),
+        (["run", "--hosts", "2", "--delay", "11s", "--", "true"], "10s or less"),
+        (["run", "--hosts", "2", "--link-of", "1=1gbit,late=2ms", "--", "true"], "delay=20ms"),
+        (["measure", "--hosts", "1"], "--hosts 2"),
         (["up"], "laconic lab up --hosts 4"),
     ],
 )
@@ -248,6 +302,44 @@ def test_a_link_of_50mbit_carries_no_more_both_ways(slow_and_fast: tuple[Host, H
     assert payload_bits_per_s(fast, slow, 1_600_000) <= most
     received = netlink.queue_state(slow.switch, slow.name).bytes
     assert received > 1_600_000, "the way in passes the queue by"
+
+
+@needs_lab
+def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlink, "has_root", lambda: False)
+    with Lab.create(LabSpec(2, Link.parse("none,delay=4ms,jitter=1ms,loss=2%"))) as lab:
+        here, there = lab.hosts
+        ((round_trips,), (flood,)) = (
+            links._between([(here, there)], "echo", "ping", 10),
+            links._between([(here, there)], "sink", "flood", 3000),
+        )
+        # A busy machine can only make it more.
+        assert min(round_trips["seconds"]) >= 2 * (0.004 - 0.001)
+        assert flood["packets"] < 0.99 * 3000
+        # Unshaped, TCP's segments are of many packets, of which the relay takes some out of the middle.
+        listening = python(there, CHECKSUM)
+        assert line_of(listening) == "ready"
+        python(here, STREAM, there.address).wait()
+        assert line_of(listening) == f"{zlib.crc32(bytes(range(251)) * 8000)}"
+        assert here.counters().packets_out > 3000 + 251 * 8000 / 1448 * 1.01, "nothing was sent again"
+        (relay,) = netlink.pids(lab._wires)
+    assert wait_until(lambda: not is_running(relay))
+
+
+@needs_lab
+def test_without_the_relay_the_cure_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(netlink, "RELAY", tmp_path / "relay")
+    with pytest.raises(LabError, match=r"C\+\+ compiler"):
+        Lab.create(LabSpec(2, Link.parse("none,delay=1ms")))
+
+
+@needs_lab
+@pytest.mark.slow
+def test_a_rough_link_is_as_rough_as_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    assert laconic_lab("measure", "--link", "50mbit", "--delay", "20ms", "--loss", "0.5%", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    for name, asked in (("mbit by UDP", 50), ("ms one way by echo", 20), ("% lost by UDP", 0.5)):
+        assert found[name] == pytest.approx(asked, rel=0.1)
 
 
 @needs_lab

@@ -49,7 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
     )
     parser.add_argument(
-        "--suite", choices=("links",), help="links: step times at 10mbit, 100mbit, 1gbit and none, instead of accuracy"
+        "--suite",
+        choices=("links",),
+        help="links: step times at 10mbit, 100mbit, 1gbit and none, with --delay and --loss if given, not accuracy",
     )
     add_lab_options(parser)
     add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))

@@ -5,12 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from laconic.errors import LabError
 from laconic.measure.cli.table import table
-from laconic.measure.lab import Lab, LabSpec, Link, labs, noted_signals, remove_abandoned, run
+from laconic.measure.lab import (
+    NETWORKS,
+    Lab,
+    LabSpec,
+    Link,
+    labs,
+    links,
+    noted_signals,
+    parse_loss,
+    parse_seconds,
+    remove_abandoned,
+    run,
+)
 
 _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
 
@@ -37,6 +49,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     status.add_argument("--json", action="store_true", help="one JSON object on stdout")
     status.set_defaults(run=run_status)
 
+    measured = deeds.add_parser("measure", help="make a lab and measure what its links are really like")
+    add_spec(measured, "to make, 2 or more")
+    measured.add_argument(
+        "--packets", type=int, default=links.PACKETS, metavar="N", help="of UDP (default %(default)s)"
+    )
+    measured.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    measured.set_defaults(run=run_measure)
+
     for name, does in (("cut", "take the link of a host down"), ("heal", "bring the link of a host back")):
         deed = deeds.add_parser(name, help=does)
         deed.add_argument("host", type=int, metavar="HOST", help="a host's number, from 0")
@@ -52,8 +72,8 @@ def run_command(asked: argparse.Namespace) -> int:
         if asked.hosts is not None:
             with Lab.create(spec_of(asked)) as lab:
                 return _run_in(lab, argv, signals)
-        if asked.link or asked.link_of:
-            raise LabError("--link and --link-of are for a new lab; give --hosts too, or neither for the standing lab")
+        if is_shaped(asked):
+            raise LabError("--link and the like are for a new lab; give --hosts too, or none for the standing lab")
         return _run_in(_standing(labs()), argv, signals)
 
 
@@ -103,6 +123,17 @@ def run_status(asked: argparse.Namespace) -> int:
     return 0
 
 
+def run_measure(asked: argparse.Namespace) -> int:
+    """Measure the links of a lab that is made for it."""
+    spec = spec_of(asked)
+    if spec.hosts < 2:
+        raise LabError("a link is measured between two hosts; give --hosts 2 or more")
+    with noted_signals(), Lab.create(spec) as lab:
+        found = links.measure(lab, asked.packets)
+    print(json.dumps(found) if asked.json else table(list(found), [[str(value) for value in found.values()]]))
+    return 0
+
+
 def run_cut_or_heal(asked: argparse.Namespace) -> int:
     """Take a link of the standing lab, or of the only one that runs, down or up."""
     found = [lab for lab in labs() if not lab.is_abandoned]
@@ -115,26 +146,50 @@ def run_cut_or_heal(asked: argparse.Namespace) -> int:
 
 
 def add_spec(parser: argparse.ArgumentParser, use: str) -> None:
-    """Add --hosts, --link and --link-of."""
+    """Add --hosts, and what shapes their links."""
     parser.add_argument("--hosts", type=int, metavar="N", help=f"hosts {use}")
     parser.add_argument(
         "--link", type=Link.parse, metavar="RATE", help="10mbit, 2.5gbit, 500kbit; default none: unshaped"
     )
+    parser.add_argument("--delay", type=parse_seconds, metavar="TIME", help="one way between two hosts, like 20ms")
+    parser.add_argument("--jitter", type=parse_seconds, metavar="TIME", help="most by which a delay is off, like 2ms")
+    parser.add_argument("--loss", type=parse_loss, metavar="SHARE", help="packets lost between two hosts, like 0.1%%")
+    kinds = "; ".join(f"{name}: {link}" for name, link in NETWORKS.items()).replace("%", "%%")
+    parser.add_argument("--network", choices=NETWORKS, help=f"a link to start from ({kinds})")
     parser.add_argument(
-        "--link-of", type=_link_of, action="append", default=[], metavar="HOST=RATE", help="another link for one host"
+        "--link-of",
+        type=_link_of,
+        action="append",
+        default=[],
+        metavar="HOST=LINK",
+        help="another link for one host, like 3=50mbit or 3=50mbit,delay=20ms,jitter=2ms,loss=0.1%%",
     )
+
+
+def is_shaped(asked: argparse.Namespace) -> bool:
+    """Whether something is asked of links."""
+    return bool(asked.network or asked.link or asked.link_of or roughness(asked))
+
+
+def roughness(asked: argparse.Namespace) -> dict[str, Any]:
+    """The delay, jitter and loss that were asked for, as fields of a link."""
+    given = {"delay_s": asked.delay, "jitter_s": asked.jitter, "loss": asked.loss}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _link_of(text: str) -> tuple[int, Link]:
     index, equals, rate = text.partition("=")
     if not equals or not index.isdecimal():
-        raise LabError(f"--link-of {text} is not HOST=RATE; write one like 3=50mbit")
+        raise LabError(f"--link-of {text} is not HOST=LINK; write one like 3=50mbit")
     return int(index), Link.parse(rate)
 
 
 def spec_of(asked: argparse.Namespace) -> LabSpec:
     """The lab that was asked for."""
-    return LabSpec(asked.hosts, asked.link or Link(None), dict(asked.link_of))
+    link = NETWORKS[asked.network] if asked.network else asked.link or Link()
+    if asked.network and asked.link:
+        link = replace(link, bits_per_s=asked.link.bits_per_s)
+    return LabSpec(2 if asked.hosts is None else asked.hosts, replace(link, **roughness(asked)), dict(asked.link_of))
 
 
 def _standing(found: list[Lab]) -> Lab:

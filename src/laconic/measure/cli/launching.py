@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from laconic.errors import LabError, LaunchError
-from laconic.measure.cli.lab import add_spec, spec_of
+from laconic.measure.cli.lab import add_spec, is_shaped, spec_of
 from laconic.measure.lab import Lab, LabSpec, noted_signals
 from laconic.measure.lab import run as run_in_lab
 from laconic.measure.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
@@ -23,15 +23,15 @@ _AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" 
 
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
-    """--hosts, --link and --link-of: run in a lab."""
+    """--hosts, --link and what else shapes links: run in a lab."""
     add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
 
 
 def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
     """The lab that was asked for, if any."""
     if asked.hosts is None:
-        if asked.link or asked.link_of:
-            raise LabError("--link and --link-of shape the hosts of a lab; give --hosts too")
+        if is_shaped(asked):
+            raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
         return None
     if getattr(asked, "in_process", False):
         raise LabError("--in-process has no hosts; leave --hosts out")

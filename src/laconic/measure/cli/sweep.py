@@ -11,6 +11,7 @@ from pathlib import Path
 
 from laconic.errors import TaskError
 from laconic.measure.cli.job_options import setting
+from laconic.measure.cli.lab import roughness
 from laconic.measure.cli.launching import launcher
 from laconic.measure.cli.table import number, table
 from laconic.measure.compare import Run, folder_of, quartiles
@@ -18,7 +19,7 @@ from laconic.measure.lab import LabSpec, Link
 from laconic.measure.records import Recorder
 from laconic.measure.train import Job
 
-_LINKS = ("10mbit", "100mbit", "1gbit", "none")
+_RATES = ("10mbit", "100mbit", "1gbit", "none")
 _HOSTS = 4
 _STEPS = 16  # at 10mbit a dense step of the 1.2 M parameter net takes seven seconds
 
@@ -38,10 +39,10 @@ class Point:
 def sweep_spec(job: Job, asked: argparse.Namespace) -> LabSpec:
     """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
     targets = (asked.target, asked.target_loss)
-    if asked.link or asked.link_of or targets != (None, None) or hasattr(asked, "workers"):
+    if asked.network or asked.link or asked.link_of or targets != (None, None) or hasattr(asked, "workers"):
         raise TaskError(
-            "--suite links chooses the links, times steps and puts a worker on each of --hosts; "
-            "leave --link, --link-of, --target, --target-loss and --workers out"
+            "--suite links chooses the rates, times steps and puts a worker on each of --hosts; "
+            "leave --network, --link, --link-of, --target, --target-loss and --workers out"
         )
     if job.epochs is not None:
         raise TaskError("--suite links times steps; give --steps instead of --epochs")
@@ -58,9 +59,11 @@ def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) ->
             job, LabSpec(hosts), rounds=asked.rounds, steps=job.steps or _STEPS, target=None, measure=job.measure.name
         )
         records.write("comparison", **{**what, "link": None})
-        for link in _LINKS:
+        for rate in _RATES:
+            shaped = replace(Link.parse(rate), **roughness(asked))
+            link = str(shaped)
             step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
-            with launcher(LabSpec(hosts, Link.parse(link))) as start:
+            with launcher(LabSpec(hosts, shaped)) as start:
                 for turn in range(1, asked.rounds + 1):
                     for scheme in schemes:
                         print(

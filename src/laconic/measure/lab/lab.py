@@ -25,7 +25,10 @@ class Lab:
         self._names = register.directory() / f"{self.id}.hosts"
         # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
         # lab's, so that all labs may use the same addresses.
-        self.switch = enter.namespace(entry.holder.pid, len(entry.links))
+        self._wires = enter.namespace(
+            entry.holder.pid, len(entry.links)
+        )  # where a relay stands between host and switch
+        self.switch = enter.namespace(entry.holder.pid, len(entry.links) + 1)
         self.hosts = tuple(self._host(index) for index in range(len(entry.links)))
 
     @classmethod
@@ -42,7 +45,7 @@ class Lab:
             entry.write()
             made.append(cls(entry))
 
-        netlink.hold(spec.hosts + 1, note)  # in the last of which, the switch's, the holder stays
+        netlink.hold(spec.hosts + 2, note)  # in the last of which, the switch's, the holder stays
         (lab,) = made
         try:
             lab._make()
@@ -120,14 +123,24 @@ class Lab:
         netlink.add_bridge(self.switch, _BRIDGE)
         for host in self.hosts:
             self._plug_in(host)
+        if rough := {(host.name, f"port{host.index}"): host.link for host in self.hosts if not host.link.is_plain}:
+            netlink.start_relay(self._wires, self._entry.holder.pid, rough)
 
     def _plug_in(self, host: Host) -> None:
-        netlink.add_cable(self.switch, _BRIDGE, host.name, host.namespace, INTERFACE)
+        if host.link.is_plain:
+            netlink.add_cable(self.switch, host.name, host.namespace, INTERFACE, _BRIDGE)
+        else:
+            # Both ends of the relay lead out of its namespace, where a packet stops counting against its socket.
+            netlink.add_cable(self._wires, host.name, host.namespace, INTERFACE)
+            netlink.add_cable(self.switch, host.name, self._wires, f"port{host.index}", _BRIDGE)
+            netlink.switch(self._wires, f"port{host.index}", "up")
         netlink.add_address(host.namespace, INTERFACE, host.address)
         netlink.switch(host.namespace, "lo", "up")
         # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
         netlink.add_queue(host.namespace, INTERFACE, host.link.queue)
         netlink.add_queue(self.switch, host.name, host.link.queue)
+        if host.link.max_segments is not None:
+            netlink.limit_segments(host.namespace, INTERFACE, host.link.max_segments)
 
 
 def labs() -> list[Lab]:

@@ -9,10 +9,12 @@ import errno
 import os
 import pickle
 import platform
+import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from laconic.errors import LabError
 from laconic.measure.lab import enter
 from laconic.measure.lab.enter import CLONE_NEWNET, become_owner, call, join
+from laconic.measure.lab.spec import Link
 
 T = TypeVar("T")
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # bits of CapEff: links and queues; namespaces
@@ -31,6 +34,10 @@ _SETTINGS = {  # by which a kernel keeps user namespaces, or what an ordinary us
     "user.max_net_namespaces": "0",
 }
 _IFF_UP = 1
+RELAY = Path(__file__).with_name("relay")
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 263, 15, 23, 3
+_SO_RCVBUFFORCE, _SO_TIMESTAMPNS = 33, 35
+_RECEIVE_BYTES = 4 << 20  # what may arrive while the relay waits for a core
 # No IPv6 address, and so none of its neighbour talk: an idle link counts 0 bytes.
 _NO_IPV6_ADDRESS = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
 
@@ -122,15 +129,25 @@ def add_bridge(namespace: str, name: str) -> None:
     _ask(namespace, f"add the bridge {name}", add)
 
 
-def add_cable(switch: str, bridge: str, port: str, namespace: str, device: str) -> None:
-    """Connect a new `device` of `namespace` with a new `port`, switched on, of the bridge in `switch`."""
+def add_cable(here: str, port: str, there: str, device: str, bridge: str | None = None) -> None:
+    """Connect a new `device` of namespace `there` with a new `port`, switched on, of `here`, and that with a bridge."""
 
     def add(kernel: Any) -> None:
-        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": namespace})
-        kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
+        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": there})
+        if bridge is not None:
+            kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
         _switch_on(kernel, port)
 
-    _ask(switch, f"add the cable of {port}", add)
+    _ask(here, f"add the cable of {port}", add)
+
+
+def limit_segments(namespace: str, device: str, count: int) -> None:
+    """Let TCP hand no more than `count` packets of the MTU to `device` as one."""
+    _ask(
+        namespace,
+        f"limit the segments of {device}",
+        lambda kernel: kernel.link("set", index=_index(kernel, device), gso_max_segs=count),
+    )
 
 
 def add_address(namespace: str, device: str, address: str) -> None:
@@ -182,6 +199,51 @@ def is_up(namespace: str, device: str) -> bool:
         return bool(shown["flags"] & _IFF_UP)
 
     return _ask(namespace, f"read the state of {device}", look)
+
+
+def start_relay(namespace: str, holder: int, links: Mapping[tuple[str, str], Link]) -> None:
+    """Let a process inside `namespace` pass packets between pairs of its devices, late or not at all, like `links`.
+
+    It has no capability of its own where its user has none, so its sockets are opened for it; it ends with `holder`.
+    """
+    if not RELAY.exists():
+        raise LabError("delay and loss need the lab's relay: install a C++ compiler, then laconic again")
+
+    def start() -> None:
+        join(namespace)
+        ports = []
+        for (near, far), link in links.items():
+            lost = 1 - (1 - link.loss) ** 0.5  # either way of either end's link
+            sockets = f"{_packet_socket(near)}:{_packet_socket(far)}"
+            ports.append(f"{sockets}:{link.delay_s / 2 * 1e9:.0f}:{link.jitter_s / 2 * 1e9:.0f}:{lost:.9f}")
+        watched = os.pidfd_open(holder)
+        os.set_inheritable(watched, True)
+        if os.fork() == 0:  # nobody's child, as the holder is
+            os.setsid()
+            os.chdir("/")
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nowhere, stream)
+            try:
+                os.execv(RELAY, [str(RELAY), str(watched), *ports])
+            finally:
+                os._exit(1)
+
+    _in_a_child(start)
+
+
+def _packet_socket(device: str) -> int:
+    """An open socket of every packet that arrives at `device`, with what segmentation offload says of it."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    made.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    made.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    made.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    for option in (socket.SO_RCVBUF, _SO_RCVBUFFORCE):  # what every user may have, then what root may
+        with suppress(PermissionError):
+            made.setsockopt(socket.SOL_SOCKET, option, _RECEIVE_BYTES)
+    made.bind((device, _ETH_P_ALL))
+    made.set_inheritable(True)
+    return made.detach()
 
 
 def _ask(namespace: str, deed: str, act: Callable[[Any], T]) -> T:

@@ -11,6 +11,8 @@ from laconic.errors import LabError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 _MAX_BITS_PER_S = 8 * (2**32 - 1)  # the field of a token bucket's rate has 32 bits
+_MAX_DELAY_S = 10.0
+_MAX_SEGMENTS = 45  # of 1448 bytes in the 64 kB of one packet of IP
 _MAX_HOSTS = 250  # one address each in 10.77.0.0/24
 
 # A burst leaves at once after a pause, so it is time that the link gives away: 1 ms of the rate, and two packets at
@@ -26,31 +28,59 @@ _QUEUE_MIN_BYTES = 128 * 1024
 
 @dataclass(frozen=True)
 class Link:
-    """A host's cable, the same both ways; None is as fast as the machine."""
+    """A host's cable, the same both ways, of which each way has half of the delay and of the loss.
 
-    bits_per_s: int | None
+    Two hosts on such links are so far apart, and so much is lost, one way between them.
+    """
+
+    bits_per_s: int | None = None  # None is as fast as the machine
+    delay_s: float = 0.0
+    jitter_s: float = 0.0  # the most that a packet's delay may be off; none overtakes another
+    loss: float = 0.0  # the share of packets of the MTU that never arrive
 
     def __post_init__(self) -> None:
         if self.bits_per_s is not None and self.bits_per_s < 1000:
             raise LabError(f"a link of {self.bits_per_s} bits per second is too slow; give 1kbit or more")
         if self.bits_per_s is not None and self.bits_per_s > _MAX_BITS_PER_S:
             raise LabError(f"a link of {self.bits_per_s} bits per second cannot be made; give up to 34gbit, or none")
+        if self.delay_s > _MAX_DELAY_S:
+            raise LabError(f"a delay of {self.delay_s:g} s is too long; give {_MAX_DELAY_S:g}s or less")
+        if self.jitter_s > self.delay_s:
+            raise LabError("a jitter above the delay would send packets into the past; give a longer delay, or less")
+        if self.loss >= 1:
+            raise LabError("a link that loses everything is cut; give a loss below 100%, or `laconic lab cut HOST`")
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """The link of a text like 10mbit, 2.5gbit, 500kbit or none."""
-        if text == "none":
-            return cls(None)
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text)
-        if match is None:
-            raise LabError(f"{text!r} is no link; write a rate like 10mbit, 2.5gbit or 500kbit, or none")
-        return cls(int(Decimal(match[1]) * _UNITS[match[2]]))
+        """The link of a text like 10mbit, 500kbit, none, or 50mbit,delay=20ms,jitter=2ms,loss=0.1%."""
+        rate, *more = text.split(",")
+        given = dict(pair.split("=", 1) for pair in more if "=" in pair)
+        if len(given) < len(more) or not given.keys() <= {"delay", "jitter", "loss"}:
+            raise LabError(f"{text!r} is no link; write one like 50mbit,delay=20ms,jitter=2ms,loss=0.1%")
+        seconds = {f"{name}_s": parse_seconds(given[name]) for name in ("delay", "jitter") if name in given}
+        return cls(_parse_rate(rate), loss=parse_loss(given.get("loss", "0%")), **seconds)
 
     def __str__(self) -> str:
-        if self.bits_per_s is None:
-            return "none"
-        unit, scale = next((unit, scale) for unit, scale in _UNITS.items() if self.bits_per_s >= scale)
-        return f"{self.bits_per_s / scale:.12g}{unit}"
+        words = ["none"]
+        if self.bits_per_s is not None:
+            unit, scale = next((unit, scale) for unit, scale in _UNITS.items() if self.bits_per_s >= scale)
+            words = [f"{self.bits_per_s / scale:.12g}{unit}"]
+        words += [f"{name}={value * 1e3:.12g}ms" for name, value in self._times().items() if value]
+        words += [f"loss={self.loss * 100:.12g}%"] * (self.loss > 0)
+        return ",".join(words)
+
+    def _times(self) -> dict[str, float]:
+        return {"delay": self.delay_s, "jitter": self.jitter_s}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has a rate at most: neither delay nor loss."""
+        return not (self.delay_s or self.loss)
+
+    @property
+    def max_segments(self) -> int | None:
+        """The packets of the MTU that may travel as one, so that a token bucket need not cut them; None: any."""
+        return None if self.bits_per_s is None else min(int(self.queue["burst"]) // 1514, _MAX_SEGMENTS)
 
     @property
     def queue(self) -> dict[str, str | int]:
@@ -66,12 +96,46 @@ class Link:
         }
 
 
+NETWORKS = {  # links as one meets them, to be told from each other; one way between two hosts
+    "lan": Link(10**9, delay_s=0.2e-3),
+    "campus": Link(10**9, delay_s=2e-3, jitter_s=0.2e-3),
+    "wan": Link(200 * 10**6, delay_s=20e-3, jitter_s=1e-3, loss=1e-4),
+    "home": Link(50 * 10**6, delay_s=15e-3, jitter_s=3e-3, loss=1e-3),
+    "satellite": Link(20 * 10**6, delay_s=300e-3, jitter_s=10e-3, loss=5e-3),
+}
+
+
+def parse_seconds(text: str) -> float:
+    """The seconds of a text like 20ms, 0.5s or 200us."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
+    if match is None:
+        raise LabError(f"{text!r} is no time; write one like 20ms, 0.5s or 200us")
+    return float(Decimal(match[1]) * {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}[match[2]])
+
+
+def parse_loss(text: str) -> float:
+    """The share of a text like 0.1%."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if match is None:
+        raise LabError(f"{text!r} is no loss; write one like 0.1%")
+    return float(Decimal(match[1]) / 100)
+
+
+def _parse_rate(text: str) -> int | None:
+    if text == "none":
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text)
+    if match is None:
+        raise LabError(f"{text!r} is no link; write a rate like 10mbit, 2.5gbit or 500kbit, or none")
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
 @dataclass(frozen=True)
 class LabSpec:
     """`hosts` hosts on `link` each, but for those that `link_of` names."""
 
     hosts: int
-    link: Link = Link(None)
+    link: Link = Link()
     link_of: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

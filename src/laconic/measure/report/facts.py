@@ -84,7 +84,8 @@ class Sweep:
     @property
     def bits_per_s(self) -> float:
         """The link's rate; infinite where the link is as fast as the machine."""
-        return math.inf if self.link == "none" else float(self.link[:-4]) * _UNITS[self.link[-4:]]
+        rate = self.link.partition(",")[0]
+        return math.inf if rate == "none" else float(rate[:-4]) * _UNITS[rate[-4:]]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ _NOTES = (
 )
 _INTERFACE_NOTE = "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements."
 _LAB_NOTE = "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange."
+_DELAY_NOTE = "A link's delay, jitter and loss are those between two hosts, one way."
 _SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to a target."
 
 
@@ -55,7 +56,9 @@ def _page(facts: Facts) -> str:
     title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared"
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
-        notes += [_INTERFACE_NOTE, _LAB_NOTE] if facts.rows else [_LAB_NOTE]
+        notes += [_INTERFACE_NOTE] if facts.rows else []
+        links = [facts.setting.link or "", *facts.setting.link_of.values(), *(point.link for point in facts.sweep)]
+        notes += [_DELAY_NOTE if any("delay=" in link for link in links) else _LAB_NOTE]
     notes += [f"Under {figure.head}: {figure.meaning}." for figure in other_figures(facts.rows)]
     notes += [_SWEEP_NOTE] if facts.sweep else []
     body = f"""{table(facts) if facts.rows else ""}

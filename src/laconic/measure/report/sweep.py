@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from laconic.measure.report.axis import logarithmic
@@ -34,7 +35,7 @@ def over_links(facts: Facts) -> str:
 
 def _chart(facts: Facts) -> str:
     rates = {point.link: point.bits_per_s for point in facts.sweep}
-    after_last = 10 * max((rate for link, rate in rates.items() if link != "none"), default=1.0)
+    after_last = 10 * max((rate for rate in rates.values() if rate < math.inf), default=1.0)
     places = {link: min(rate, after_last) for link, rate in rates.items()}  # none stands a decade after the last rate
     curves = []
     for i, scheme in enumerate(facts.schemes):
@@ -42,7 +43,7 @@ def _chart(facts: Facts) -> str:
         found = [(places[p.link], p.speedup, f"{scheme} at {p.link}: {p.speedup:.2f}x") for p in mine if p.speedup]
         curves += [Curve(scheme, i, sorted(found))] if found else []
     x = logarithmic("link of every host", list(places.values()), LEFT, WIDTH - side_width(curves), str)
-    x = replace(x, ticks=tuple((place, link) for link, place in places.items()))
+    x = replace(x, ticks=tuple((place, link.partition(",")[0]) for link, place in places.items()))
     speedups = [place[1] for curve in curves for place in curve.points]
     # From 0.5 at most, so that the losing side is seen also when nobody is on it.
     y = logarithmic("speed-up of the step against dense", [0.5, 1.0, *speedups], *plot_places(0), lambda t: f"{t:g}x")
