@@ -158,17 +158,17 @@ def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
 
 
 def test_a_peer_that_hangs_is_one_line_and_then_dropped(capsys: pytest.CaptureFixture[str]) -> None:
-    with _linked(3, patience_s=0.1, timeout_s=0.3) as (boxes, _):
+    with _linked(3, patience_s=0.2, timeout_s=2.0) as (boxes, _):
         boxes[1].listen(_echo)
         boxes[2].listen(_echo)  # while rank 0, the one that leads, hangs: its connections stand, and nothing comes
-        with pytest.raises(PeerError, match=r"rank 0 has said nothing for 0\.3 s"):
+        with pytest.raises(PeerError, match=r"rank 0 has said nothing for 2 s"):
             boxes[1].ask(0, 7, _bytes(4), 4)
         with ThreadPoolExecutor(2) as pool:
             told = [pool.submit(boxes[rank].combine_all, torch.tensor([float(rank)]), _mean, None) for rank in (1, 2)]
         assert [done.result().tolist() for done in told] == [[1.5]] * 2
     said = capsys.readouterr().err.splitlines()
-    line = "has said nothing for 0.1 s; it is waited for, and dropped after 0.3"
-    assert sorted(said) == [f"laconic: rank {rank}: rank 0 {line}" for rank in (1, 2)]
+    line = "rank 0 has said nothing for 0.2 s; it is waited for, and dropped after 2"
+    assert sorted(each for each in said if line in each) == [f"laconic: rank {rank}: {line}" for rank in (1, 2)]
 
 
 def test_a_peer_that_is_slow_but_lives_is_waited_for() -> None:
@@ -178,12 +178,12 @@ def test_a_peer_that_is_slow_but_lives_is_waited_for() -> None:
         goes_on.wait()
         return message
 
-    with _linked(2, patience_s=0.1, timeout_s=0.3) as (boxes, _):
+    with _linked(2, patience_s=0.2, timeout_s=2.0) as (boxes, _):
         for box in boxes:
             box.listen(answer)
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(boxes[1].ask, 0, 7, _bytes(5), 5)
-            time.sleep(0.6)
+            time.sleep(2.5)
             assert not slow.done()
             goes_on.set()
             assert torch.equal(slow.result(), _bytes(5))
