@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import subprocess
@@ -14,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from laconic.errors import FrameError
 from laconic.layout import Layout
 from laconic.measure.train import Job, verdict
-from laconic.measure.train.launch import _wait, _who
+from laconic.measure.train.launch import _config, _wait, _who
 from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
@@ -279,6 +281,19 @@ def test_a_mean_is_over_those_whom_each_server_heard() -> None:
     heard = [3, 2]  # the second no longer heard the third worker
     replies = [Message(Kind.SUM, payload=torch.full((2,), float(living)), living=living) for living in heard]
     assert sum_over(replies, 3).tolist() == [3, 3, 3, 3]
+
+
+def test_workers_that_are_all_here_meet_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LACONIC_SECRET", raising=False)
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    store, config = _config(2)
+    assert store is not None and config.rdzv_endpoint == f"127.0.0.1:{store.port}" and os.environ["LACONIC_SECRET"]
+    torchruns = TCPStore("127.0.0.1", store.port, 1, is_master=True, multi_tenant=True)  # as its agent makes it
+    torchruns.set("a", "b")
+    assert store.get("a") == b"b"
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
+    listening = [row[1] for row in rows if row[1].endswith(f":{store.port:04X}") and row[3] == "0A"]
+    assert listening == [f"0100007F:{store.port:04X}"]
 
 
 def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:

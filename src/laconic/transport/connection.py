@@ -128,13 +128,14 @@ class Address(NamedTuple):
 class Connection:
     """One TCP connection, under TLS where a context for that is given; small messages leave at once."""
 
+    _relay: threading.Thread | None = None
+
     def __init__(
         self, link: socket.socket, timeout_s: float | None = None, context: ssl.SSLContext | None = None
     ) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._link = self._wire = link
-        self._relay: threading.Thread | None = None
         if context is not None:
             self._link, self._wire, self._relay = secured(link, context)
         self.set_timeout(timeout_s)

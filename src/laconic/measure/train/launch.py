@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from laconic.measure.train.job import Job
 from laconic.measure.train.result import DIVERGED
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -47,7 +49,7 @@ def launch(job: Job) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    config = _config(job.workers)
+    store, config = _config(job.workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     logging.disable(logging.ERROR)  # torchrun's warnings about workers that end; we say it in one line ourselves
     try:
@@ -63,6 +65,7 @@ def launch(job: Job) -> int:
         raise LaunchError(f"stopped by {error.sigval.name}") from None
     finally:
         logging.disable(logging.NOTSET)
+        del store
     return 0
 
 
@@ -90,9 +93,9 @@ def worker_command(job: Job) -> list[str]:
 
 def _launch_apart(job: Job) -> int:
     num_ranks = job.servers + job.workers
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    store = _local_store()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: no rank makes one
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     processes = [
         subprocess.Popen(worker_command(job), env={**os.environ, **common, **rank_variables(rank, num_ranks, rank)})
@@ -108,6 +111,21 @@ def _launch_apart(job: Job) -> int:
     if code and code != DIVERGED:
         raise LaunchError(_who(codes, job))
     return code
+
+
+def _local_store() -> TCPStore:
+    """Where workers that are all here meet: on the loopback alone, where torch's own would listen to all the world.
+
+    Their secret comes with their environment, which other users cannot read.
+    """
+    from torch.distributed import TCPStore
+
+    os.environ.setdefault("LACONIC_SECRET", secrets.token_hex(16))
+    link = socket.create_server(("127.0.0.1", 0))
+    port = link.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=link.detach()
+    )
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
@@ -128,34 +146,33 @@ def _who(codes: Sequence[int | None], job: Job) -> str:
     return f"{name} ended {_how(failed[rank])}; all were stopped"
 
 
-def _config(num_workers: int) -> LaunchConfig:
+def _config(num_workers: int) -> tuple[TCPStore | None, LaunchConfig]:
+    """What torchrun is told, and the store it shall find, if all workers are here, for as long as they run."""
     from torch.distributed.launcher.api import LaunchConfig
 
     try:
         num_nodes = int(os.environ.get("PET_NNODES", "1"))
-        place = {"rank": int(os.environ["PET_NODE_RANK"])} if num_nodes > 1 else {}
+        place = int(os.environ["PET_NODE_RANK"]) if num_nodes > 1 else 0
         master = f"{os.environ['PET_MASTER_ADDR']}:{os.environ['PET_MASTER_PORT']}" if num_nodes > 1 else ""
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"PET_NNODES asks for several nodes, but {error}; set PET_NNODES=N, PET_NODE_RANK, PET_MASTER_ADDR and "
             "PET_MASTER_PORT, or start it with torchrun -m laconic train"
         ) from None
+    store = None
     if num_nodes == 1:
         # All workers are here, so their traffic need not find its way through the machine's outer interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "c10d"
-        endpoint = "localhost:0"
-    else:
-        backend = "static"
-        endpoint = master
-    return LaunchConfig(
+        store = _local_store()
+        master = f"127.0.0.1:{store.port}"
+    return store, LaunchConfig(
         min_nodes=num_nodes,
         max_nodes=num_nodes,
         nproc_per_node=num_workers,
         run_id="laconic" if num_nodes > 1 else f"laconic-{os.getpid()}",
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs=place,
+        rdzv_backend="static",
+        rdzv_endpoint=master,
+        rdzv_configs={"rank": place},
         max_restarts=0,
         monitor_interval=0.1,
     )
