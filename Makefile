@@ -18,7 +18,7 @@ run: install
 	$(PY) -m laconic compare --workers 4 --scheme dense --scheme bf16 --scheme topk:rho=0.01 --steps 200
 
 test: lint
-	$(PY) -m pytest -m 'not slow'
+	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup
 
 test-slow: install
 	$(PY) -m pytest -m slow

@@ -8,6 +8,14 @@ from laconic import layout
 from workers import WorkerPool
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several processes that run tests, one runs those of a file, or of a group: its fixtures are made once."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(scope="session")
 def four_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)

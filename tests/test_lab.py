@@ -46,6 +46,7 @@ def _missing() -> str:
     return ""
 
 
+pytestmark = pytest.mark.xdist_group("lab")  # whoever makes a lab removes what is left of others
 needs_lab = pytest.mark.skipif(bool(_missing()), reason=_missing() or "a lab can be made here")
 
 # In a process of its own: `laconic lab ...` with a grace that a busy machine cannot use up, and a lab whose process

@@ -18,7 +18,7 @@ try:
     MISSING = ""
 except LabError as error:
     MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.xdist_group("lab")]
 
 JOB = ["--steps", "12", "--batch", "4", "--eval-every", "6", "--json"]
 
