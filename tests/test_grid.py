@@ -188,7 +188,7 @@ def test_zero_constant_and_outlier(name: str, stages: int) -> None:
     assert isinstance(scheme, Scheme)
     layout = (Layout.of(["a"], [1000]),)
     outlier = torch.full((1000,), 1e-3)
-    outlier[500] = -(2.0**100)
+    outlier[500] = -(2.0**60)
     vectors = {"zero": torch.zeros(1000), "constant": torch.full((1000,), -2.5), "tiny": torch.full((1000,), 1e-42)}
 
     def work(session: Session, rank: int) -> None:
@@ -201,7 +201,7 @@ def test_zero_constant_and_outlier(name: str, stages: int) -> None:
         out = one_step(session, {"a": outlier if rank == 0 else torch.zeros(1000)}, layout)["a"]
         assert bool(out.isfinite().all())
         if stages == 1:
-            assert float(out[500]) == pytest.approx(-(2.0**100) / 3, rel=1e-5)
+            assert float(out[500]) == pytest.approx(-(2.0**60) / 3, rel=1e-5)
 
     run(scheme, 3, work)
 
