@@ -76,9 +76,9 @@ template <class Word>
 inline int32_t digit(Word word, int shift, int lane_bits) {
   using Signed = std::make_signed_t<Word>;
   const auto wide = static_cast<Signed>(word);
-  const auto half = static_cast<Signed>(Signed{1} << (lane_bits - 1));
+  const Word half = Word{1} << (lane_bits - 1);
   const Signed shifted = (wide >> shift) + (shift != 0 ? wide >> (shift - 1) & 1 : 0);
-  return static_cast<int32_t>(((shifted + half) & (2 * half - 1)) - half);
+  return static_cast<int32_t>(((static_cast<Word>(shifted) + half) & (2 * half - 1)) - half);  // modulo 2^n: any words
 }
 
 template <class Word>
