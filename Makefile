@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-slow lint clean
+.PHONY: install run test test-slow fuzz lint clean
 
 install: .venv/installed
 
@@ -22,6 +22,9 @@ test: lint
 
 test-slow: install
 	$(PY) -m pytest -m slow
+
+fuzz: install
+	$(PY) tests/fuzz.py --seconds 600
 
 lint: install
 	$(PY) -m ruff check .

@@ -91,6 +91,7 @@ extern "C" int64_t laconic_decode_rice(const uint32_t* words, int64_t num_words,
   const std::vector<int64_t> begins = beginnings(widths, k);
   if (num_words < begins[kWidths]) return 0;
   std::vector<LaneReader> low;
+  low.reserve(kWidths);
   for (int width = 0; width < kWidths; ++width) low.emplace_back(words + begins[width], width);
   int64_t count = 0, next = 0, position = -1;
   for (int64_t w = begins[kWidths]; w < num_words; ++w) {

@@ -1,0 +1,375 @@
+"""Mutants of valid inputs through every reader: each is to be refused as its reader promises, or read as a valid one.
+
+    python tests/fuzz.py                            # all readers, ten seconds each
+    python tests/fuzz.py --seconds 600 --seed 7     # `make fuzz`: longer, with other mutants
+    python tests/fuzz.py --only "frames of bf16"
+
+Inputs are flipped, cut, spliced, and given lengths and counts at the edges; most frames are sealed again, so that they
+go past their check sum. The native readers run in native_fuzz.cpp, and beneath the Python readers here too, in a
+library built with the address and undefined sanitizers, wherever the compiler has them: a look beside a tensor ends the
+run with a report. A reader that hangs or takes memory without bound ends it too. What ends it names the seed and the
+mutant; one JSON object a reader goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossiping import Small
+from laconic import FrameError, LaconicError, SchemeError, kernels, parse
+from laconic.errors import TaskError
+from laconic.gossip.changed_entries import EntryMessages
+from laconic.gossip.messages import GroupMessages, MessageWriter
+from laconic.gossip.remainders import RemainderMessages
+from laconic.gossip.vector import ModelVector
+from laconic.kernels.cpu import library
+from laconic.layout import Layout
+from laconic.measure.train.checkpoint import load_checkpoint
+from laconic.quantize import BF16, QUANTIZERS, Residue, Trits
+from laconic.quantize.quantizers import Marks
+from laconic.scheme import Scheme
+from laconic.server.client import with_layout, without_layout
+from laconic.server.owner import Owner
+from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec
+from parts import ALL_TEXTS, gossip_texts, outer_texts
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "src/laconic/kernels/native"
+READ_BY_NATIVE = ("bits", "rice", "residues", "rounding", "signs")  # files with readers of what was sent
+SANITIZED = "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"
+BUILT_ALIKE = "-std=c++17", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-pthread"
+MOST_BYTES = 1 << 30  # that a reader of a few hundred may take beyond what was there
+MOST_SECONDS = 60  # that a reader may take beyond those it was given
+_FUZZED = "LACONIC_FUZZED_LIBRARY"  # in the environment: the native library that runs beneath
+EDGES = (0, 1, 2, 3, 31, 32, 33, 255, 256, 2**16, 2**24, 2**30, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that reads what others wrote; it raises one of `refusals`, or returns what is as it promises."""
+
+    name: str
+    valid: list[bytes]
+    read: Callable[[bytes], object]
+    refusals: tuple[type[Exception], ...] = (FrameError,)
+    frame_at: int | None = None  # where a frame begins that may be sealed again
+
+    def mutant(self, draw: Random) -> bytes:
+        """One of the valid inputs with a few changes."""
+        data = bytearray(draw.choice(self.valid))
+        for _ in range(draw.choice((1, 1, 1, 2, 5))):
+            mutate_(data, draw.choice(self.valid), draw)
+        if self.frame_at is not None and draw.random() < 0.8:
+            seal_again_(data, self.frame_at)
+        return bytes(data)
+
+    def run(self, seed: int, num_mutants: int, seconds: float) -> dict[str, Any]:
+        """Read so many mutants, or as many as there is time for."""
+        refused = done = 0
+        since = time.monotonic()
+        for number in range(num_mutants):
+            if time.monotonic() - since > seconds:
+                break
+            mutant = self.mutant(Random(f"{seed} {number}"))
+            try:
+                self.read(mutant)
+            except self.refusals:
+                refused += 1
+            except BaseException:
+                print(f"{self.name}: seed {seed}, mutant {number}: {mutant.hex()}", file=sys.stderr)
+                raise
+            done += 1
+        taken = round(time.monotonic() - since, 1)
+        return {"reader": self.name, "mutants": done, "taken for valid": done - refused, "seconds": taken}
+
+
+def mutate_(data: bytearray, other: bytes, draw: Random) -> None:
+    """Change something: bits, a word, a piece, the length."""
+    size = len(data)
+    at = draw.randrange(size + 1)
+    word = at // 4 * 4
+    match draw.randrange(7):
+        case 0 | 1 if size:
+            for _ in range(draw.choice((1, 1, 2, 8))):
+                data[draw.randrange(size)] ^= 1 << draw.randrange(8)
+        case 2 if size:
+            data[word : word + 4] = (draw.choice(EDGES) + draw.choice((0, 0, 1, -1))).to_bytes(
+                9, "little", signed=True
+            )[:4]
+            del data[size:]
+        case 3:  # a word of the header, where a frame has its counts
+            data[word % 40 : word % 40 + 4] = draw.randrange(80).to_bytes(4, "little")
+        case 4:
+            del data[at if draw.random() < 0.5 else word :]
+        case 5:
+            data[word:word] = other[word : word + 4 * draw.randrange(5)]
+        case _:
+            data[at:] = other[at:]
+
+
+def seal_again_(data: bytearray, at: int) -> None:
+    """Give the frame that begins there the check sum that fits it."""
+    if len(data) - at >= 12 and (len(data) - at) % 4 == 0:
+        words = torch.frombuffer(data, dtype=torch.uint8)[at + 8 :].clone().view(torch.int32)
+        data[at : at + 8] = int(kernels.check_sum(words)).to_bytes(8, "little", signed=True)
+
+
+def readers() -> list[Reader]:
+    """All of them."""
+    return [
+        *(_frames(name, quantize()) for name, quantize in QUANTIZERS.items()),
+        _frames("votes", Trits()),
+        _frames("marks", Marks()),
+        *(_codes(codec) for codec in INDEX_CODECS),
+        *_gossip(),
+        _parts(),
+        _layouts(),
+        _schemes(),
+        _checkpoints(),
+    ]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(data: bytes) -> Tensor:
+    """In memory of its own, of this length to the byte."""
+    there = torch.empty(len(data), dtype=torch.uint8)
+    if data:
+        there.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return there
+
+
+def _positions(n: int, k: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(k))[:k].sort().values.to(torch.int32)
+
+
+def _check_positions(positions: Tensor, n: int, k: int) -> None:
+    assert positions.numel() == k and bool((positions[1:] > positions[:-1]).all())
+    assert k == 0 or 0 <= int(positions[0]) <= int(positions[-1]) < n
+
+
+def _frames(name: str, quantize: Any) -> Reader:
+    valid = []
+    n = 70
+    for k, fixed in ((0, 9), (3, 0), (20, 5), (40, 30), (70, 0)):
+        codes, scale = quantize.encode(torch.arange(k + fixed) % 3 - 1.0)
+        shape = FrameShape(n, k, fixed, quantize)
+        for write in (shape.write, shape.write_smallest):
+            valid.append(_bytes_of(write(_positions(n, k), codes, scale, step=7, bucket=2)))
+
+    def read(data: bytes) -> None:
+        frame = _tensor(data)
+        shape = FrameShape.of(frame, n, [quantize], peer=1)
+        contents = shape.read(frame, step=7, bucket=2, peer=1)
+        if not contents.overflow:
+            _check_positions(contents.positions, n, shape.k)
+            assert contents.values.numel() in (0, shape.num_fixed + shape.k) and bool(contents.values.isfinite().all())
+
+    return Reader(f"frames of {name}", valid, read, frame_at=0)
+
+
+def _codes(codec: type[IndexCodec]) -> Reader:
+    shapes = [
+        (n, k) for n, k in ((70, 20), (2**31 - 1, 5), (200, 199), (64, 1), (9, 9), (5, 0)) if codec.can_code(n, k)
+    ]
+    valid = []
+    for number, (n, k) in enumerate(shapes):
+        if (codec.num_words(n, k) or 0) < 1000:  # a map of 2^31 entries is no small one
+            few = torch.linspace(0, n - 1, k, dtype=torch.float64).to(torch.int32)
+            valid.append(bytes([number, 0, 0, 0]) + _bytes_of(codec.encode(few, n)))
+
+    def read(data: bytes) -> None:
+        n, k = shapes[data[0] % len(shapes) if data else 0]
+        words = _tensor(data[4 : len(data) // 4 * 4]).view(torch.int32)
+        foretold = codec.num_words(n, k)
+        if words.numel() != foretold and (foretold is not None or not words.numel()):
+            raise FrameError("a frame foretells its length")
+        _check_positions(codec.decode(words, n, k), n, k)
+
+    return Reader(f"index codes of {codec.__name__}", valid, read)
+
+
+def _gossip() -> Iterator[Reader]:
+    torch.manual_seed(1)
+    model = Small()
+    scheme = parse("gossip:rho=0.1,quantize=none")
+    chosen = ModelVector(model, "model", scheme.select.dense_below)  # type: ignore[union-attr]
+    by_tensor = ModelVector(model, "tensor")
+    writers: dict[str, tuple[MessageWriter, ModelVector, list[list[int]], int]] = {
+        "groups": (GroupMessages(by_tensor, BF16()), by_tensor, [[0], [1, 3], [0, 1, 2]], 8),
+        "entries": (EntryMessages(chosen, scheme.quantize, scheme.select, 4), chosen, [[0]], 0),  # type: ignore[union-attr, arg-type]
+        "remainders": (RemainderMessages(by_tensor, Residue(), 0, 0), by_tensor, [[0], [2]], 0),
+    }
+    for name, (messages, vector, topics, frame_at) in writers.items():
+        asked = [messages.ask_(messages.about(groups), vector.read(groups).clone()) for groups in topics]
+        told = [messages.open(question.message, 1) for question in asked]
+        answers = [messages.reply_(topic, what, topic.read())[0] for topic, what in told]
+
+        def open_(data: bytes, messages: MessageWriter = messages) -> None:
+            topic, what = messages.open(_tensor(data), 1)
+            way = messages.reply_(topic, what, topic.read())[1]
+            assert way is not None and bool(way.isfinite().all())
+
+        def settle(data: bytes, messages: MessageWriter = messages, asked: Any = asked) -> None:
+            assert bool(messages.settle_(asked[0], _tensor(data), 1).isfinite().all())
+
+        yield Reader(f"gossip's questions of {name}", [_bytes_of(q.message) for q in asked], open_, frame_at=frame_at)
+        yield Reader(f"gossip's answers of {name}", [_bytes_of(answers[0])], settle, frame_at=0)
+
+
+def _parts() -> Reader:
+    layout = Layout.of(["few", "w"], [20, 150])
+    scheme = parse(
+        "scheme:select=topk(rho=0.1,dense_below=30),memory=residual,quantize=bf16,exchange=server(down_rho=0.2)"
+    )
+    assert isinstance(scheme, Scheme)
+    owner = Owner(scheme, 0, 1)
+    valid = []
+    for k in (0, 3, 40):
+        codes, scale = BF16().encode(torch.ones(20 + k))
+        shape = FrameShape(layout.num_entries, k, 20, BF16())
+        valid.append(_bytes_of(shape.write_smallest(_positions(150, k) + 20, codes, scale, step=7, bucket=2)))
+
+    def read(data: bytes) -> None:
+        parts = [(0, _tensor(valid[1])), (1, _tensor(data))]
+        answer = owner.answer(parts, layout, step=7, bucket=2)
+        FrameShape.of(answer, layout.num_entries, [BF16()], peer=0).read(answer, step=7, bucket=2, peer=0)
+
+    return Reader("parts at an owner", valid, read, frame_at=0)
+
+
+def _layouts() -> Reader:
+    layouts = [Layout.of(["a", "b"], [3, 40]), Layout.of([], []), Layout.of(["weight"], [2**31 - 1])]
+    valid = [_bytes_of(with_layout(layout, torch.arange(9, dtype=torch.uint8))) for layout in layouts]
+
+    def read(data: bytes) -> None:
+        layout, part = without_layout(_tensor(data))
+        assert layout.num_entries >= 0 and part.numel() <= len(data)
+
+    return Reader("layouts at a server", valid, read)
+
+
+def _schemes() -> Reader:
+    def read(data: bytes) -> None:
+        scheme = parse(data.decode(errors="replace"))
+        assert parse(str(scheme)) == scheme
+
+    texts = (*ALL_TEXTS, *gossip_texts(), *outer_texts())
+    return Reader("scheme texts", [text.encode() for text in texts], read, (SchemeError,))
+
+
+def _checkpoints() -> Reader:
+    packed = io.BytesIO()
+    state = {
+        "model": {"w": torch.arange(20.0)},
+        "step": 3,
+        "names": ["a", "b"],
+        "held": {"x": torch.zeros(4, 5).half()},
+    }
+    torch.save(state, packed)
+    home = tempfile.TemporaryDirectory(prefix="laconic-fuzz-")
+    folder = Path(home.name) / "checkpoint"
+    (folder / "step-3").mkdir(parents=True)
+    (folder / "latest").write_text("step-3")
+
+    def read(data: bytes) -> None:
+        (folder / "step-3" / "rank-0.pt").write_bytes(data)
+        load_checkpoint(Path(home.name))
+
+    return Reader("checkpoints", [packed.getvalue()], read, (TaskError, LaconicError))
+
+
+def build_native(folder: Path, *, optimize: str = "-O2") -> Path:
+    """native_fuzz.cpp with the readers it drives; only those are sanitized, so that drawing mutants takes no longer."""
+    driver, program = folder / "driver.o", folder / "native_fuzz"
+    how = ("g++", *BUILT_ALIKE, optimize)
+    subprocess.run(
+        [*how, "-Wall", "-Wextra", "-Werror", "-c", ROOT / "tests/native_fuzz.cpp", "-o", driver], check=True
+    )
+    subprocess.run(
+        [*how, *SANITIZED, driver, *(NATIVE / f"{name}.cpp" for name in READ_BY_NATIVE), "-o", program], check=True
+    )
+    return program
+
+
+def run_native(program: Path, seed: int, num_mutants: int) -> list[dict[str, Any]]:
+    """What it says of each reader; an error where one of them did not keep its promise."""
+    ran = subprocess.run([program, str(seed), str(num_mutants)], check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def sanitized_environment(folder: Path) -> dict[str, str]:
+    """That of a Python whose allocator is the address sanitizer's, and of the whole library built for it."""
+    built = folder / "kernels.so"
+    how = ("g++", *BUILT_ALIKE, "-O1", *SANITIZED, "-shared", "-fPIC")
+    subprocess.run([*how, *sorted(NATIVE.glob("*.cpp")), "-o", built], check=True)
+    runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    options = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
+    return {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": options, _FUZZED: str(built)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10, help="for each Python reader, and for the native ones")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="the reader of this name; 'native' for those of native_fuzz.cpp")
+    asked = parser.parse_args()
+    if _FUZZED not in os.environ and shutil.which("g++"):
+        with tempfile.TemporaryDirectory(prefix="laconic-fuzz-") as folder:
+            if asked.only in (None, "native"):
+                _fuzz_native(Path(folder), asked.seed, asked.seconds)
+            environment = sanitized_environment(Path(folder))
+            return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+    if _FUZZED in os.environ:
+        library._path = lambda name: Path(os.environ[_FUZZED])
+    torch.set_num_threads(1)
+    for reader in readers():
+        if asked.only in (None, reader.name):
+            _fuzz(reader, asked.seed, asked.seconds)
+    return 0
+
+
+def _fuzz_native(folder: Path, first_seed: int, seconds: float) -> None:
+    program = build_native(folder)
+    until = time.monotonic() + seconds
+    for seed in count(first_seed):
+        for row in run_native(program, seed, 1_000_000):
+            print(json.dumps({"seed": seed, **row}), flush=True)
+        if time.monotonic() > until:
+            return
+
+
+def _fuzz(reader: Reader, seed: int, seconds: float) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    faulthandler.dump_traceback_later(seconds + MOST_SECONDS, exit=True)
+    row = reader.run(seed, sys.maxsize, seconds)
+    faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"seed": seed, **row}), flush=True)
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    if grown > MOST_BYTES:
+        sys.exit(f"{reader.name}, seed {seed}, took {grown} bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
