@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import io
 import json
 import os
 import resource
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 
 from gossiping import Small
-from laconic import FrameError, LaconicError, SchemeError, kernels, parse
+from laconic import FrameError, SchemeError, kernels, parse
 from laconic.errors import TaskError
 from laconic.gossip.changed_entries import EntryMessages
 from laconic.gossip.messages import GroupMessages, MessageWriter
@@ -43,7 +42,7 @@ from laconic.gossip.remainders import RemainderMessages
 from laconic.gossip.vector import ModelVector
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
-from laconic.measure.train.checkpoint import load_checkpoint
+from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.quantize import BF16, QUANTIZERS, Residue, Trits
 from laconic.quantize.quantizers import Marks
 from laconic.scheme import Scheme
@@ -51,6 +50,7 @@ from laconic.server.client import with_layout, without_layout
 from laconic.server.owner import Owner
 from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec
 from parts import ALL_TEXTS, gossip_texts, outer_texts
+from workers import FewWorkers
 
 ROOT = Path(__file__).parents[1]
 NATIVE = ROOT / "src/laconic/kernels/native"
@@ -260,14 +260,14 @@ def _parts() -> Reader:
 
 
 def _layouts() -> Reader:
-    layouts = [Layout.of(["a", "b"], [3, 40]), Layout.of([], []), Layout.of(["weight"], [2**31 - 1])]
+    layouts = [Layout.of(["a", "b"], [3, 40]), Layout.of(["weight"], [2**31 - 1])]
     valid = [_bytes_of(with_layout(layout, torch.arange(9, dtype=torch.uint8))) for layout in layouts]
 
     def read(data: bytes) -> None:
-        layout, part = without_layout(_tensor(data))
+        layout, part = without_layout(_tensor(data), 1 << 32)
         assert layout.num_entries >= 0 and part.numel() <= len(data)
 
-    return Reader("layouts at a server", valid, read)
+    return Reader("layouts at a server", valid, read, (ValueError, TypeError, RecursionError))
 
 
 def _schemes() -> Reader:
@@ -280,24 +280,22 @@ def _schemes() -> Reader:
 
 
 def _checkpoints() -> Reader:
-    packed = io.BytesIO()
-    state = {
-        "model": {"w": torch.arange(20.0)},
-        "step": 3,
-        "names": ["a", "b"],
-        "held": {"x": torch.zeros(4, 5).half()},
-    }
-    torch.save(state, packed)
+    """A file and its manifest, of which one is a mutant: which one, its length tells."""
     home = tempfile.TemporaryDirectory(prefix="laconic-fuzz-")
-    folder = Path(home.name) / "checkpoint"
-    (folder / "step-3").mkdir(parents=True)
-    (folder / "latest").write_text("step-3")
+    state = {"model": {"w": torch.arange(20.0)}, "step": 3, "names": ["a"], "held": {"x": torch.zeros(4, 5).half()}}
+    save_checkpoint(Path(home.name), 3, 0, state, FewWorkers(), {"scheme": "topk"})
+    there = find_checkpoint(Path(home.name)).folder
+    whole = {path: path.read_bytes() for path in there.iterdir()}
+    manifest, part = sorted(whole, key=lambda path: len(whole[path]))
 
     def read(data: bytes) -> None:
-        (folder / "step-3" / "rank-0.pt").write_bytes(data)
-        load_checkpoint(Path(home.name))
+        mutant = part if len(data) > 2 * len(whole[manifest]) else manifest
+        for path, valid in whole.items():
+            path.write_bytes(data if path == mutant else valid)
+        found = find_checkpoint(Path(home.name)).load()
+        assert torch.equal(found[0]["model"]["w"], state["model"]["w"])  # type: ignore[index]
 
-    return Reader("checkpoints", [packed.getvalue()], read, (TaskError, LaconicError))
+    return Reader("checkpoints", list(whole.values()), read, (TaskError,))
 
 
 def build_native(folder: Path, *, optimize: str = "-O2") -> Path:

@@ -167,7 +167,7 @@ class _RequestHandler:
         layout = self.layouts.get(message.bucket)
         if message.kind == Kind.LAYOUT:
             layout = None
-            with suppress(ValueError, TypeError):
+            with suppress(ValueError, TypeError, RecursionError):
                 layout, part = without_layout(part, self.listener.longest // 16)
             if not self.contents:  # the first of a round says what the others must say too
                 self.layouts.pop(message.bucket, None)
