@@ -37,10 +37,10 @@ def test_a_seed_draws_the_same_fault_again_and_seeds_draw_all_of_them() -> None:
 
 
 def test_virtual_faults_break_no_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "--seed", "3", "--faults", "24", "--on", "virtual", "--json"]) == 0
+    assert main(["chaos", "--seed", "3", "--faults", "12", "--on", "virtual", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["faults"], found["violations"], found["on_processes"]) == (24, [], 0)
-    assert 0 < found["struck"] <= 24 and found["seconds"] > 0 and sum(found["families"].values()) == 24
+    assert (found["faults"], found["violations"], found["on_processes"]) == (12, [], 0)
+    assert 0 < found["struck"] <= 12 and found["seconds"] > 0 and sum(found["families"].values()) == 12
 
 
 def test_a_broken_promise_names_the_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

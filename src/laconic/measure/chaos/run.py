@@ -30,7 +30,7 @@ def chaos(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Let the faults of `seed`, `seed` + 1, ... befall workers in turn; Ctrl-C ends it with what was seen."""
+    """Let the faults of `seed`, `seed` + 1, ... befall workers, one by one; Ctrl-C ends it with what was seen."""
     since = time.monotonic()
     violations: list[dict[str, Any]] = []
     struck: Counter[str] = Counter()
