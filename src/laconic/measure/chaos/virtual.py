@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+import torch._dynamo  # an optimizer imports it when it is first made: seconds, which are no fault's
 from torch import Tensor, nn
 
 from laconic.errors import LaconicError, LaunchError
