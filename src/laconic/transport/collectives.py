@@ -178,7 +178,8 @@ def silence_said(rank: int) -> Iterator[None]:
         why = " ".join(str(error).split())
         raise PeerError(
             f"rank {rank} cannot go on: a peer has ended, takes another number of steps, or has said nothing for the "
-            f"timeout; see what it says, and resume from a checkpoint, with a longer timeout_s if need be ({why:.160})"
+            "timeout; see what it says, and resume from a checkpoint, with a longer timeout_s (--server-timeout) if "
+            f"need be ({why:.140})"
         ) from None
 
 
