@@ -15,6 +15,7 @@ from torch import nn
 
 from laconic.measure.tasks import TASKS, Data, Training, cifar10
 from laconic.measure.train.course import Course
+from laconic.measure.train.ddp import DdpLearner
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.optimizer import Updater
@@ -243,3 +244,26 @@ def _overflow(job: Job) -> tuple[bool, int, float]:
 def test_an_overflow_in_fp16_makes_no_step_on_any_worker(two_workers: WorkerPool, tmp_path: Path) -> None:
     job = _small_job(data=_text(tmp_path), amp="fp16")
     assert two_workers.run(_overflow, job) == [(True, 1, 2.0**39)] * 2
+
+
+def test_a_test_whose_only_scorer_died_is_scored_again() -> None:
+    """One batch of test data is scored by the first of the living, who may be gone when all add up."""
+
+    class Group:
+        place = 1
+        num_living = 2
+
+        def share_(self, buffers: object) -> None:
+            pass
+
+        def total(self, tensor: torch.Tensor) -> torch.Tensor:
+            self.place, self.num_living = 0, 1  # as the server tells with its answer
+            return tensor
+
+    class Scorer:
+        def score(self, model: object, device: object, place: int, num_living: int) -> list[float]:
+            return [3.0, 2.0, 4.0] if place == 0 else [0.0, 0.0, 0.0]
+
+    learner = object.__new__(DdpLearner)
+    vars(learner).update(model=torch.nn.Linear(1, 1), course=Scorer(), group=Group(), _device=torch.device("cpu"))
+    assert learner.score(is_last=True) == ([3.0, 2.0, 4.0], {})

@@ -86,5 +86,8 @@ class DdpLearner:
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """Each worker scores a part of the test data."""
         self.group.share_(self.model.buffers())
-        part = self.course.score(self.model, self._device, self.group.place, self.group.num_living)
-        return self.group.total(torch.tensor(part, dtype=torch.float64)).tolist(), {}
+        sums = [0.0, 0.0, 0.0]
+        while not sums[2]:  # again where whoever had all of a small test has died meanwhile, as all see alike
+            part = self.course.score(self.model, self._device, self.group.place, self.group.num_living)
+            sums = self.group.total(torch.tensor(part, dtype=torch.float64)).tolist()
+        return sums, {}

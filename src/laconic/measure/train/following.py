@@ -109,8 +109,11 @@ class FollowingLearner:
         replicas = self._before_average if is_last else self._replicas(distance)
         own = self.session.read()
         self.session.write_(mean)
-        self.group.gather([])  # who is there for a part of the test
-        shared = self.course.score(self.model, self._device, self.group.place, self.group.num_living)
+        rows: list[list[float]] = []
+        while not sum(row[2] for row in rows):  # again where whoever had all of a small test has died meanwhile
+            self.group.gather([])  # who is there for a part of the test
+            rows = self.group.gather(
+                self.course.score(self.model, self._device, self.group.place, self.group.num_living)
+            )
         self.session.write_(own)
-        rows = self.group.gather(shared)
         return [sum(column) for column in zip(*rows, strict=True)], {**replicas, "alive": len(rows)}
