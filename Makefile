@@ -15,7 +15,7 @@ install: .venv/installed
 	touch $@
 
 run: install
-	$(PY) -m laconic compare --workers 4 --scheme dense --scheme bf16 --scheme topk:rho=0.01 --steps 200
+	$(PY) -m laconic demo
 
 test: lint
 	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup

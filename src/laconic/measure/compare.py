@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from laconic.measure import records
 from laconic.measure.figures import Record, Values, median, of_rounds
-from laconic.measure.measures import Measure
+from laconic.measure.measures import MEASURES, Measure
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 
@@ -37,6 +38,9 @@ class Row(Record):
     figures: Values
     loss: float | None = None
     diverged_at: int | None = None  # the step from which on some round's loss was no number
+    seconds_more_than: float | None = None  # that every round trained, out of time before it reached the target
+    speedup_more_than: float | None = None  # where dense was out of time
+    speedup_bf16_more_than: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,21 @@ def compare(
     measure: Measure,
     target: float | None = None,
     link_bits_per_s: int | None = None,
+    *,
+    is_timed: bool = True,
 ) -> Comparison:
-    """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
+    """Read the records of every scheme and round and hold them side by side; schemes are named as they print.
+
+    Where it is not timed, there is no time to the target and no speed-up.
+    """
     runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
     if target is None:
         target = _default_target(runs, measure)
     times = {scheme: median([run.seconds_to(target, measure) for run in of]) for scheme, of in runs.items()}
-    rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
+    without = {scheme: median([run.seconds_without(target, measure) for run in of]) for scheme, of in runs.items()}
+    if not is_timed:
+        times = without = dict.fromkeys(runs)
+    rows = [_row(scheme, of, times, without, link_bits_per_s) for scheme, of in runs.items()]
     steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
     return Comparison(measure.name, target, steps, tuple(rows))
 
@@ -117,8 +129,41 @@ class Run:
         trained = (fact for fact in self.evaluations if fact["step"] > 0)
         return next((float(fact["seconds"]) for fact in trained if measure.reaches(fact[measure.name], target)), None)
 
+    def seconds_without(self, target: float | None, measure: Measure) -> float | None:
+        """The training time that was not enough for the target, where there was no more."""
+        if not self.result.get("is_out_of_time") or self.seconds_to(target, measure) is not None:
+            return None
+        return float(self.result["seconds"])
 
-def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_bits_per_s: int | None) -> Row:
+
+def conclusion(found: Comparison, *, is_timed: bool) -> str:
+    """What the fastest scheme, or without times the one that sent least, was worth beside bf16, in a sentence."""
+    bf16 = next((row for row in found.rows if row.scheme == "bf16"), None)
+    others = [row for row in found.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
+    if bf16 is None or not others or found.target is None:
+        return ""
+    measure = MEASURES[found.measure]
+    row = min(others, key=lambda row: (row.seconds_to_target or math.inf, row.bytes_out))
+    fewer = f"{bf16.bytes_out / row.bytes_out:.0f}x fewer bytes"
+    if not is_timed:
+        came = [f"{measure.text(getattr(each, measure.name))}" for each in (row, bf16)]
+        return f"{row.scheme} sent {fewer} than bf16, and came to {came[0]} where bf16 came to {came[1]}"
+    times, more_than = row.speedup_bf16, ""
+    if times is None:
+        times, more_than = row.speedup_bf16_more_than, "more than "
+    goal = measure.brief(found.target)
+    if times is None:
+        return f"{row.scheme} sent {fewer} than bf16, and one of them did not reach {goal}"
+    return f"{row.scheme} reached {goal} {more_than}{times:.1f}x sooner than bf16, sending {fewer}"
+
+
+def _row(
+    scheme: str,
+    runs: Sequence[Run],
+    times: Mapping[str, float | None],
+    without: Mapping[str, float | None],
+    link_bits_per_s: int | None,
+) -> Row:
     step_ms = [fact["ms"] for run in runs for fact in run.steps]
     split = {
         name: statistics.median(run.result["split_ms"][name] for run in runs) for name in runs[0].result["split_ms"]
@@ -141,6 +186,9 @@ def _row(scheme: str, runs: Sequence[Run], times: dict[str, float | None], link_
         figures={**of_rounds([run.result for run in runs], steps), "link_use": _link_use(runs, link_bits_per_s)},
         loss=median([run.result["loss"] for run in runs]),
         diverged_at=_diverged_at(runs),
+        seconds_more_than=without[scheme],
+        speedup_more_than=_quotient(without.get("dense"), times[scheme]),
+        speedup_bf16_more_than=_quotient(without.get("bf16"), times[scheme]),
     )
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from laconic import __version__
 from laconic.errors import LaconicError
-from laconic.measure.cli import bench, chaos, compare, inspect, lab, report, schemes, train
+from laconic.measure.cli import bench, chaos, compare, demo, inspect, lab, report, schemes, train
 from laconic.measure.train import is_worker
 
 _INTERRUPTED = 130
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (train, compare, report, inspect, lab, schemes, bench, chaos):
         module.add_parser(commands)
+    demo.add_parser(commands, parser.parse_args)
     try:
         try:
             asked = parser.parse_args(arguments)

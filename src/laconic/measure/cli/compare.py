@@ -16,7 +16,7 @@ from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, n
 from laconic.measure.cli.sweep import sweep, sweep_spec
 from laconic.measure.cli.table import number, table
 from laconic.measure.cli.train import check_before_launch
-from laconic.measure.compare import Comparison, compare, round_of
+from laconic.measure.compare import Comparison, compare, conclusion, round_of
 from laconic.measure.figures import Place, columns
 from laconic.measure.lab import LabSpec
 from laconic.measure.measures import MEASURES, Measure
@@ -58,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Train under each scheme in turn, round after round, then print the table."""
+def run(asked: argparse.Namespace, *, is_timed: bool = True) -> int:
+    """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
     schemes = [str(parse(text)) for text in asked.scheme or _DEFAULT]
     if len(set(schemes)) < len(schemes):
         raise TaskError("a scheme is given twice; give each once")
@@ -82,7 +82,7 @@ def run(asked: argparse.Namespace) -> int:
         else:
             _run_all(job, schemes, asked.rounds, out, spec)
             bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
-            found = compare(out, schemes, asked.rounds, *_goal(asked, job), bits_per_s)
+            found = compare(out, schemes, asked.rounds, *_goal(asked, job), bits_per_s, is_timed=is_timed)
             with Recorder(out) as records:
                 what = setting(
                     job, spec, rounds=asked.rounds, steps=found.steps, target=found.target, measure=found.measure
@@ -91,6 +91,9 @@ def run(asked: argparse.Namespace) -> int:
                 for row in found.rows:
                     records.write("row", **row.as_dict())
             printed = to_json(found.as_dict()) if asked.json else _text(found)
+            # On one machine, without links, time says little of a scheme.
+            said = conclusion(found, is_timed=is_timed and spec is not None)
+            printed += f"\n\n{said}." * bool(said and not asked.json)
         if job.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
     print(printed, flush=True)
@@ -147,7 +150,12 @@ def _text(found: Comparison) -> str:
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
         rows.append(
             [
-                *(row.scheme, worth, number(row.seconds_to_target, ".1f"), f"{row.step_ms:.1f}"),
+                *(
+                    row.scheme,
+                    worth,
+                    _or_more(row.seconds_to_target, row.seconds_more_than, ".1f"),
+                    f"{row.step_ms:.1f}",
+                ),
                 *(
                     f"{lower:.0f}-{upper:.0f}",
                     number(preparing, ".1f", " %"),
@@ -155,8 +163,15 @@ def _text(found: Comparison) -> str:
                     f"{row.bytes_in:,}",
                 ),
                 *(figure.shown(row.figures.get(figure.name)) for figure in beside_bytes),
-                *(number(row.ratio, ".1f", "x"), number(row.speedup, ".2f", "x"), number(row.speedup_bf16, ".2f", "x")),
+                number(row.ratio, ".1f", "x"),
+                _or_more(row.speedup, row.speedup_more_than, ".2f", "x"),
+                _or_more(row.speedup_bf16, row.speedup_bf16_more_than, ".2f", "x"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in at_end),
             ]
         )
     return table(head, rows)
+
+
+def _or_more(value: float | None, more_than: float | None, form: str, unit: str = "") -> str:
+    """A number, or the one that it is known to be above."""
+    return f"> {more_than:{form}}{unit}" if value is None and more_than is not None else number(value, form, unit)

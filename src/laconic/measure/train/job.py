@@ -21,7 +21,7 @@ DEFAULT_STEPS = 300
 SCHEDULES = ("cosine", "constant")
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
-    *("labels_per_worker", "eval_every", "server_timeout"),
+    *("labels_per_worker", "eval_every", "server_timeout", "max_seconds"),
 )
 
 
@@ -47,6 +47,7 @@ class Job:
     server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
+    max_seconds: float | None = _option(None, "training time that ends a run of gradients earlier than its steps")
     batch: int | None = _option(None, "examples per worker and step")
     context: int | None = _option(None, "tokens per example, of a task whose examples are made of those")
     optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
@@ -104,6 +105,8 @@ class Job:
             raise TaskError(f"--device is {self.device!r}; give cpu or cuda")
         if self.backend == "nccl" and self.device == "cpu":
             raise TaskError("--backend nccl needs --device cuda")
+        if self.max_seconds is not None and self.follows:
+            raise TaskError(f"{self.scheme} trains models that meet when they may; leave --max-seconds out")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
 

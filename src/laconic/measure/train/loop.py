@@ -89,19 +89,30 @@ class TrainingLoop:
         self.facts: list[dict[str, Any]] = []
         self.last_evaluation: dict[str, Any] = {}
         self.diverged_at: int | None = None  # the step from which on the loss was no number
+        self.is_out_of_time = False
         self._not_finite_since: int | None = None
 
+    def _is_over(self) -> bool:
+        return self.steps_done == self.course.num_steps or self.is_out_of_time
+
     def run_(self, observer: Observer) -> None:
-        """Train to the end of the job, or to the evaluation that finds the loss to be no number."""
+        """Train to the end of the job or of its time, or to the evaluation that finds the loss to be no number."""
         if self.steps_done == 0:
             observer.evaluation(self.evaluate())
-        while self.steps_done < self.course.num_steps and self.diverged_at is None:
+        while not self._is_over() and self.diverged_at is None:
             observer.step(self.step_())
-            is_last = self.steps_done == self.course.num_steps
-            if is_last:
+            self.is_out_of_time = self._next_would_be_late()
+            if self._is_over():
                 self._spend_(self.learner.finish_())
-            if is_last or self.steps_done % self.job.eval_every == 0:
+            if self._is_over() or self.steps_done % self.job.eval_every == 0:
                 observer.evaluation(self.evaluate())
+
+    def _next_would_be_late(self) -> bool:
+        """Whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
+        if self.job.max_seconds is None or self.steps_done == self.course.num_steps:
+            return False
+        then = self.group.total(torch.tensor([self.seconds + self.facts[-1]["ms"] / 1e3], dtype=torch.float64))
+        return then.item() > self.job.max_seconds * self.group.num_living
 
     def step_(self) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
@@ -126,7 +137,7 @@ class TrainingLoop:
         """Accuracy and loss on the test data; every worker gets the same figures."""
         if self.job.device == "cuda":
             self.peak_memory_bytes = max(self.peak_memory_bytes, torch.cuda.max_memory_allocated())
-        (right, loss, count), more = self.learner.score(is_last=self.steps_done == self.course.num_steps)
+        (right, loss, count), more = self.learner.score(is_last=self._is_over())
         if not math.isfinite(loss) and self.steps_done:  # the sum of all workers, who thus agree to stop
             self.diverged_at = self._not_finite_since or self.steps_done
         self.last_evaluation = {
