@@ -15,11 +15,7 @@ from laconic.measure.lab import netlink
 
 def directory() -> Path:
     """Where this user's labs are written down; made where it is not there."""
-    if netlink.has_root():
-        path = Path("/run/laconic")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    path = Path(f"/tmp/laconic-{os.geteuid()}")
+    path = Path("/run" if netlink.has_root() else "/tmp") / f"laconic-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.lstat().st_uid != os.geteuid():
         raise LabError(f"{path} is another user's; remove it, so that your labs can be written down there")
