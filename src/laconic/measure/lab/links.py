@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ _HEADERS = 14 + 20 + 8  # Ethernet, IP and UDP, around a payload that fills the 
 _PAYLOAD = 1514 - _HEADERS
 _PORT = 5001
 _ECHOES = 40
-_SILENCE_S = 1.0  # after which nothing more is under way
+_SILENCE_S = 1.0  # after which an echo is lost
+_END, _ENDS = b"end", 20
 _STREAM_S = 8.0
 
 
@@ -94,14 +96,9 @@ def _sink(_: list[str]) -> None:
     packets = 0
     with _listening() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
-        while True:
-            try:
-                server.recv(2048)
-            except TimeoutError:
-                break
+        while server.recv(2048) != _END:
             times = [times[0] if times else time.perf_counter(), time.perf_counter()]
             packets += 1
-            server.settimeout(_SILENCE_S)
     print(json.dumps({"packets": packets, "bytes": packets * (_PAYLOAD + _HEADERS), "seconds": times[1] - times[0]}))
 
 
@@ -112,6 +109,10 @@ def _flood(words: list[str]) -> None:
         peer.connect((words[0], _PORT))
         for _ in range(int(words[1])):
             peer.send(bytes(_PAYLOAD))
+        with suppress(ConnectionRefusedError):  # it has heard one of them, after all that was under way
+            for _ in range(_ENDS):
+                peer.send(_END)
+                time.sleep(0.05)
 
 
 def _drink(_: list[str]) -> None:
