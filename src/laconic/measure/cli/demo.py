@@ -14,7 +14,20 @@ from laconic.measure.cli import compare
 from laconic.measure.lab import netlink
 
 _LAB = ["--hosts", "2", "--link", "10mbit"]  # a core for each of them, on a machine of two
-_JOB = ["--steps", "60", "--batch", "32", "--eval-every", "5", "--target", "0.7", "--max-seconds", "30"]
+_JOB = [
+    "--steps",
+    "50",
+    "--batch",
+    "24",
+    "--momentum",
+    "0.8",
+    "--eval-every",
+    "5",
+    "--target",
+    "0.7",
+    "--max-seconds",
+    "30",
+]
 _SCHEMES = ["--scheme", "bf16", "--scheme", "topk:rho=0.01"]
 
 
