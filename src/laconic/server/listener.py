@@ -28,6 +28,8 @@ from laconic.transport.traffic import BESIDE, Traffic
 _JOIN_TIMEOUT_S = 300.0  # for all workers to come
 _UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
 _PAUSE_S = 0.5  # after which a worker that takes nothing of its answer lets the next one go before
+_LULL_S = 0.005  # without a byte from a worker, after which the next one is read
+_TURN_S = 0.2  # for which one is read while others wait for that
 _CARRYING = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.TOTAL, Kind.ECHO, Kind.LOAD)  # of what workers say
 
 
@@ -93,7 +95,7 @@ class Listener:
     def _receive_all(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
         """A message of each of the living, by rank; who is not heard in time is lost, however much has come of it.
 
-        Whoever began first is read first, so that its part is decoded while those of others come.
+        Each is read for as long as its bytes keep coming, so that its part is decoded while those of others come.
         """
         heard: dict[int, Message] = {}
         most = dict.fromkeys((Kind.STATE, Kind.STATS, Kind.CLOSE), 0) | dict.fromkeys(_CARRYING, self.longest)
@@ -115,8 +117,9 @@ class Listener:
                     continue
                 connection = self._connections[rank]
                 cursor = begun[rank]
+                begun[rank] = begun.pop(rank)  # behind the others, if it takes longer than a turn
                 try:
-                    cursor.advance(connection.receive_some(cursor.view))
+                    connection.receive_while_it_comes(cursor, _LULL_S, _TURN_S)
                 except (OSError, FrameError) as error:
                     waiting.unregister(connection)
                     self._lose(rank, error)

@@ -203,6 +203,17 @@ class Connection:
             raise ConnectionError("it has hung up")
         return fresh
 
+    def receive_while_it_comes(self, cursor: "Cursor", lull_s: float, turn_s: float) -> None:
+        """Hear what there is room for, until nothing comes for `lull_s`, and for no longer than `turn_s`."""
+        until = time.monotonic() + turn_s
+        self._link.settimeout(lull_s)
+        try:
+            while cursor.view and time.monotonic() < until:
+                cursor.advance(self.receive_some(cursor.view))
+        except TimeoutError as error:
+            if error.errno is not None:  # not ours: that of a host that is silent
+                raise
+
     def receive(self, most: Mapping[Kind, int], timeout_s: float | None = None) -> Message:
         """Hear the next message, whole within so long; `most` are the bytes that one of each awaited kind may have.
 
