@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
 from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
-from laconic.transport.connection import Address, Connection, connect
+from laconic.transport.connection import Address, Connection, Kind, Message, connect
 
 
 @contextmanager
@@ -206,6 +207,28 @@ def test_who_does_not_speak_as_a_mailbox_does_is_hung_up_on() -> None:
         links[0, 1].sendall(b"x" * 100)
         with pytest.raises(PeerError, match="rank 1 is gone"):
             boxes[0].ask(1, 7, _bytes(4), 4)
+
+
+@pytest.mark.parametrize(("length", "reply"), [(1 << 45, 0), (0, 1 << 45), (-1, 0)])
+def test_who_says_a_length_that_cannot_be_is_heard_no_more(
+    length: int, reply: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _linked(2) as (boxes, links):
+        boxes[1].listen(_echo)
+        links[0, 1].sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.QUESTION, 0, 0, 0, 0, 7, length, reply))
+        assert links[0, 1].recv(1) == b""
+    said = f"laconic: rank 0 sent question of {max(length, reply)} bytes, of at most {1 << 20}; it is heard no more\n"
+    assert capsys.readouterr().err == said
+
+
+def test_who_gives_something_else_to_combine_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with _linked(2) as (boxes, links):
+        for box in boxes:
+            box.listen(_echo)
+        Connection(links[1, 0]).send(Message(Kind.COMBINE, 0, payload=torch.ones(3)))
+        assert boxes[0].combine_all(torch.zeros(2), _mean, None).tolist() == [0, 0]
+        assert links[1, 0].recv(1) == b""
+    assert "rank 1 gave 12 bytes, not 8" in capsys.readouterr().err
 
 
 class _Overheard(InProcess):

@@ -80,7 +80,7 @@ class TcpMailbox:
         except OSError:
             pass
         except FrameError as error:
-            print(f"laconic: rank {peer} {error}; it is heard no more", file=sys.stderr, flush=True)
+            _say(f"rank {peer} {error}; it is heard no more")
         finally:
             self._given[peer].put(None)
             connection.shut_down()
@@ -114,7 +114,7 @@ class TcpMailbox:
         for peer in range(self.rank + 1, self.num_workers):
             theirs = self._given_by(peer)
             if theirs is not None and theirs.payload.nbytes != mine.nbytes:
-                print(f"laconic: rank {peer} gave {theirs.payload.nbytes} bytes, not {mine.nbytes}", file=sys.stderr)
+                _say(f"rank {peer} gave {theirs.payload.nbytes} bytes, not {mine.nbytes}; it is heard no more")
                 self.of[peer].shut_down()
             elif theirs is not None:
                 heard.append(theirs.payload.view(mine.dtype).view(mine.shape))
@@ -218,6 +218,10 @@ def open_mailbox(
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
     to, of = meet(transport.rank, transport.tell_all, calls=others, awaits=others)
     return TcpMailbox(transport.rank, to, of, patience_s, timeout_s, longest)
+
+
+def _say(text: str) -> None:
+    print(f"laconic: {text}", file=sys.stderr, flush=True)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
