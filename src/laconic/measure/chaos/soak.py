@@ -51,6 +51,7 @@ def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any
                 raise LaunchError(f"{dead[0]} ended after {time.monotonic() - since:.0f} s of soak; see what it said")
             num_pauses += _pause(chance.choice(processes).pid, chance.uniform(0.05, _LONGEST_PAUSE_S))
             case = draw(chance.randrange(2**31), "virtual")
+            virtual.warm_up(case)
             broken += [f"seed {case.seed}: {promise}" for promise in virtual.check(case).broken]
             num_virtual += 1
             for name, pid in names.items():
