@@ -1,9 +1,11 @@
 """Figures that the documentation may link to: records under results/, and the page made from them.
 
     laconic bench wire --json | python -m laconic.measure.results add wire --what "..." --command "laconic bench wire"
-    python -m laconic.measure.results page          # docs/results.md, from all records
+    python -m laconic.measure.results page          # docs/results.md, and the figures in README.md and docs/
 
-A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object.
+A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. A figure in a text
+stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or COLUMN=VALUE, or several
+of them, or A over B: how many times A's figure is B's.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from laconic.errors import TaskError
 
 RESULTS = Path("results")
 PAGE = Path("docs/results.md")
+_FIGURE = re.compile(r"<!-- ([^;>]+); ([^>]+); ([^;>]+) -->.*?<!-- -->", re.S)
 _HEAD = """# Results
 
 Made from the records under `results/` by `python -m laconic.measure.results page`; edit those, not this.
@@ -57,11 +60,49 @@ def results_page(folder: Path) -> str:
     return _HEAD + "".join(_section(path) for path in sorted(folder.glob("*.json")))
 
 
-def _section(path: Path) -> str:
-    record = json.loads(path.read_text(encoding="utf-8"))
+def with_figures(text: str, folder: Path) -> str:
+    """The text with every figure that it marks as the records in a folder have it today."""
+
+    def figure(found: re.Match[str]) -> str:
+        name, row, column = (part.strip() for part in found.groups())
+        record = _read(folder / f"{name}.json")
+        values = [_value(record["rows"], one, column, name) for one in row.split(" over ")]
+        shown = _cell(values[0]) if len(values) == 1 else _times(float(values[0]) / float(values[1]))
+        return f"<!-- {name}; {row}; {column} -->{shown}<!-- -->"
+
+    return _FIGURE.sub(figure, text)
+
+
+def _value(rows: Sequence[Mapping[str, Any]], row: str, column: str, name: str) -> Any:
+    wanted = [part.strip() for part in row.split(";")]
+    meant = [
+        one
+        for one in rows
+        if column in one
+        and {str(value) for value in list(one.values())[:1]} | {f"{key}={value}" for key, value in one.items()}
+        >= set(wanted)
+    ]
+    if len(meant) != 1:
+        raise TaskError(f"{len(meant)} rows of {name} are {row!r} and have {column!r}; name one, by its first cell")
+    return meant[0][column]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise TaskError(f"there is no record {path}; `results add` writes one")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     lacking = [key for key in _KEYS if key not in record]
     if lacking:
         raise TaskError(f"{path} lacks {lacking[0]!r}; a result has {', '.join(_KEYS)}")
+    return record
+
+
+def _section(path: Path) -> str:
+    record = _read(path)
     columns = list(dict.fromkeys(name for row in record["rows"] for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(name)) for name in columns] for row in record["rows"]]
@@ -110,13 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--what", required=True, help="one sentence: what was measured")
     add.add_argument("--command", required=True, help="what printed the rows")
     add.add_argument("--seed", type=int)
-    deeds.add_parser("page", help=f"write {PAGE} from all records")
+    deeds.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
     asked = parser.parse_args(arguments)
     if asked.deed == "add":
         rows = [json.loads(line) for line in sys.stdin if line.strip()]
         print(write_result(RESULTS, asked.name, what=asked.what, command=asked.command, rows=rows, seed=asked.seed))
     else:
         PAGE.write_text(results_page(RESULTS), encoding="utf-8")
+        for page in (Path("README.md"), *sorted(PAGE.parent.glob("*.md"))):
+            page.write_text(with_figures(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
         print(PAGE)
     return 0
 
