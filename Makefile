@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-slow fuzz lint clean
+.PHONY: install run test test-slow fuzz lint docs clean
 
 install: .venv/installed
 
@@ -30,6 +30,13 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+.venv/docs: .venv/installed
+	$(PY) -m pip install --quiet --constraint constraints.txt mkdocs-material  # the extra `docs`, without building the kernels again
+	touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build src/laconic/kernels/cpu/*.so src/laconic/measure/lab/relay

@@ -26,18 +26,23 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"laconic: {message} ({self.prog} --help lists the options)\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    _open_closed_streams()
+def all_commands() -> argparse.ArgumentParser:
+    """The parser of every command and option; the documentation lists them from it."""
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (train, compare, report, inspect, lab, schemes, bench, chaos):
         module.add_parser(commands)
     demo.add_parser(commands, parser.parse_args)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    _open_closed_streams()
     try:
         try:
-            asked = parser.parse_args(arguments)
+            asked = all_commands().parse_args(arguments)
             code: int = asked.run(asked)
         finally:
             sys.stdout.flush()  # here, where what goes wrong can be said

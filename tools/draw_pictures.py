@@ -1,0 +1,104 @@
+"""Draw the pictures of the documentation: the six questions of a step, and how fragments take turns.
+
+python tools/draw_pictures.py          # writes them; tests/test_docs.py says whether they are up to date
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from laconic.trigger import Rounds
+
+DOCS = Path(__file__).parents[1] / "docs"
+_WIDTH = 500  # narrow, so that they can be read on a phone
+_BOX_WIDTH, _BOX_HEIGHT = 206, 92
+_LEFT, _RIGHT = 38, 284
+_ROWS = (20, 160, 300)
+_BOXES = (
+    (_LEFT, _ROWS[0], "of what?", "attach, follow", "gradient, or drift"),
+    (_RIGHT, _ROWS[0], "what is sent?", "select", "exactly k, low rank"),
+    (_RIGHT, _ROWS[1], "how is it written?", "quantize, wire", "few bits, in frames"),
+    (_LEFT, _ROWS[1], "what is kept?", "memory", "what was not said"),
+    (_RIGHT, _ROWS[2], "where does it go?", "exchange", "all, owners, peers"),
+    (_LEFT, _ROWS[2], "when, and then what?", "trigger, outer", "each step, or in rounds"),
+)
+_ARROWS = (
+    ("M244 66 H280", None),
+    ("M375 112 V156", None),
+    ("M284 206 H248", None),
+    ("M145 160 V116", ("added to the next", 155, 141)),
+    ("M375 252 V296", None),
+    ("M284 346 H248", None),
+    ("M38 346 H14 V66 H34", None),
+)
+_STYLE = """
+    .paper { fill: #ffffff } .box { fill: #f2efe8; stroke: #57534a; stroke-width: 1.5 }
+    .q { font-size: 14px; fill: #8a5a00; font-weight: 600 } .n { font-size: 17px; fill: #1f1d19; font-weight: 600 }
+    .t { font-size: 14px; fill: #45413a } .tick { stroke: #c9c2b4 } .sent { fill: #d9a441; stroke: #57534a }
+    .a { stroke: #8a8478; stroke-width: 1.8; fill: none; marker-end: url(#head) }
+    @media (prefers-color-scheme: dark) {
+      .paper { fill: #16181c } .box { fill: #24272d; stroke: #a8a294 }
+      .q { fill: #f0b74a } .n { fill: #f4f1ea } .t { fill: #cdc7ba }
+    }
+"""
+_QUESTIONS = (
+    "One step of a worker: from its gradient or drift a part is selected, written in few bits and exchanged; what was "
+    "not said is kept and added to the next; a trigger says when, and an outer optimizer what comes of it."
+)
+_ROUNDS = (
+    "Outer steps in four fragments: every four steps another one is sent, travels while training goes on, and its "
+    "result is applied four steps later."
+)
+
+
+def questions() -> str:
+    """One step of a worker, as the six questions that a scheme answers."""
+    drawn = ""
+    for x, y, question, part, words in _BOXES:
+        drawn += f'  <rect class="box" x="{x}" y="{y}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="8"/>\n'
+        for look, below, said in (("q", 27, question), ("n", 51, part), ("t", 75, words)):
+            drawn += f'  <text class="{look}" x="{x + 14}" y="{y + below}">{said}</text>\n'
+    for path, label in _ARROWS:
+        drawn += f'  <path class="a" d="{path}"/>\n'
+        if label:
+            drawn += f'  <text class="t" x="{label[1]}" y="{label[2]}">{label[0]}</text>\n'
+    return _svg(_QUESTIONS, 420, drawn)
+
+
+def rounds() -> str:
+    """When each fragment of `streaming` is sent and applied, over two periods."""
+    rule = Rounds(every=16, fragments=4, delay=4)
+    left, pitch, row, last = 100, 12, 36, 2 * rule.every
+    drawn = '  <text class="n" x="10" y="32">training</text>\n'
+    drawn += f'  <rect class="box" x="{left}" y="16" width="{pitch * last}" height="22"/>\n'
+    for fragment in range(rule.fragments):
+        drawn += f'  <text class="t" x="10" y="{72 + row * fragment}">fragment {fragment + 1}</text>\n'
+    for step in range(1, last):
+        x = left + pitch * step
+        drawn += f'  <path class="tick" d="M{x} 16 V38"/>\n'
+        for fragment in rule.fragments_due(step):
+            y = 56 + row * fragment
+            drawn += f'  <path class="tick" d="M{x} 38 V{y}"/>\n'
+            drawn += f'  <rect class="sent" x="{x}" y="{y}" width="{pitch * rule.delay}" height="22"/>\n'
+            drawn += f'  <path class="a" d="M{x + pitch * rule.delay} {y} V42"/>\n'
+    bottom = 72 + row * rule.fragments
+    drawn += f'  <text class="t" x="{left}" y="{bottom}">a bar: under way; an arrow: applied</text>\n'
+    return _svg(_ROUNDS, bottom + 16, drawn)
+
+
+def _svg(label: str, height: int, drawn: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="ui-sans-serif, system-ui, sans-serif" role="img" aria-label="{label}">\n'
+        f"  <style>{_STYLE}  </style>\n"
+        '  <defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 z" fill="#8a8478"/></marker></defs>\n'
+        f'  <rect class="paper" width="{_WIDTH}" height="{height}"/>\n{drawn}</svg>\n'
+    )
+
+
+PICTURES = {DOCS / "six-questions.svg": questions, DOCS / "rounds.svg": rounds}
+
+if __name__ == "__main__":
+    for path, draw in PICTURES.items():
+        path.write_text(draw(), encoding="utf-8")

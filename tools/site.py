@@ -1,0 +1,143 @@
+"""What mkdocs asks for while it builds the site: figures from records, names from docstrings, options from argparse.
+
+Where a page says `<!-- names of laconic.select -->` or `<!-- options of laconic train -->`, these are put in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from laconic.measure.cli import all_commands
+from laconic.measure.results import with_figures
+
+ROOT = Path(__file__).parents[1]
+_LINE = 80
+_MADE = re.compile(r"<!-- (names|options) of ([\w. ]+) -->")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page as it is built: mkdocs calls this for each."""
+    made = {"names": names_of, "options": options_of}
+    return _MADE.sub(lambda found: made[found[1]](found[2]), with_figures(markdown, ROOT / "results"))
+
+
+def names_of(module_name: str) -> str:
+    """Every public name of a module, its signature, its docstring, its fields and methods."""
+    module = importlib.import_module(module_name)
+    return "\n".join(_described(name, value) for name, value in public(module))
+
+
+def public(module: ModuleType) -> list[tuple[str, Any]]:
+    """Classes and functions of ours that a module shows: by __all__, where it has one, else all but what it hides."""
+    shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    own = (
+        module.__name__ if "__path__" not in vars(module) else "laconic."
+    )  # a file shows its own, a room what it names
+    values = [(name, getattr(module, name)) for name in shown]
+    return [
+        (name, value)
+        for name, value in values
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(own)
+    ]
+
+
+def _described(name: str, value: Any) -> str:
+    text = f"### {name}\n\n```text\n{_signature(name, value)}\n```\n\n{_words(value)}\n"
+    if not inspect.isclass(value):
+        return text
+    rows = [f"| `{field}` | {default} | {words} |" for field, default, words in _fields(value)]
+    if any(not row.endswith("|  |") for row in rows):
+        text += "\n| field | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    kinds = (FunctionType, classmethod, staticmethod, property)
+    methods = [(n, m) for n, m in vars(value).items() if isinstance(m, kinds) and not n.startswith("_") and m.__doc__]
+    if methods:
+        text += "\n" + "\n".join(f"- `{n}{_arguments(m)}`: {_words(m).splitlines()[0]}" for n, m in methods) + "\n"
+    return text
+
+
+def _words(value: Any) -> str:
+    """Its own docstring; indented lines, which are equations, become blocks."""
+    doc = getattr(value, "__doc__", None) or ""
+    if inspect.isclass(value) and doc.startswith(f"{value.__name__}("):  # what dataclasses write by themselves
+        return ""
+    lines = inspect.cleandoc(doc).splitlines()
+    return "\n".join(line if line.startswith("    ") else _escaped(line) for line in lines)
+
+
+def _escaped(line: str) -> str:
+    return re.sub(r"(?<!`)([*_<|])(?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", r"\\\1", line)
+
+
+def _signature(name: str, value: Any) -> str:
+    """How it is called; a parameter a line where one line is too long."""
+    if _is_plain(value):
+        return name
+    asked = inspect.signature(value)
+    text = _short(f"{name}{asked}").removesuffix(" -> None")
+    if len(text) <= _LINE:
+        return text
+    parameters = [str(one) for one in asked.parameters.values()]
+    kinds = [one.kind for one in asked.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    lines = "".join(f"    {_short(one)},\n" for one in parameters)
+    return f"{name}(\n{lines}){text[text.rindex(')') + 1 :]}"
+
+
+def _short(text: str) -> str:
+    """Types by their last name, and not in quotes."""
+    return re.sub(r"\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", re.sub(r"(: |-> )'([^']*)'", r"\1\2", text))
+
+
+def _is_plain(value: Any) -> bool:
+    return inspect.isclass(value) and (issubclass(value, BaseException) or getattr(value, "_is_protocol", False))
+
+
+def _arguments(method: Any) -> str:
+    if isinstance(method, property):
+        return ""
+    function = getattr(method, "__func__", method)
+    return f"({', '.join(p for p in inspect.signature(function).parameters if p not in ('self', 'cls'))})"
+
+
+def _fields(value: type) -> Iterator[tuple[str, str, str]]:
+    """(name, default, the comment beside it) of each field that a class declares."""
+    lines = textwrap.dedent(inspect.getsource(value)).splitlines()
+    for node in ast.parse("\n".join(lines)).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            _, _, comment = lines[node.lineno - 1].partition("  # ")
+            default = f"`{ast.unparse(node.value)}`" if node.value else ""
+            yield node.target.id, default.replace("|", "\\|"), _escaped(comment)
+
+
+def options_of(command: str) -> str:
+    """The commands below one, or its options, as its parser has them."""
+    parser = all_commands()
+    for word in command.split()[1:]:
+        parser = dict(_below(parser))[word]
+    below = list(_below(parser))
+    if below:
+        return "\n".join(f"### {one.prog}\n\n{options_of(one.prog)}" for _, one in below)
+    rows = [
+        f"| {', '.join(f'`{flag}`' for flag in action.option_strings) or f'`{action.metavar or action.dest}`'} "
+        f"| {_escaped(action.help % {'default': action.default, 'prog': parser.prog} if action.help else '')} |"
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
+    ]
+    table = "\n".join(["| option | |", "|---|---|", *rows]) if rows else ""
+    return f"{_escaped(parser.description or '')}\n\n{table}\n"
+
+
+def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
