@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from laconic import parse
+from laconic.measure.cli import all_commands
 from laconic.measure.results import PAGE, RESULTS, with_figures
 from workers import run_script
 
@@ -70,6 +74,18 @@ def test_commands_in_the_readme_exist() -> None:
     for target in re.findall(r"^ +make (\w+)|`make (\w+)`", readme, re.M):
         assert re.search(rf"^{target[0] or target[1]}:", makefile, re.M)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_commands_are_taken_as_written() -> None:
+    claims = tomllib.loads((ROOT / RESULTS / "claims.toml").read_text())["claim"]
+    commands = [one["command"] for one in claims if "command" in one]
+    commands += [line for page in PAGES for line in re.findall(r"^ {4}(laconic .*)", page.read_text(), re.M)]
+    taken = [shlex.split(line, comments=True) for line in commands if "..." not in line]
+    assert len(taken) > 20
+    for line in taken:
+        asked = all_commands().parse_args(line[1 : line.index("|")] if "|" in line else line[1:])
+        schemes = getattr(asked, "scheme", None) or []
+        assert all(parse(text) for text in ([schemes] if isinstance(schemes, str) else schemes))
 
 
 def test_pages_are_short() -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from laconic.errors import TaskError
-from laconic.measure.results import PAGE, RESULTS, results_page, with_figures, write_result
+from laconic.measure.results import (
+    PAGE,
+    RESULTS,
+    changed_sources,
+    read_result,
+    results_page,
+    with_figures,
+    write_result,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,7 +29,10 @@ def test_a_record_says_how_to_measure_it_again(tmp_path: Path) -> None:
     rows = [{"scheme": "a|b", "ms": 1.23456}, {"scheme": "dense", "bytes": 1200}]
     path = write_result(tmp_path, "steps", what="Step times.", command="laconic compare", rows=rows, seed=3)
     record = json.loads(path.read_text())
-    assert set(record) == {"command", "commit", "machine", "date", "seed", "what", "rows"} and record["rows"] == rows
+    assert (
+        set(record) == {"command", "commit", "machine", "date", "seed", "what", "sources", "rows"}
+        and record["rows"] == rows
+    )
     page = results_page(tmp_path)
     for said in (
         "## steps",
@@ -37,6 +48,30 @@ def test_a_record_says_how_to_measure_it_again(tmp_path: Path) -> None:
         results_page(tmp_path)
     with pytest.raises(TaskError, match="cannot be called"):
         write_result(tmp_path, "../steps", what="", command="", rows=rows)
+
+
+def test_claims_hold_or_do_not(tmp_path: Path) -> None:
+    write_result(tmp_path, "speed", what="", command="", rows=[{"scheme": "a", "s": 90.0}, {"scheme": "b", "s": 8.25}])
+    claims = (
+        '[[claim]]\nclaim = "b is faster"\nfigure = "speed; a over b; s"\nat_least = 3\n'
+        '[[claim]]\nclaim = "b is quick"\nfigure = "speed; b; s"\nat_most = 8\n'
+        '[[claim]]\nclaim = "c is"\nsource = "C, 2020"\npublished = "2x"\ncommand = "run c"\n'
+    )
+    (tmp_path / "claims.toml").write_text(claims)
+    page = results_page(tmp_path)
+    assert "| b is faster | - | at least 3 | [10.91](#speed) | yes |" in page
+    assert "| b is quick | - | at most 8 | [8.25](#speed) | **no** |" in page
+    assert "| c is (C, 2020) | 2x | - | not yet | - |" in page and "- c is (C, 2020): `run c`" in page
+
+
+def test_a_record_tells_when_its_sources_have_changed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.py").write_text("a = 1\n")
+    path = write_result(tmp_path, "speed", what="", command="", rows=[{"s": 1}], sources=[str(source)])
+    assert changed_sources(read_result(path)) == [] and "<!-- age of speed -->" in results_page(tmp_path)
+    (source / "a.py").write_text("a = 2\n")
+    assert changed_sources(read_result(path)) == [str(source)]
 
 
 def test_a_text_has_its_figures_from_records(tmp_path: Path) -> None:

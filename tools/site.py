@@ -1,12 +1,14 @@
 """What mkdocs asks for while it builds the site: figures from records, names from docstrings, options from argparse.
 
-Where a page says `<!-- names of laconic.select -->` or `<!-- options of laconic train -->`, these are put in.
+Where a page says `<!-- names of laconic.select -->` or `<!-- options of laconic train -->`, these are put in, as are
+`<!-- plot of RECORD -->` and `<!-- age of RECORD -->`, which says whether the sources have changed since.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import html
 import importlib
 import inspect
 import re
@@ -17,16 +19,16 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from laconic.measure.cli import all_commands
-from laconic.measure.results import with_figures
+from laconic.measure.results import changed_sources, read_result, with_figures
 
 ROOT = Path(__file__).parents[1]
 _LINE = 80
-_MADE = re.compile(r"<!-- (names|options) of ([\w. ]+) -->")
+_MADE = re.compile(r"<!-- (names|options|plot|age) of ([\w. -]+) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as it is built: mkdocs calls this for each."""
-    made = {"names": names_of, "options": options_of}
+    made = {"names": names_of, "options": options_of, "plot": plot_of, "age": age_of}
     return _MADE.sub(lambda found: made[found[1]](found[2]), with_figures(markdown, ROOT / "results"))
 
 
@@ -141,3 +143,29 @@ def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Argu
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             yield from action.choices.items()
+
+
+def plot_of(name: str) -> str:
+    """Bars of the column that a record says is to be drawn; they have the colour of the text, by day and by night."""
+    record = read_result(ROOT / "results" / f"{name}.json")
+    column = record["plot"]
+    rows = [
+        (next(iter(row.values())), row[column]) for row in record["rows"] if isinstance(row.get(column), int | float)
+    ]
+    longest = max(value for _, value in rows)
+    bars = "".join(
+        f'<text x="0" y="{40 * i + 14}">{html.escape(str(label))}</text>'
+        f'<rect x="0" y="{40 * i + 19}" width="{max(1, 400 * value / longest):.0f}" height="12" opacity="0.5"/>'
+        f'<text x="{400 * value / longest + 6:.0f}" y="{40 * i + 30}">{value:.4g}</text>'
+        for i, (label, value) in enumerate(rows)
+    )
+    return (
+        f'<figure><svg viewBox="0 0 480 {40 * len(rows)}" width="480" fill="currentColor" font-size="13" role="img" '
+        f'aria-label="{html.escape(name)}">{bars}</svg><figcaption>{html.escape(column)}</figcaption></figure>'
+    )
+
+
+def age_of(name: str) -> str:
+    """A line where the sources of a record are no longer those that it measured."""
+    changed = changed_sources(read_result(ROOT / "results" / f"{name}.json"))
+    return f"*Measured before {', '.join(f'`{one}`' for one in changed)} changed.*" if changed else ""

@@ -3,21 +3,27 @@
     laconic bench wire --json | python -m laconic.measure.results add wire --what "..." --command "laconic bench wire"
     python -m laconic.measure.results page          # docs/results.md, and the figures in README.md and docs/
 
-A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. A figure in a text
-stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or COLUMN=VALUE, or several
-of them, or A over B: how many times A's figure is B's.
+A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
+"plot", the column that the site draws, and "sources", digests of the folders that it measured: where those have changed
+since, the site says so. results/claims.toml names what is claimed of the figures.
+
+A figure in a text stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or
+COLUMN=VALUE, or several of them, or A over B: how many times A's figure is B's.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
+import math
 import os
 import platform
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +41,16 @@ _KEYS = ("command", "commit", "machine", "date", "what", "rows")
 
 
 def write_result(
-    folder: Path, name: str, *, what: str, command: str, rows: Sequence[Mapping[str, Any]], seed: int | None = None
+    folder: Path,
+    name: str,
+    *,
+    what: str,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    seed: int | None = None,
+    sources: Sequence[str] = (),
 ) -> Path:
-    """Write folder/NAME.json: the rows, and what it takes to measure them again."""
+    """Write folder/NAME.json: the rows, what it takes to measure them again, and of which sources they are."""
     if not re.fullmatch(r"[\w.-]+", name):
         raise TaskError(f"a result cannot be called {name!r}; give letters, digits, - and _")
     record = {
@@ -47,6 +60,7 @@ def write_result(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": seed,
         "what": what,
+        "sources": {source: _digest(Path(source)) for source in sources},
         "rows": list(rows),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +71,30 @@ def write_result(
 
 def results_page(folder: Path) -> str:
     """The page of all records in a folder; the same records give the same text."""
-    return _HEAD + "".join(_section(path) for path in sorted(folder.glob("*.json")))
+    return _HEAD + _claims(folder) + "".join(_section(path) for path in sorted(folder.glob("*.json")))
+
+
+def _claims(folder: Path) -> str:
+    """What is claimed, and whether its record says so."""
+    declared = folder / "claims.toml"
+    if not declared.exists():
+        return ""
+    rows = ["| claim | published | wanted | measured | holds |", "|---|---|---|---|---|"]
+    unmeasured = []
+    for one in tomllib.loads(declared.read_text(encoding="utf-8"))["claim"]:
+        claim = f"{one['claim']} ({one['source']})" if "source" in one else one["claim"]
+        wanted, measured, holds = "-", "not yet", "-"
+        if "figure" in one:
+            name, *row, column = one["figure"].split("; ")
+            value = float(_figure(folder, name, "; ".join(row), column))
+            least, most = one.get("at_least", -math.inf), one.get("at_most", math.inf)
+            wanted = f"at least {least:g}" if "at_least" in one else f"at most {most:g}"
+            measured, holds = f"[{_cell(value)}](#{name})", "yes" if least <= value <= most else "**no**"
+        else:
+            unmeasured.append(f"- {claim}: `{one['command']}`")
+        rows.append(f"| {claim} | {one.get('published', '-')} | {wanted} | {measured} | {holds} |")
+    table = "\n## Claims\n\n" + "\n".join(rows) + "\n"
+    return table + ("\nNot measured yet:\n\n" + "\n".join(unmeasured) + "\n" if unmeasured else "")
 
 
 def with_figures(text: str, folder: Path) -> str:
@@ -65,33 +102,51 @@ def with_figures(text: str, folder: Path) -> str:
 
     def figure(found: re.Match[str]) -> str:
         name, row, column = (part.strip() for part in found.groups())
-        record = _read(folder / f"{name}.json")
-        values = [_value(record["rows"], one, column, name) for one in row.split(" over ")]
-        shown = _cell(values[0]) if len(values) == 1 else _times(float(values[0]) / float(values[1]))
-        return f"<!-- {name}; {row}; {column} -->{shown}<!-- -->"
+        value = _figure(folder, name, row, column)
+        return f"<!-- {name}; {row}; {column} -->{_times(value) if ' over ' in row else _cell(value)}<!-- -->"
 
     return _FIGURE.sub(figure, text)
 
 
+def _figure(folder: Path, name: str, row: str, column: str) -> Any:
+    """One cell of a record, or how many times one is another: `A over B`."""
+    rows = read_result(folder / f"{name}.json")["rows"]
+    values = [_value(rows, one, column, name) for one in row.split(" over ")]
+    return values[0] if len(values) == 1 else float(values[0]) / float(values[1])
+
+
 def _value(rows: Sequence[Mapping[str, Any]], row: str, column: str, name: str) -> Any:
-    wanted = [part.strip() for part in row.split(";")]
-    meant = [
-        one
+    wanted = {part.strip() for part in row.split(";")}
+    found = [
+        one[column]
         for one in rows
         if column in one
-        and {str(value) for value in list(one.values())[:1]} | {f"{key}={value}" for key, value in one.items()}
-        >= set(wanted)
+        and wanted <= {str(next(iter(one.values()))), *(f"{key}={value}" for key, value in one.items())}
     ]
-    if len(meant) != 1:
-        raise TaskError(f"{len(meant)} rows of {name} are {row!r} and have {column!r}; name one, by its first cell")
-    return meant[0][column]
+    if len(found) != 1:
+        raise TaskError(f"{len(found)} rows of {name} are {row!r} and have {column!r}; name one, by its first cell")
+    return found[0]
+
+
+def changed_sources(record: Mapping[str, Any]) -> list[str]:
+    """The folders that a record measured and that are no longer as they were."""
+    return [folder for folder, was in record.get("sources", {}).items() if _digest(Path(folder)) != was]
+
+
+def _digest(folder: Path) -> str:
+    made = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in (".py", ".cpp", ".h"):
+            made.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return made.hexdigest()[:16]
 
 
 def _times(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
+    """A record, with all that it needs to be measured again."""
     if not path.exists():
         raise TaskError(f"there is no record {path}; `results add` writes one")
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -102,14 +157,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _section(path: Path) -> str:
-    record = _read(path)
+    record = read_result(path)
     columns = list(dict.fromkeys(name for row in record["rows"] for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(name)) for name in columns] for row in record["rows"]]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     seed = "" if record.get("seed") is None else f", seed {record['seed']}"
     made = f"`{record['command']}`, commit {record['commit']}, {record['machine']}, {record['date']}{seed}."
-    return f"\n## {path.stem}\n\n{record['what']}\n\n{table}\n\n{made}\n"
+    at_build = "".join(
+        f"<!-- {made} of {path.stem} -->\n\n" for made, key in (("plot", "plot"), ("age", "sources")) if record.get(key)
+    )
+    return f"\n## {path.stem}\n\n{record['what']}\n\n{at_build}{table}\n\n{made}\n"
 
 
 def _cell(value: Any) -> str:
@@ -151,11 +209,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--what", required=True, help="one sentence: what was measured")
     add.add_argument("--command", required=True, help="what printed the rows")
     add.add_argument("--seed", type=int)
+    add.add_argument("--source", action="append", default=[], help="a folder that was measured: src/laconic/outer")
     deeds.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
     asked = parser.parse_args(arguments)
     if asked.deed == "add":
         rows = [json.loads(line) for line in sys.stdin if line.strip()]
-        print(write_result(RESULTS, asked.name, what=asked.what, command=asked.command, rows=rows, seed=asked.seed))
+        about = {"what": asked.what, "command": asked.command, "seed": asked.seed, "sources": asked.source}
+        print(write_result(RESULTS, asked.name, rows=rows, **about))
     else:
         PAGE.write_text(results_page(RESULTS), encoding="utf-8")
         for page in (Path("README.md"), *sorted(PAGE.parent.glob("*.md"))):
