@@ -23,7 +23,7 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
     if x.dtype != torch.float32:
         return reference.all_finite(x, below)
     if below < math.inf:  # a pass over memory takes the same time
-        return not count_at_least(x, torch.tensor([below])).item()
+        return not count_at_least(x, torch.tensor([below], dtype=torch.float32)).item()
     return bool(library().laconic_all_finite(pointer("x", x, torch.float32), x.numel(), num_threads()))
 
 
