@@ -15,16 +15,8 @@ import pytest
 import torch
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import (
-    HEAD_BYTES,
-    Acceptor,
-    Address,
-    Connection,
-    Kind,
-    Message,
-    connect,
-    payload_of,
-)
+from laconic.transport.connection import HEAD_BYTES, Connection, Kind, Message, payload_of
+from laconic.transport.door import Acceptor, Address, connect
 
 ANY = dict.fromkeys(Kind, 1 << 20)
 TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -126,7 +118,7 @@ def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.so
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
     """A door on the loopback that a stranger may greet for 0.3 s."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(sys.modules["laconic.transport.connection"], "_GREETING_S", 0.3)
+    monkeypatch.setattr(sys.modules["laconic.transport.door"], "_GREETING_S", 0.3)
     acceptor = Acceptor(5)
     yield acceptor
     acceptor.close()

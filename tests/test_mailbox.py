@@ -18,7 +18,8 @@ from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
 from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
-from laconic.transport.connection import Address, Connection, Kind, Message, connect
+from laconic.transport.connection import Connection, Kind, Message
+from laconic.transport.door import Address, connect
 
 
 @contextmanager

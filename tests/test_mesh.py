@@ -17,7 +17,8 @@ from torch import Tensor
 from laconic import FrameError, LaunchError, PeerError
 from laconic.layout import Layout
 from laconic.transport import Group, Push, own_group, world
-from laconic.transport.connection import Acceptor, Connection
+from laconic.transport.connection import Connection
+from laconic.transport.door import Acceptor
 from laconic.transport.mesh import Mesh
 from workers import WorkerPool
 

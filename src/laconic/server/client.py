@@ -12,7 +12,8 @@ from torch import Tensor
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
-from laconic.transport.connection import Address, Connection, Kind, Message, connect, longest_message, payload_of
+from laconic.transport.connection import Connection, Kind, Message, longest_message, payload_of
+from laconic.transport.door import Address, connect
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
 from laconic.transport.connection import (
-    Acceptor,
     Connection,
     Cursor,
     Kind,
@@ -23,6 +22,7 @@ from laconic.transport.connection import (
     rooms_of_message,
     views_of,
 )
+from laconic.transport.door import Acceptor
 from laconic.transport.traffic import BESIDE, Traffic
 
 _JOIN_TIMEOUT_S = 300.0  # for all workers to come

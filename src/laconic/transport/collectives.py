@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
-from laconic.transport.connection import Address
+from laconic.transport.door import Address
 from laconic.transport.mesh import Mesh, open_mesh
 from laconic.transport.push_pull import push_pull_in_rounds
 from laconic.transport.traffic import Traffic

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, PeerError
-from laconic.transport.connection import Connection, TellAll, meet
+from laconic.transport.connection import Connection
+from laconic.transport.door import TellAll, meet
 from laconic.transport.moving import Flow, move
 from laconic.transport.transport import Push
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError
-from laconic.transport.connection import Connection, Kind, Message, longest_message, meet
+from laconic.transport.connection import Connection, Kind, Message, longest_message
+from laconic.transport.door import meet
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
 from laconic.transport.silence import SilenceWatch
 from laconic.transport.traffic import Count, Traffic

@@ -1,0 +1,247 @@
+"""Where processes meet: who calls proves that it knows a secret before anything else of it is read."""
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from laconic.errors import FrameError, LaunchError
+from laconic.transport.connection import Connection, Cursor, Kind, Message, payload_of, rooms_of_message
+from laconic.transport.tls import certificate
+
+TellAll = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
+
+_GREETING_S = 10.0  # for one that has called to say who it is; strangers may say anything, or nothing
+_MOST_GREETINGS = 256  # at once: beyond, who has taken longest is turned away
+_LOOK_S = 0.2  # at most between two looks at the clock
+_HELLO_BYTES = 65_536
+_NONCE_BYTES = _PROOF_BYTES = 32
+_PROOF = struct.Struct("<I32s32s")  # who calls, its nonce, its proof
+_MEET_TIMEOUT_S = 60.0  # between two that have just met elsewhere
+_CARD_BYTES = 2048  # in which a worker says where it is, or why it cannot be called
+_REASON_CHARACTERS = 300  # of which JSON may make six bytes each
+_SIOCGIFADDR = 0x8915
+_CURE = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
+
+
+class Address(NamedTuple):
+    """Where a process can be called, and the token that shows that a caller was told."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Acceptor:
+    """Where others call this process: on the interface that Gloo was told, or at its address towards MASTER_ADDR.
+
+    Who calls is challenged, and shows in a few bytes that it knows the key, before it may say anything else; then this
+    end shows the same. The key is made of the address's token, which is told where workers meet, and LACONIC_SECRET.
+    """
+
+    def __init__(self, backlog: int) -> None:
+        self._token = secrets.token_hex(16)
+        self._key = _key(self._token)
+        self._context = certificate(accepts=True)
+        self._is_open = True
+        try:
+            host = _own_host()
+            self._link = _listening(host, backlog)
+        except OSError as error:
+            raise LaunchError(
+                f"this process finds no address at which others could call it ({error.strerror or error}); {_CURE}"
+            ) from None
+
+    @property
+    def address(self) -> Address:
+        host, port = self._link.getsockname()[:2]
+        return Address(host, port, self._token)
+
+    def accept(self, ranks: Collection[int], timeout_s: float) -> dict[int, tuple[Connection, str]]:
+        """The connection and terms of each of these that has greeted within so long; strangers are closed.
+
+        All greet at once, so that none waits for another. What is waited for on those connections has no timeout.
+        """
+        accepted: dict[int, tuple[Connection, str]] = {}
+        greetings: dict[Connection, tuple[Cursor, float]] = {}  # and until when; the oldest comes first
+        until = time.monotonic() + timeout_s
+        self._link.settimeout(0)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._link, selectors.EVENT_READ)
+            while self._is_open and len(accepted) < len(ranks) and time.monotonic() < until:
+                ready = {key.fileobj for key, _ in waiting.select(_LOOK_S)}
+                now = time.monotonic()
+                if self._link in ready:
+                    with suppress(OSError):  # it has hung up already
+                        caller = Connection(self._link.accept()[0], 0, self._context)
+                        greetings[caller] = Cursor(self._greeting(caller)), now + _GREETING_S
+                        waiting.register(caller, selectors.EVENT_READ)
+                for connection, (cursor, end) in list(greetings.items()):
+                    try:
+                        if connection in ready:
+                            cursor.advance(connection.receive_some(cursor.view))
+                        if cursor.view and now < end and len(greetings) <= _MOST_GREETINGS:
+                            continue
+                        rank, terms = cursor.found or (-1, "")
+                    except (OSError, FrameError, ValueError):
+                        rank = -1
+                    waiting.unregister(connection)
+                    del greetings[connection]
+                    if rank in ranks and rank not in accepted:
+                        connection.set_timeout(None)
+                        accepted[rank] = connection, terms
+                    else:
+                        connection.close()
+        for connection in greetings:
+            connection.close()
+        return accepted
+
+    def _greeting(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
+        """Room for what a caller has to say; its rank and terms."""
+        challenge = secrets.token_bytes(_NONCE_BYTES)
+        connection.send_some(memoryview(challenge))
+        said = bytearray(_PROOF.size)
+        yield memoryview(said)
+        rank, nonce, proof = _PROOF.unpack(said)
+        if not hmac.compare_digest(proof, _proof(self._key, b"calls", challenge, nonce, rank)):
+            raise FrameError("does not know the key")
+        connection.send_some(memoryview(_proof(self._key, b"accepts", challenge, nonce, rank)))
+        hello = yield from rooms_of_message({Kind.HELLO: _HELLO_BYTES})
+        return rank, hello.text.decode()
+
+    def stop(self) -> None:
+        """Await nobody any more."""
+        self._is_open = False
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str = "") -> Connection:
+    """A connection to an acceptor, greeted as `rank` within so long; what is waited for on it has no timeout."""
+    where = f"{whom} at {address.host}:{address.port}"
+    until = time.monotonic() + timeout_s
+    connection = None
+    context = certificate(accepts=False)
+    try:
+        connection = Connection(socket.create_connection((address.host, address.port), timeout_s), None, context)
+        challenge, proof = bytearray(_NONCE_BYTES), bytearray(_PROOF_BYTES)
+        connection.fill(Cursor(iter([memoryview(challenge)])), until - time.monotonic())
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        key = _key(address.token)
+        mine = _proof(key, b"calls", challenge, nonce, rank)
+        connection.send_some(memoryview(_PROOF.pack(rank, nonce, mine)))
+        with suppress(ConnectionError):  # so it turns away who does not know the key
+            connection.fill(Cursor(iter([memoryview(proof)])), until - time.monotonic())
+        if not hmac.compare_digest(proof, _proof(key, b"accepts", challenge, nonce, rank)):
+            connection.close()
+            raise LaunchError(f"rank {rank} and {where} do not know the same secret; give all ranks one LACONIC_SECRET")
+        connection.send(Message(Kind.HELLO, payload=payload_of(terms.encode())))
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise LaunchError(f"rank {rank} cannot reach {where} ({error.strerror or error}); {_CURE}") from None
+    return connection
+
+
+def _key(token: str) -> bytes:
+    """What both ends know, and nobody who overhears the token alone."""
+    return hmac.digest(os.environ.get("LACONIC_SECRET", "").encode(), token.encode(), "sha256")
+
+
+def _proof(key: bytes, end: bytes, challenge: bytes | bytearray, nonce: bytes, rank: int) -> bytes:
+    """What only who knows the key can say of these; the two ends say different things."""
+    return hmac.digest(key, b"".join([end, challenge, nonce, rank.to_bytes(4, "little")]), "sha256")
+
+
+def meet(
+    rank: int, tell_all: TellAll, *, calls: Collection[int], awaits: Collection[int]
+) -> tuple[dict[int, Connection], dict[int, Connection]]:
+    """Connections to those whom this worker calls, and from those it awaits; a call that all workers make.
+
+    Where one of them cannot, all of them get its LaunchError, and nothing is left open.
+    """
+    to: dict[int, Connection] = {}
+    of: dict[int, Connection] = {}
+    acceptor = None
+    try:
+        acceptor = Acceptor(len(awaits))
+        card: object = acceptor.address
+    except LaunchError as error:
+        card = str(error)[:_REASON_CHARACTERS]
+    addresses = _told(tell_all, card)
+    failed = ""
+    assert acceptor is not None
+    with ThreadPoolExecutor(1) as door:  # those who are called may be calling, too
+        accepting = door.submit(acceptor.accept, awaits, _MEET_TIMEOUT_S)
+        try:
+            for peer in calls:
+                to[peer] = connect(Address(*addresses[peer]), rank, f"rank {peer}", _MEET_TIMEOUT_S)
+        except LaunchError as error:
+            failed = str(error)[:_REASON_CHARACTERS]
+            acceptor.stop()
+        of.update({peer: link for peer, (link, _) in accepting.result().items()})
+    if not failed and (late := set(awaits) - of.keys()):
+        failed = f"rank {min(late)} has not called rank {rank} for {_MEET_TIMEOUT_S:g} s; {_CURE}"
+    acceptor.close()
+    try:
+        _told(tell_all, failed)
+    except LaunchError:
+        for link in (*to.values(), *of.values()):
+            link.close()
+        raise
+    return to, of
+
+
+def _told(tell_all: TellAll, mine: object) -> list[Any]:
+    """What each worker says, by rank; LaunchError where one says why it cannot: a text."""
+    everyone = tell_all(payload_of(json.dumps(mine).encode().ljust(_CARD_BYTES)))
+    told = [json.loads(bytes(row.tolist())) for row in everyone]
+    for one in told:
+        if isinstance(one, str) and one:
+            raise LaunchError(one)
+    return told
+
+
+def _listening(host: str, backlog: int) -> socket.socket:
+    """A socket on a port that is free, or on the first free one of LACONIC_PORTS."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    *others, last = _ports()
+    for port in others:
+        with suppress(OSError):
+            return socket.create_server((host, port), family=family, backlog=backlog)
+    return socket.create_server((host, last), family=family, backlog=backlog)
+
+
+def _ports() -> range:
+    """Those that others may call this process at; 0 alone: any."""
+    first, _, last = os.environ.get("LACONIC_PORTS", "0-0").partition("-")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 65_536):
+        raise LaunchError("LACONIC_PORTS is no range of ports; write it as 20000-20099")
+    return range(int(first), int(last) + 1)
+
+
+def _own_host() -> str:
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        import fcntl  # not on every system, and only needed here
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(packed[20:24])
+    towards = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    found = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)  # the older kind where there are both
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
