@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-slow fuzz lint docs clean
+.PHONY: install run test test-slow fuzz lint results docs clean
 
 install: .venv/installed
 
@@ -30,6 +30,9 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+results: install
+	$(PY) -m laconic.measure.results run  # what no load changes; `run --machine lab` does the rest
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from laconic.measure.results import (
     changed_sources,
     read_result,
     results_page,
+    run_experiment,
     with_figures,
     write_result,
 )
@@ -55,13 +57,40 @@ def test_claims_hold_or_do_not(tmp_path: Path) -> None:
     claims = (
         '[[claim]]\nclaim = "b is faster"\nfigure = "speed; a over b; s"\nat_least = 3\n'
         '[[claim]]\nclaim = "b is quick"\nfigure = "speed; b; s"\nat_most = 8\n'
-        '[[claim]]\nclaim = "c is"\nsource = "C, 2020"\npublished = "2x"\ncommand = "run c"\n'
+        '[[claim]]\nclaim = "c is"\nsource = "C, 2020"\npublished = "2x"\nfigure = "c; c; s"\nat_most = 1\n'
+        '[[experiment]]\nname = "c"\nmachine = "lab"\ncommand = "laconic c"\n'
     )
     (tmp_path / "claims.toml").write_text(claims)
     page = results_page(tmp_path)
     assert "| b is faster | - | at least 3 | [10.91](#speed) | yes |" in page
     assert "| b is quick | - | at most 8 | [8.25](#speed) | **no** |" in page
-    assert "| c is (C, 2020) | 2x | - | not yet | - |" in page and "- c is (C, 2020): `run c`" in page
+    assert "| c is (C, 2020) | 2x | at most 1 | not yet | - |" in page and "- c (machine: lab): `laconic c`" in page
+
+
+def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = (
+        '[[experiment]]\nname = "two"\nmachine = "any"\nwhat = "W."\nsources = []\ncommand = "laconic compare -x"\n'
+    )
+    (tmp_path / "claims.toml").write_text(declared)
+
+    def compare(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "laconic", "compare"] and command[-2] == "--out"
+        facts = [
+            {"kind": "job"},
+            {"kind": "result", "scheme": "bf16", "bytes_out": 6, "bytes_in": 7, "server_bytes_out": None},
+        ]
+        (Path(command[-1]) / "records.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in facts))
+        return subprocess.CompletedProcess(command, 0 if "-x" in command else 2)
+
+    monkeypatch.setattr("laconic.measure.results.subprocess.run", compare)
+    monkeypatch.setattr("laconic.measure.results._commit", lambda: "c")
+    record = read_result(run_experiment(tmp_path, "two"))
+    assert record["rows"] == [{"scheme": "bf16", "bytes_out": 6, "bytes_both_ways": 13}] and record["what"] == "W."
+    (tmp_path / "claims.toml").write_text(declared.replace("-x", "-y"))
+    with pytest.raises(TaskError, match="laconic compare -y did not end well"):
+        run_experiment(tmp_path, "two")
+    with pytest.raises(TaskError, match="no experiment is called 'three'; write one of two"):
+        run_experiment(tmp_path, "three")
 
 
 def test_a_record_tells_when_its_sources_have_changed(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Figures that the documentation may link to: records under results/, and the page made from them.
 
     laconic bench wire --json | python -m laconic.measure.results add wire --what "..." --command "laconic bench wire"
+    python -m laconic.measure.results run votes     # an experiment that results/claims.toml declares, and its record
     python -m laconic.measure.results page          # docs/results.md, and the figures in README.md and docs/
 
 A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
 "plot", the column that the site draws, and "sources", digests of the folders that it measured: where those have changed
-since, the site says so. results/claims.toml names what is claimed of the figures.
+since, the site says so. results/claims.toml declares experiments, and what is claimed of their figures.
 
 A figure in a text stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or
 COLUMN=VALUE, or several of them, or A over B: how many times A's figure is B's.
@@ -21,8 +22,10 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +40,8 @@ _HEAD = """# Results
 
 Made from the records under `results/` by `python -m laconic.measure.results page`; edit those, not this.
 """
+_COLUMNS = ("scheme", "accuracy", "loss", "bytes_out", "bytes_both_ways", "server_bytes_out")
+_TIMES = ("seconds", "step_ms")
 _KEYS = ("command", "commit", "machine", "date", "what", "rows")
 
 
@@ -74,27 +79,52 @@ def results_page(folder: Path) -> str:
     return _HEAD + _claims(folder) + "".join(_section(path) for path in sorted(folder.glob("*.json")))
 
 
+def run_experiment(folder: Path, name: str) -> Path:
+    """Run a declared experiment, and write its record: a row for each scheme's result."""
+    declared = {one["name"]: one for one in _declared(folder).get("experiment", [])}
+    if name not in declared:
+        raise TaskError(f"no experiment is called {name!r}; write one of {', '.join(declared)}")
+    asked = declared[name]
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", *shlex.split(asked["command"]), "--out", out]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise TaskError(f"{asked['command']} did not end well; its own words say why")
+        rows = rows_of(Path(out), _COLUMNS if asked["machine"] == "any" else _COLUMNS + _TIMES)
+    about = {key: asked[key] for key in ("what", "command", "sources")}
+    return write_result(folder, name, rows=rows, seed=0, **about)
+
+
+def rows_of(out: Path, columns: Sequence[str] = _COLUMNS) -> list[dict[str, Any]]:
+    """What a comparison found, scheme by scheme; what it did not measure is left out."""
+    lines = [line for path in sorted(out.rglob("records.jsonl")) for line in path.read_text("utf-8").splitlines()]
+    found = [fact for fact in map(json.loads, lines) if fact["kind"] == "result"]
+    both_ways = [{**fact, "bytes_both_ways": fact["bytes_out"] + fact["bytes_in"]} for fact in found]
+    return [{column: fact[column] for column in columns if fact.get(column) is not None} for fact in both_ways]
+
+
+def _declared(folder: Path) -> dict[str, Any]:
+    declared = folder / "claims.toml"
+    return tomllib.loads(declared.read_text(encoding="utf-8")) if declared.exists() else {}
+
+
 def _claims(folder: Path) -> str:
     """What is claimed, and whether its record says so."""
-    declared = folder / "claims.toml"
-    if not declared.exists():
-        return ""
+    declared = _declared(folder)
     rows = ["| claim | published | wanted | measured | holds |", "|---|---|---|---|---|"]
-    unmeasured = []
-    for one in tomllib.loads(declared.read_text(encoding="utf-8"))["claim"]:
+    for one in declared.get("claim", []):
         claim = f"{one['claim']} ({one['source']})" if "source" in one else one["claim"]
-        wanted, measured, holds = "-", "not yet", "-"
-        if "figure" in one:
-            name, *row, column = one["figure"].split("; ")
+        name, *row, column = one["figure"].split("; ")
+        least, most = one.get("at_least", -math.inf), one.get("at_most", math.inf)
+        wanted = f"at least {least:g}" if "at_least" in one else f"at most {most:g}"
+        measured, holds = "not yet", "-"
+        if (folder / f"{name}.json").exists():
             value = float(_figure(folder, name, "; ".join(row), column))
-            least, most = one.get("at_least", -math.inf), one.get("at_most", math.inf)
-            wanted = f"at least {least:g}" if "at_least" in one else f"at most {most:g}"
             measured, holds = f"[{_cell(value)}](#{name})", "yes" if least <= value <= most else "**no**"
-        else:
-            unmeasured.append(f"- {claim}: `{one['command']}`")
         rows.append(f"| {claim} | {one.get('published', '-')} | {wanted} | {measured} | {holds} |")
-    table = "\n## Claims\n\n" + "\n".join(rows) + "\n"
-    return table + ("\nNot measured yet:\n\n" + "\n".join(unmeasured) + "\n" if unmeasured else "")
+    missing = [one for one in declared.get("experiment", []) if not (folder / f"{one['name']}.json").exists()]
+    to_run = "".join(f"- {one['name']} (machine: {one['machine']}): `{one['command']}`\n" for one in missing)
+    claims = "\n## Claims\n\n" + "\n".join(rows) + "\n" if len(rows) > 2 else ""
+    return claims + (f"\nNot measured yet:\n\n{to_run}" if to_run else "")
 
 
 def with_figures(text: str, folder: Path) -> str:
@@ -210,6 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--command", required=True, help="what printed the rows")
     add.add_argument("--seed", type=int)
     add.add_argument("--source", action="append", default=[], help="a folder that was measured: src/laconic/outer")
+    run = deeds.add_parser("run", help="run experiments that claims.toml declares, write their records, and the page")
+    run.add_argument("name", nargs="*", help="all of a machine's, unless some are named")
+    run.add_argument("--machine", default="any", help="any: accuracy and bytes alone; lab: root and quiet cores")
     deeds.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
     asked = parser.parse_args(arguments)
     if asked.deed == "add":
@@ -217,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = {"what": asked.what, "command": asked.command, "seed": asked.seed, "sources": asked.source}
         print(write_result(RESULTS, asked.name, rows=rows, **about))
     else:
+        if asked.deed == "run":
+            of_machine = [one["name"] for one in _declared(RESULTS)["experiment"] if one["machine"] == asked.machine]
+            for name in asked.name or of_machine:
+                print(run_experiment(RESULTS, name))
         PAGE.write_text(results_page(RESULTS), encoding="utf-8")
         for page in (Path("README.md"), *sorted(PAGE.parent.glob("*.md"))):
             page.write_text(with_figures(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
