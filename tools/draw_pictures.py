@@ -1,15 +1,18 @@
-"""Draw the pictures of the documentation: the six questions of a step, and how fragments take turns.
+"""Draw the pictures of the documentation: six questions of a step, how fragments take turns, and who learns sooner.
 
 python tools/draw_pictures.py          # writes them; tests/test_docs.py says whether they are up to date
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.trigger import Rounds
 
 DOCS = Path(__file__).parents[1] / "docs"
+_CURVES = DOCS.parent / "results" / "outer-under-sgd.json"
 _WIDTH = 500  # narrow, so that they can be read on a phone
 _BOX_WIDTH, _BOX_HEIGHT = 206, 92
 _LEFT, _RIGHT = 38, 284
@@ -41,6 +44,12 @@ _STYLE = """
       .q { fill: #f0b74a } .n { fill: #f4f1ea } .t { fill: #cdc7ba }
     }
 """
+_PANEL_HEIGHT = 260
+_COLOURS = ("#57534a", "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#cc79a7")  # told apart without red and green
+_STYLE += "".join(
+    f"    .c{number} {{ stroke: {colour}; stroke-width: 2.4; fill: none }}\n" for number, colour in enumerate(_COLOURS)
+)
+_UNDER_SGD = "Accuracy against training seconds under SGD, outer steps beside sparse gradients and gossip."
 _QUESTIONS = (
     "One step of a worker: from its gradient or drift a part is selected, written in few bits and exchanged; what was "
     "not said is kept and added to the next; a trigger says when, and an outer optimizer what comes of it."
@@ -86,6 +95,40 @@ def rounds() -> str:
     return _svg(_ROUNDS, bottom + 16, drawn)
 
 
+def under_sgd() -> str:
+    """Accuracy against training time under SGD, a panel for each task of the record."""
+    drawn, top = "", 0
+    for task, curves in json.loads(_CURVES.read_text(encoding="utf-8"))["curves"].items():
+        drawn += _panel(task, curves, top)
+        top += _PANEL_HEIGHT
+    for number, scheme in enumerate(curves):
+        x, y = 20 + 240 * (number % 2), top + 8 + 22 * (number // 2)
+        drawn += f'  <path class="c{number}" d="M{x} {y} h24"/>\n'
+        drawn += f'  <text class="t" x="{x + 32}" y="{y + 5}">{scheme}</text>\n'
+    return _svg(_UNDER_SGD, top + 16 + 22 * (len(curves) // 2), drawn)
+
+
+def _panel(task: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: int) -> str:
+    left, right, low, high = 50, _WIDTH - 16, top + _PANEL_HEIGHT - 52, top + 36
+    last = max(seconds for points in curves.values() for seconds, _ in points)
+    most = max(accuracy for points in curves.values() for _, accuracy in points)
+    drawn = f'  <text class="n" x="{left}" y="{top + 22}">{task}: accuracy</text>\n'
+    for percent in range(0, int(100 * most) + 1, 20):
+        y = low - (low - high) * percent / 100 / most
+        drawn += f'  <path class="tick" d="M{left} {y:.1f} H{right}"/>\n'
+        drawn += f'  <text class="t" x="4" y="{y + 5:.1f}">{percent} %</text>\n'
+    for quarter in range(1, 5):
+        x = left + (right - left) * quarter / 4
+        drawn += f'  <text class="t" x="{x:.0f}" y="{low + 22}" text-anchor="end">{last * quarter / 4:.0f} s</text>\n'
+    for number, points in enumerate(curves.values()):
+        places = " L".join(
+            f"{left + (right - left) * seconds / last:.1f} {low - (low - high) * accuracy / most:.1f}"
+            for seconds, accuracy in points
+        )
+        drawn += f'  <path class="c{number}" d="M{places}"/>\n'
+    return drawn
+
+
 def _svg(label: str, height: int, drawn: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
@@ -97,7 +140,11 @@ def _svg(label: str, height: int, drawn: str) -> str:
     )
 
 
-PICTURES = {DOCS / "six-questions.svg": questions, DOCS / "rounds.svg": rounds}
+PICTURES = {
+    DOCS / "six-questions.svg": questions,
+    DOCS / "rounds.svg": rounds,
+    DOCS / "under-sgd.svg": under_sgd,
+}
 
 if __name__ == "__main__":
     for path, draw in PICTURES.items():
