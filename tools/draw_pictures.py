@@ -104,7 +104,7 @@ def under_sgd() -> str:
     for number, scheme in enumerate(curves):
         x, y = 20 + 240 * (number % 2), top + 8 + 22 * (number // 2)
         drawn += f'  <path class="c{number}" d="M{x} {y} h24"/>\n'
-        drawn += f'  <text class="t" x="{x + 32}" y="{y + 5}">{scheme}</text>\n'
+        drawn += f'  <text class="t" x="{x + 32}" y="{y + 5}">{scheme.partition(",")[0]}</text>\n'
     return _svg(_UNDER_SGD, top + 16 + 22 * (len(curves) // 2), drawn)
 
 
