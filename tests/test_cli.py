@@ -185,6 +185,7 @@ def test_the_same_command_runs_under_torchrun_though_gloo_frees_too_late(tmp_pat
     assert json.loads(ran.stdout.splitlines()[-1])["steps"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starves threads as Linux does it")
 def test_what_gloo_frees_too_late_aborts_no_script(tmp_path: Path) -> None:
     ran = torchrun(_starved(tmp_path, STARVED_SCRIPT))

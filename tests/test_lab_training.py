@@ -60,6 +60,7 @@ def test_a_failure_on_a_host_is_one_line() -> None:
     assert ranks and all(line.startswith("laconic: rank") for line in ranks), ran.stderr
 
 
+@pytest.mark.slow
 def test_launchers_on_hosts_of_their_own_find_each_other() -> None:
     """As on a cluster, where PET_NNODES and the like say who is who."""
     train = [sys.executable, "-m", "laconic", "train", "--workers", "1", "--steps", "2", "--batch", "4", "--json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -88,7 +89,7 @@ def run_up(asked: argparse.Namespace) -> int:
         if signals:
             lab.close()
             return 128 + signals[0]
-    print(_describe([lab]))
+    print(_describe([_facts(lab)]))
     print("run on all with `laconic lab run -- COMMAND`, remove the lab with `laconic lab down`,", file=sys.stderr)
     print(f"enter host 0 with `{lab.hosts[0].entering} bash`", file=sys.stderr)
     return 0
@@ -111,12 +112,15 @@ def run_down(asked: argparse.Namespace) -> int:
 
 def run_status(asked: argparse.Namespace) -> int:
     """List every lab of this machine."""
-    found = labs()
+    found = []
+    for lab in labs():
+        with suppress(LabError):  # who made it is just removing it
+            found.append(_facts(lab))
     if asked.json:
-        print(json.dumps({"labs": [_facts(lab) for lab in found]}))
+        print(json.dumps({"labs": found}))
     elif found:
         print(_describe(found))
-        if any(lab.is_abandoned for lab in found):
+        if any(lab["left_over"] for lab in found):
             print("what is left over is of runs that were killed; `laconic lab down` removes it", file=sys.stderr)
     else:
         print(f"no lab is there; {_MAKE_ONE}", file=sys.stderr)
@@ -226,10 +230,10 @@ def _facts(lab: Lab) -> dict[str, Any]:
     }
 
 
-def _describe(found: list[Lab]) -> str:
+def _describe(found: list[dict[str, Any]]) -> str:
     head = ["lab", "owner", "host", "namespace", "address", "link", "state", "bytes out", "bytes in"]
     rows = []
-    for lab in map(_facts, found):
+    for lab in found:
         owner = f"pid {lab['owner_pid']}" if lab["owner_pid"] else "standing"
         for host in lab["hosts"]:
             where = [str(host[key]) for key in ("host", "namespace", "address", "link")]

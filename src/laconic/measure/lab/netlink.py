@@ -286,6 +286,8 @@ def _in_a_child(act: Callable[[], T]) -> T:
     with os.fdopen(read, "rb") as pipe:
         told = pipe.read()
     os.waitpid(pid, 0)
+    if not told:  # it was killed, with all that was in the lab
+        raise LabError("the lab was removed meanwhile; make it again")
     result, raised = pickle.loads(told)
     if raised is not None:
         raise raised
