@@ -424,6 +424,7 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_lab
+@pytest.mark.slow  # beside labs of others its look at links is killed with those now and then
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
     two_hosts: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
