@@ -14,25 +14,7 @@
 #include <sanitizer/asan_interface.h>
 #include <vector>
 
-extern "C" {
-int64_t laconic_unpack_bits(const uint32_t*, int64_t, int32_t*, int64_t);
-int64_t laconic_set_bits(const int32_t*, int64_t, uint32_t*, int64_t);
-void laconic_pack_lanes(const int32_t*, int64_t, int, uint32_t*);
-void laconic_unpack_lanes(const uint32_t*, int64_t, int, int32_t*);
-void laconic_encode_elias_fano(const int32_t*, int64_t, int, int64_t, uint32_t*);
-int64_t laconic_decode_elias_fano(const uint32_t*, int64_t, int64_t, int64_t, int, int32_t*);
-int64_t laconic_most_rice_words(int64_t);
-int64_t laconic_encode_rice(const int32_t*, int64_t, uint32_t*);
-int64_t laconic_decode_rice(const uint32_t*, int64_t, int64_t, int64_t, int32_t*);
-void laconic_encode_residues(const float*, int64_t, const float*, float, int, int, uint8_t*, int32_t*);
-void laconic_compare_residues(const float*, int64_t, const uint8_t*, const int32_t*, const float*, float, int, int,
-                              float*, uint8_t*, int8_t*);
-void laconic_decode_differences(const uint8_t*, int64_t, const float*, int, int, float*);
-int64_t laconic_check_sum(const uint32_t*, int64_t);
-void laconic_unpack_signs(const uint32_t*, int64_t, float, int, float*);
-void laconic_unpack_scale(const void*, int64_t, int, int64_t, int, const float*, int64_t, int64_t, int, float*);
-void laconic_average_words(const void*, int64_t, int64_t, int, int, uint32_t, uint32_t, int, void*);
-}
+#include "native.h"
 
 // No stack is kept of who allocated what, and little of what was freed: a third of the time.
 extern "C" const char* __asan_default_options() { return "malloc_context_size=0:quarantine_size_mb=1"; }

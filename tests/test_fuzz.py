@@ -17,7 +17,6 @@ def test_mutants_are_refused_or_valid(reader: fuzz.Reader) -> None:
     assert reader.run(seed=1, num_mutants=100, seconds=1000)["mutants"] == 100
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_native_readers_stay_in_their_bounds(tmp_path: Path) -> None:
     for row in fuzz.run_native(fuzz.build_native(tmp_path, optimize="-O0"), 1, 20_000):

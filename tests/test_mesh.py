@@ -45,7 +45,6 @@ class _Local(Connection):
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._relay = None
 
 
 def _push(longest: int) -> Push:

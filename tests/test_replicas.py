@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from ddp_training import TINY_BUCKET_MB, Net, batch
-from laconic.kernels.fingerprint import fingerprint
 from laconic.session import OnDrift, Replicas
+from laconic.session.replicas import fingerprint
 from laconic.transport import InProcess, in_process
 from virtual import one_core
 from workers import WorkerPool, equal_everywhere, flat_parameters
