@@ -26,6 +26,7 @@ FLOORS = (
     ("paths",),
     ("session",),
     ("gossip", "outer"),
+    ("planning",),
     ("attach",),
     ("measure",),
     ("inspect",),

@@ -28,8 +28,8 @@ MOST_QUESTIONS = 20
 
 WHOLE = ("paths", "transport", "server", "session")
 
-NOT_THE_LIBRARY = {"kernels", "measure", "inspect.py", "__main__.py"}
-COUNTED_APART = {"transport/faulty.py", "select/chunked.py"}
+NOT_THE_LIBRARY = {"kernels", "measure", "planning", "inspect.py", "__main__.py"}
+COUNTED_APART = {"transport/faulty.py", "select/chunked.py", "attach/plan.py", "attach/auto.py"}
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, attach, follow
+from laconic.attach import Attached, attach, follow, plan
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -19,6 +19,7 @@ from laconic.errors import (
 )
 from laconic.gossip import Follower, FollowerStats
 from laconic.outer import OuterFollower, OuterStats
+from laconic.planning import Plan
 from laconic.recipes import parse
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
@@ -40,6 +41,7 @@ __all__ = [
     "OuterScheme",
     "OuterStats",
     "PeerError",
+    "Plan",
     "Scheme",
     "SchemeError",
     "ServerLostError",
@@ -54,6 +56,7 @@ __all__ = [
     "follow",
     "memory",
     "parse",
+    "plan",
     "quantize",
     "recipes",
     "select",

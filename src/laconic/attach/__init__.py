@@ -2,3 +2,4 @@
 
 from laconic.attach.ddp import Attached, attach
 from laconic.attach.follow import follow
+from laconic.attach.plan import plan

@@ -8,7 +8,7 @@ from laconic.scheme import AnyScheme
 from laconic.transport import ProcessGroup, check_alike, release
 
 
-def check_common(model: nn.Module, scheme: AnyScheme, group: ProcessGroup, device: torch.device) -> None:
+def check_common(model: nn.Module, scheme: AnyScheme | str, group: ProcessGroup, device: torch.device) -> None:
     """SchemeError, on all ranks, unless all run one release and scheme, and train a model of one layout and types."""
     tensors = [(plain_name(name), t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
     layout = [

@@ -1,7 +1,5 @@
 """attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
 
-# No deferred annotations here: DDP checks those of its hook.
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
 from laconic.attach.alike import check_common
+from laconic.attach.switch import HookSwitch, check_free
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
@@ -155,10 +154,7 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | 
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
             "write attach(DistributedDataParallel(model), scheme)"
         )
-    if ddp._comm_hooks:
-        raise SchemeError(
-            "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
-        )
+    check_free(ddp)
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise SchemeError(
@@ -214,7 +210,8 @@ class DdpAdapter:
         self._background = Background(
             self.session, device, on_host=self._on_host, pipelined=pipelined, replicas=replicas
         )
-        ddp.register_comm_hook(self, DdpAdapter.submit)
+        self._switch = HookSwitch.of(ddp)
+        self._switch.listener = self.submit
 
     def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:
         """What a user should know before training."""
@@ -275,6 +272,11 @@ class DdpAdapter:
                 f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
             )
         self.session.load_state_dict(saved)
+
+    def detach(self) -> None:
+        """End the session's thread and leave its module as it was; the transport stays open."""
+        self._background.close()
+        self._switch.listener = None
 
     def close(self) -> None:
         self._background.close()

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
@@ -24,6 +25,18 @@ _ONE_BUCKET_MB = 4096
 _WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
 
 
+def in_ddp(
+    model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
+) -> DistributedDataParallel:
+    """The model as every job trains it under DDP."""
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,  # no copy of what a bucket has become
+    )
+
+
 class DdpLearner:
     """A model under DDP with a scheme attached; made by a call that all workers make."""
 
@@ -39,12 +52,7 @@ class DdpLearner:
         # large model those waits overlap with other buckets' work.
         is_small = sum(p.numel() for p in self.model.parameters()) < _WORTH_A_PIPELINE
         one_bucket = (scheme.has_owners and is_small) or (isinstance(scheme, TorchHook) and scheme.hook == "powersgd")
-        self._ddp = DistributedDataParallel(
-            self.model,
-            process_group=group,
-            bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None,
-            gradient_as_bucket_view=True,  # no copy of what a bucket has become
-        )
+        self._ddp = in_ddp(self.model, group, bucket_cap_mb=_ONE_BUCKET_MB if one_bucket else None)
         # Broadcasting them at every step would end with the first worker that dies, and would not be silent.
         self._ddp.broadcast_buffers = scheme.talks and not job.asks_servers
         servers = range(job.servers) if job.asks_servers else ()

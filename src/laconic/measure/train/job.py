@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -189,10 +190,16 @@ class Job:
         """The job as plain values, for the records."""
         return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
 
-    def arguments(self) -> list[str]:
-        """The command-line arguments that make this job again."""
+    def words(self) -> list[str]:
+        """The command that makes this job again, without its program."""
+        return ["train", *self.arguments()]
+
+    def arguments(self, without: Collection[str] = ()) -> list[str]:
+        """The command-line arguments that make this job again, some of its options left out."""
         words = []
-        for option in fields(self):
+        for option in fields(Job):
+            if option.name in without:
+                continue
             value = getattr(self, option.name)
             name = f"--{option.name.replace('_', '-')}"
             if value is True:

@@ -53,7 +53,7 @@ def launch(job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
     logging.disable(logging.ERROR)  # torchrun's warnings about workers that end; we say it in one line ourselves
     try:
-        elastic_launch(config, sys.executable)("-c", _WORKER, "train", *job.arguments())
+        elastic_launch(config, sys.executable)("-c", _WORKER, *job.words())
     except ChildFailedError as error:
         rank, exit_code = _first_failure(error)
         if exit_code == DIVERGED:
@@ -88,7 +88,7 @@ def rank_variables(rank: int, num_ranks: int, local_rank: int) -> dict[str, str]
 
 def worker_command(job: Job) -> list[str]:
     """What a rank runs."""
-    return [sys.executable, "-c", _WORKER, "train", *job.arguments()]
+    return [sys.executable, "-c", _WORKER, *job.words()]
 
 
 def _launch_apart(job: Job) -> int:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,9 +28,11 @@ from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.measured import interface_bytes, link_bytes_since
 from laconic.measure.train.mps import uses_mps
+from laconic.measure.train.planned import plan_here
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
+from laconic.planning import Plan
 from laconic.server import serve
 from laconic.transport import own_group, world, world_without
 
@@ -73,6 +75,19 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
             if job.servers and not job.asks_servers:
                 dist.barrier()  # lets the servers go, which stood by
         return 0 if result.diverged_at is None else DIVERGED
+
+
+def work_plan(job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None]) -> int:
+    """Plan instead of training; the first worker tells."""
+    _end_with_the_launcher()
+    torch.manual_seed(job.seed)
+    device = _device(job)
+    data = job.load_data()
+    with _process_group(job.backend):
+        found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
+        if dist.get_rank() == 0:
+            tell(found)
+    return 0
 
 
 def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:

@@ -1,0 +1,85 @@
+"""laconic plan: what would pay for a task on this network, before it is trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+
+from laconic.errors import LaconicError, TaskError
+from laconic.measure.cli.job_options import add_job_options
+from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.measure.lab.spec import Link
+from laconic.measure.records import to_json
+from laconic.measure.train import Job, is_worker
+from laconic.measure.train.planned import NOT_PLANNED, PlanJob
+from laconic.measure.train.worker import work_plan
+from laconic.planning import CANDIDATES, Plan, candidate
+
+_DEFAULT_STEPS = 1000
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic plan`."""
+    parser = commands.add_parser(
+        "plan",
+        help="say beforehand which scheme would pay, and what limits",
+        description="Measure a task's step, the network and what exchanges cost, and rank schemes by time to accuracy. "
+        "* marks what is predicted. In a script of your own: laconic.plan(model, optimizer, step).",
+    )
+    parser.add_argument(
+        "--scheme", action="append", metavar="NAME", help=f"a scheme; repeat it (default {len(CANDIDATES)} usual ones)"
+    )
+    parser.add_argument(
+        "--if-workers", type=int, action="append", metavar="N", help="also say what N workers would pick; repeat it"
+    )
+    parser.add_argument(
+        "--if-link",
+        type=Link.parse,
+        action="append",
+        metavar="RATE",
+        help="also say what links of this rate would pick; repeat it",
+    )
+    add_lab_options(parser)
+    add_job_options(parser, without=NOT_PLANNED)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Start the workers, or be one."""
+    schemes = tuple(str(candidate(text)) for text in asked.scheme or ())
+    rates = {f"links of {link}": link.bits_per_s for link in asked.if_link or () if link.bits_per_s}
+    for number in asked.if_workers or ():
+        if number < 2:
+            raise TaskError(f"--if-workers is {number}; give 2 or more")
+    more = [word for text in schemes for word in ("--scheme", text)]
+    more += [word for number in asked.if_workers or () for word in ("--if-workers", str(number))]
+    more += [word for link in asked.if_link or () for word in ("--if-link", str(link))]
+    given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
+    job = PlanJob(**{**given, "scheme": "bf16"}, more_words=tuple(more))
+    if not is_worker():
+        job.load_data()  # what is missing is said once
+        with launcher(lab_spec(asked)) as start:
+            return start(job)
+
+    def tell(found: Plan) -> None:
+        others = {f"{number} workers": found.what_if(workers=number) for number in asked.if_workers or ()}
+        others |= {rate: found.what_if(bits_per_s=bits) for rate, bits in rates.items()}
+        print(_json(found, others) if job.json else _text(found, others), flush=True)
+
+    try:
+        return work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell)
+    except LaconicError as error:
+        print(f"laconic: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _json(found: Plan, others: dict[str, Plan]) -> str:
+    return to_json({**found.as_dict(), "what_if": {name: other.as_dict() for name, other in others.items()}})
+
+
+def _text(found: Plan, others: dict[str, Plan]) -> str:
+    lines = [str(found)]
+    for name, other in others.items():
+        lines += ["", f"with {name}:", str(other)]
+    return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""The answer: candidates ranked by time to accuracy, what to paste, what limits, and what would change it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from laconic.layout import Layout
+from laconic.paths import bytes_out
+from laconic.planning.candidates import Candidate, candidate
+from laconic.planning.compute import Compute
+from laconic.planning.links import Link, Links
+from laconic.planning.penalties import Penalty, penalty_of
+from laconic.planning.prediction import Prediction, predict
+from laconic.planning.rehearsal import Rehearsal
+from laconic.scheme import OuterScheme, Scheme
+
+_MARGIN = 1.05  # by which another must be sooner than a simpler one
+_WORTH_NAMING = 0.1  # share of a step
+_RATES = tuple(10**6 * 10 ** (tenth / 8) for tenth in range(49))  # bits a second, 1mbit to 1tbit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a model, its optimizer and its network, from which any number of answers follows."""
+
+    compute: Compute
+    links: Links
+    rehearsals: tuple[tuple[Candidate, Rehearsal], ...]  # in order, the simpler first
+    tried_s: tuple[tuple[Candidate, float], ...]  # steps of candidates that were really taken
+    layouts: tuple[Layout, ...]
+    num_workers: int
+    kind: str  # of model
+    optimizer: str
+    device: str
+
+    def among(self, num_workers: int) -> "Measured":
+        """The same job on other numbers of workers: bytes by each scheme's own formula, the rest in proportion."""
+        moved = (num_workers - 1) / max(1, self.num_workers - 1)
+        sums = replace(self.links.sums, latency_s=self.links.sums.latency_s * moved)
+        rehearsals = tuple((asked, self._grown(asked, one, num_workers, moved)) for asked, one in self.rehearsals)
+        links = Links(sums, self.links.frames)
+        return replace(self, links=links, rehearsals=rehearsals, tried_s=(), num_workers=num_workers)
+
+    def _grown(self, asked: Candidate, one: Rehearsal, num_workers: int, moved: float) -> Rehearsal:
+        sent = _bytes(asked, self.layouts, num_workers) / max(1, _bytes(asked, self.layouts, self.num_workers))
+        apply_s = one.apply_s if one.adds else one.apply_s * moved
+        return replace(one, talk_s=one.talk_s * sent, bytes_out=round(one.bytes_out * sent), apply_s=apply_s)
+
+    def at(self, bits_per_s: float) -> "Measured":
+        """The same job on links of another rate."""
+        links = self.links.at(bits_per_s)
+        rehearsals = tuple((asked, one.on(self.links, links)) for asked, one in self.rehearsals)
+        return replace(self, links=links, rehearsals=rehearsals, tried_s=())
+
+
+def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
+    scheme = asked.scheme
+    if isinstance(scheme, Scheme | OuterScheme):
+        said = scheme.said if isinstance(scheme, OuterScheme) else scheme
+        return sum(bytes_out(said, layout, num_workers) for layout in layouts)
+    return 1  # a gossip's do not depend on how many there are
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate: what a step takes and sends, what it costs in steps, and what that comes to."""
+
+    scheme: str
+    step_ms: float
+    bytes_out: int
+    memory_bytes: int
+    waits_ms: float  # of a step, for the network alone
+    steps_factor: float | None  # None: not known, or not reached
+    steps_range: tuple[float, float] | None
+    steps_source: str
+    seconds_to_target: float | None
+    tried: bool  # whether its steps were really taken, not predicted
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What pays on this model and network; str() is a table with reasons."""
+
+    pick: str
+    limit: str  # link, latency, stragglers, host cores or device
+    rows: tuple[Row, ...]  # the soonest first
+    reasons: tuple[str, ...]
+    steps: int  # of bf16, that the seconds are for
+    seconds: float  # that planning took
+    measured: Measured
+
+    @property
+    def line(self) -> str:
+        """What to paste."""
+        asked = candidate(self.pick)
+        verb = "attach(ddp" if asked.scheme.of_what == "gradients" else "follow(model, optimizer"
+        text = f'laconic.{verb}, "{asked.scheme}")'
+        return text if asked.accumulate == 1 else f"{text}  # and exchange every {asked.accumulate} steps (no_sync)"
+
+    def what_if(self, *, workers: int | None = None, bits_per_s: float | None = None) -> "Plan":
+        """The plan for another number of workers, or links of another rate."""
+        measured = self.measured
+        if workers is not None:
+            measured = measured.among(workers)
+        if bits_per_s is not None:
+            measured = measured.at(bits_per_s)
+        return answer(measured, steps=self.steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "pick": self.pick,
+            "limit": self.limit,
+            "line": self.line,
+            "reasons": list(self.reasons),
+            "workers": self.measured.num_workers,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "compute": self.measured.compute.as_dict(),
+            "links": self.measured.links.as_dict(),
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*_table(self), "", *self.reasons, f"-> {self.line}"])
+
+
+def answer(measured: Measured, *, steps: int = 1000, seconds: float = 0.0) -> Plan:
+    """Rank the candidates by the time to where bf16 is after so many steps; of nearly equal ones the simpler wins."""
+    rows = [_row(asked, one, measured, steps) for asked, one in measured.rehearsals]
+    pick = _picked(rows)
+    limit = _limit(measured)
+    return Plan(
+        pick=pick.scheme,
+        limit=limit,
+        rows=tuple(sorted(rows, key=lambda row: row.seconds_to_target or math.inf)),
+        reasons=tuple(_reasons(measured, rows, pick, limit, steps)),
+        steps=steps,
+        seconds=seconds,
+        measured=measured,
+    )
+
+
+def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> Row:
+    predicted: Prediction = predict(asked, measured.compute, rehearsal)
+    penalty: Penalty | None = penalty_of(asked, measured.kind, measured.optimizer)
+    tried_s = dict(measured.tried_s).get(asked)
+    step_s = predicted.step_s if tried_s is None else tried_s
+    is_known = penalty is not None and math.isfinite(penalty.factor)
+    return Row(
+        scheme=str(asked),
+        step_ms=1e3 * step_s,
+        bytes_out=round(predicted.bytes_out),
+        memory_bytes=predicted.memory_bytes,
+        waits_ms=1e3 * predicted.talk_s,
+        steps_factor=penalty.factor if penalty is not None and is_known else None,
+        steps_range=(penalty.low, penalty.high) if penalty is not None and is_known else None,
+        steps_source=penalty.source if penalty is not None else "",
+        seconds_to_target=steps * step_s * penalty.factor if penalty is not None and is_known else None,
+        tried=tried_s is not None,
+    )
+
+
+def _picked(rows: Sequence[Row]) -> Row:
+    """The first, in the order of their simplicity, that no other beats by more than the margin."""
+    known = [row for row in rows if row.seconds_to_target is not None] or list(rows)
+    best = min(row.seconds_to_target or row.step_ms for row in known)
+    return next(row for row in known if (row.seconds_to_target or row.step_ms) <= _MARGIN * best)
+
+
+def _limit(measured: Measured) -> str:
+    """What a step of the simplest exchange waits for most, if that is worth naming; else what computes."""
+    compute = measured.compute
+    computes = "host cores" if measured.device == "cpu" else "device"
+    asked, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
+    predicted = predict(asked, compute, rehearsal)
+    link: Link = measured.links.sums if rehearsal.adds else measured.links.frames
+    latency_s = min(predicted.talk_s, rehearsal.num_messages * link.latency_s)
+    parts = {
+        "latency": latency_s,
+        "link": predicted.talk_s - latency_s,
+        "stragglers": compute.together_s - compute.alone_s,
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    return largest if parts[largest] > _WORTH_NAMING * predicted.step_s else computes
+
+
+def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, steps: int) -> list[str]:
+    """Why, in words, and what would have to change for another answer."""
+    by_name = {row.scheme: row for row in rows}
+    said = []
+    plain = by_name.get("bf16") or by_name.get("dense") or pick
+    waits = plain.waits_ms / plain.step_ms
+    if pick is plain or pick.scheme == "dense":
+        said.append(f"do not compress: the network is {100 * waits:.0f} % of a step under {plain.scheme}")
+    else:
+        said.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; {limit} limits it")
+        if plain.seconds_to_target and pick.seconds_to_target:
+            sooner = plain.seconds_to_target / pick.seconds_to_target
+            said.append(
+                f"{pick.scheme} is {sooner:.1f}x sooner than {plain.scheme}: {pick.step_ms:.0f} ms a step instead of "
+                f"{plain.step_ms:.0f}, {pick.steps_factor:.2f} times the steps"
+            )
+    said += _turning_points(measured, pick, steps)
+    if measured.compute.waits_for_slowest > _WORTH_NAMING:
+        said.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")
+    return said
+
+
+def _turning_points(measured: Measured, pick: Row, steps: int) -> list[str]:
+    """The nearest rates of links, up and down, from which on another candidate is picked."""
+    here = measured.links.bits_per_s
+    said = []
+    for rates, word in (
+        ([rate for rate in _RATES if rate > here], "from"),
+        ([rate for rate in reversed(_RATES) if rate < here], "below"),
+    ):
+        for rate in rates:
+            moved = measured.at(rate)
+            other = _picked([_row(asked, one, moved, steps) for asked, one in moved.rehearsals])
+            if other.scheme != pick.scheme:
+                said.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
+                break
+    return said
+
+
+def rate_text(bits_per_s: float) -> str:
+    """A rate as it is written for links."""
+    for unit, size in (("gbit", 1e9), ("mbit", 1e6)):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:.3g}{unit}"
+    return f"{bits_per_s / 1e3:.3g}kbit"
+
+
+def _table(plan: Plan) -> list[str]:
+    """Columns: scheme, step, waits, MB, steps, seconds."""
+    head = ("scheme", "step ms", "waits ms", "MB out", "x steps", "seconds")
+    lines = [head]
+    for row in plan.rows:
+        factor = "-"
+        if row.steps_factor is not None and row.steps_range is not None:
+            factor = f"{row.steps_factor:.2f} ({row.steps_range[0]:.2f}-{row.steps_range[1]:.2f})"
+        seconds = "-" if row.seconds_to_target is None else f"{row.seconds_to_target:,.0f}"
+        step = f"{row.step_ms:,.1f}{'' if row.tried else '*'}"
+        name = f"{row.scheme}{'  <-' if row.scheme == plan.pick else ''}"
+        lines.append((name, step, f"{row.waits_ms:,.1f}", f"{row.bytes_out / 1e6:,.3f}", factor, seconds))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return [*text, "* predicted, not tried; x steps: against bf16, median and range of this project's own records"]

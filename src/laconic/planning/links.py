@@ -1,0 +1,115 @@
+"""What the network carries: seconds of a message against its bytes, in the ways that schemes talk."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.transport import Collectives
+
+_LONGEST_S = 0.25  # of one message; a longer one says no more about the rate
+_SIZES = (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)  # bytes of a worker's message
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a message = latency_s + bytes that leave a worker / bytes_per_s."""
+
+    latency_s: float
+    busy_latency_s: float  # where all workers compute meanwhile
+    bytes_per_s: float
+
+    def seconds(self, bytes_out: float, messages: float = 1) -> float:
+        return messages * self.latency_s + bytes_out / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Links:
+    """By the way of talking: sums that the backend makes, and frames that go to all."""
+
+    sums: Link
+    frames: Link
+
+    @property
+    def bits_per_s(self) -> float:
+        """What leaves a worker at best."""
+        return 8 * max(self.sums.bytes_per_s, self.frames.bytes_per_s)
+
+    def at(self, bits_per_s: float) -> "Links":
+        """The same network with links of another rate, as well used as these."""
+        factor = bits_per_s / self.bits_per_s
+        return Links(
+            replace(self.sums, bytes_per_s=factor * self.sums.bytes_per_s),
+            replace(self.frames, bytes_per_s=factor * self.frames.bytes_per_s),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_links(transport: Collectives, busy: Callable[[], AbstractContextManager[None]]) -> Links:
+    """The links of all workers at once, as a step uses them; a call that all of them make.
+
+    Inside `busy()` this worker computes, as it does in a backward pass.
+    """
+
+    def add(message: Tensor) -> None:
+        transport.all_reduce_(message.view(torch.float32), "measured")
+
+    def gather(message: Tensor) -> None:
+        transport.all_gather(message, "measured")
+
+    with transport.traffic.uncounted():
+        return Links(_measured(transport, add, busy), _measured(transport, gather, busy))
+
+
+def _measured(
+    transport: Collectives, talk: Callable[[Tensor], None], busy: Callable[[], AbstractContextManager[None]]
+) -> Link:
+    """The latency of next to nothing, and the rate at the largest message that is quick."""
+    talk(torch.zeros(8, dtype=torch.uint8))  # connections are opened with the first
+    latency_s, _ = _timed(transport, talk, 8)
+    rate = 0.0
+    for size in _SIZES:
+        seconds, bytes_out = _timed(transport, talk, size)
+        rate = bytes_out / max(seconds - latency_s, 0.05 * seconds)
+        if seconds > _LONGEST_S / 4:  # the next would take four times as long
+            break
+    with busy():
+        busy_latency_s, _ = _timed(transport, talk, 8)
+    return Link(latency_s, max(latency_s, busy_latency_s), rate)
+
+
+def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: int) -> tuple[float, int]:
+    """(median seconds of a message, the same on all workers, bytes that left this one)."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    before = bytes_out_of(transport)
+    found = []
+    for _ in range(_REPEATS):
+        meet(transport)
+        start = time.perf_counter()
+        talk(message)
+        found.append(time.perf_counter() - start)
+    return slowest(transport, statistics.median(found)), (bytes_out_of(transport) - before) // _REPEATS
+
+
+def bytes_out_of(transport: Collectives) -> int:
+    """What has left this worker so far, meetings aside."""
+    return sum(count.bytes_out for kind, count in transport.traffic.by_kind.items() if kind != "meeting")
+
+
+def meet(transport: Collectives) -> None:
+    """Begin at once."""
+    transport.all_reduce_(torch.zeros(1), "meeting")
+
+
+def slowest(transport: Collectives, mine: float) -> float:
+    """The largest of everyone's numbers, on all of them."""
+    rows = transport.tell_all(torch.tensor([mine], dtype=torch.float64).view(torch.uint8))
+    return float(rows.contiguous().view(torch.float64).max())

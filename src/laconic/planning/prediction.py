@@ -1,0 +1,115 @@
+"""A step's time from its parts: what is computed, what is exchanged, and how much of the one hides the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from laconic.planning.candidates import Candidate
+from laconic.planning.compute import Compute
+from laconic.planning.rehearsal import Rehearsal
+from laconic.scheme import AnyScheme, GossipScheme, OuterScheme, Scheme
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step of a user's, on average."""
+
+    step_s: float
+    talk_s: float  # for which a step waits for the network alone
+    work_s: float  # for which it waits for choosing, encoding, decoding and applying
+    bytes_out: float
+    memory_bytes: int  # beyond model, gradients and optimizer
+
+
+def predict(candidate: Candidate, compute: Compute, rehearsal: Rehearsal) -> Prediction:
+    """What a user's step takes, sends and keeps under a candidate."""
+    step_s, talk_s, period = _step(candidate.scheme, compute, rehearsal, candidate.accumulate)
+    vectors = _num_vectors(candidate.scheme)
+    return Prediction(
+        step_s=step_s,
+        talk_s=talk_s,
+        work_s=max(0.0, step_s - talk_s - compute.alone_s),
+        bytes_out=rehearsal.bytes_out / period,
+        memory_bytes=4 * vectors * rehearsal.num_entries,
+    )
+
+
+@singledispatch
+def _step(scheme: AnyScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
+    """(seconds of a step, those of them that only wait for the network, steps of an exchange of the whole model)."""
+    raise NotImplementedError(scheme)
+
+
+@_step.register
+def _(scheme: Scheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
+    """Gradients: buckets leave as the backward pass makes them, one after the other.
+
+    Without an exchange every micro-batch but the last takes a step alone.
+    """
+    with_it = _exposed(compute, rehearsal)
+    without = _exposed(compute, Rehearsal(**{**rehearsal.as_dict(), "talk_s": 0.0, "busy_talk_s": 0.0}))
+    talk_s = with_it - without
+    together_s = compute.together_s + with_it
+    step_s = ((accumulate - 1) * compute.alone_s + together_s) / accumulate
+    return step_s, talk_s / accumulate, accumulate
+
+
+@_step.register
+def _(scheme: OuterScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
+    """Drift: a round of all fragments every H steps, each of which may travel for `delay` steps unnoticed."""
+    rounds = scheme.trigger
+    fragment_talk_s = rehearsal.talk_s / rounds.fragments
+    hidden_s = rounds.delay * compute.alone_s
+    waits_s = rounds.fragments * max(0.0, fragment_talk_s - hidden_s)
+    saturated_s = rehearsal.talk_s - rounds.every * compute.alone_s  # a link that is never idle sets the pace
+    talk_s = max(waits_s, saturated_s)
+    work_s = rehearsal.work_s * (compute.beside if rounds.delay else 1.0)
+    # Who waits for all at an agreement waits for the slowest of that time, less by the root of the steps between.
+    slowest_s = 0.0 if rounds.delay else (compute.together_s - compute.alone_s) * rounds.every**0.5
+    return compute.alone_s + (talk_s + work_s + slowest_s) / rounds.every, talk_s / rounds.every, rounds.every
+
+
+@_step.register
+def _(scheme: GossipScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
+    """Models: nobody waits, unless messages leave more slowly than they are made."""
+    own_s = compute.alone_s + rehearsal.work_s
+    return max(own_s, rehearsal.talk_s), max(0.0, rehearsal.talk_s - own_s), 1.0
+
+
+def _exposed(compute: Compute, rehearsal: Rehearsal) -> float:
+    """Seconds by which a step is longer with its exchange than without.
+
+    A bucket is chosen and encoded when its gradient is there and the one before has left, then sent, then applied.
+    What is done while the backward pass goes on takes `beside` of its time from that.
+    """
+    free_s = 0.0
+    stretched_s = 0.0
+    shares = _shares(compute.num_entries)
+    for arrival_s, share in zip(compute.arrivals_s, shares, strict=True):
+        start_s = max(arrival_s + stretched_s, free_s)
+        free_s = start_s + share * (rehearsal.work_s + rehearsal.talk_s)
+        if arrival_s < compute.backward_s:
+            free_s += rehearsal.busy_talk_s / len(shares)  # messages are as many for small buckets
+            stretched_s += compute.beside * share * rehearsal.work_s
+    return max(compute.backward_s + stretched_s, free_s) - compute.backward_s
+
+
+def _shares(num_entries: Sequence[int]) -> list[float]:
+    whole = sum(num_entries)
+    return [number / whole for number in num_entries]
+
+
+@singledispatch
+def _num_vectors(scheme: AnyScheme) -> int:
+    """Vectors of the model's length that a scheme keeps: a residual; an anchor and its momentum."""
+    return 0
+
+
+@_num_vectors.register
+def _(scheme: Scheme) -> int:
+    return len(scheme.memory.kinds)
+
+
+@_num_vectors.register
+def _(scheme: OuterScheme) -> int:
+    return len(scheme.memory.kinds) + 1 + bool(getattr(scheme.outer, "momentum", 0.0))

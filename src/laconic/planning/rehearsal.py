@@ -1,0 +1,142 @@
+"""An exchange rehearsed: the scheme's own session over the real network, on real gradients, without training."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.layout import Bucket, Layout
+from laconic.paths import bytes_out
+from laconic.planning.links import Links, bytes_out_of, meet, slowest
+from laconic.scheme import OuterScheme, Scheme
+from laconic.session import PHASES, Session
+from laconic.transport import Collectives
+
+_AFFORDABLE_S = 0.4  # of wire; of what takes longer, a part of the model is rehearsed
+_WARM_UP = 2  # exchanges, until thresholds are known and connections open
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one exchange of the whole model costs a worker, in seconds by station."""
+
+    choose_s: float  # with encoding
+    talk_s: float
+    apply_s: float  # with decoding
+    bytes_out: int
+    num_messages: float
+    busy_talk_s: float  # what they take longer while all workers compute
+    num_entries: int
+    adds: bool  # whether the network adds what is said
+
+    @property
+    def work_s(self) -> float:
+        """What this worker's own cores or device do."""
+        return self.choose_s + self.apply_s
+
+    def on(self, here: Links, there: Links) -> "Rehearsal":
+        """The same exchange over other links: what was waited for beyond bytes and latency stays."""
+        old = here.sums if self.adds else here.frames
+        new = there.sums if self.adds else there.frames
+        rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.num_messages))
+        busy_s = self.num_messages * (new.busy_latency_s - new.latency_s)
+        return self._with(talk_s=new.seconds(self.bytes_out, self.num_messages) + rest, busy_talk_s=busy_s)
+
+    def _with(self, **changed: Any) -> "Rehearsal":
+        return Rehearsal(**{**asdict(self), **changed})
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rehearse(
+    scheme: Scheme | OuterScheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, links: Links
+) -> Rehearsal:
+    """Exchange copies of `gradients` a few times under a scheme of gradients or drift; a call that all workers make.
+
+    Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
+    proportion: its stations by entries, its talk by bytes.
+    """
+    said = scheme.said if isinstance(scheme, OuterScheme) else scheme
+    num_entries = sum(layout.num_entries for layout, _ in gradients)
+    num_bytes = _bytes_out(said, gradients, transport.num_workers)
+    link = links.sums if said.exchange.adds_in_flight else links.frames
+    expected_s = num_bytes / link.bytes_per_s
+    parts = gradients if expected_s <= _AFFORDABLE_S else _some(gradients, num_entries * _AFFORDABLE_S / expected_s)
+    spent, sent, messages = _timed(said, parts, transport)
+    entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
+    bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
+    fixed_s = min(spent["exchange"], messages * link.latency_s)
+    return Rehearsal(
+        choose_s=(spent["select"] + spent["encode"]) / entries_share,
+        talk_s=fixed_s + (spent["exchange"] - fixed_s) / bytes_share,
+        apply_s=spent["decode"] / entries_share,
+        bytes_out=round(sent / bytes_share),
+        num_messages=messages,
+        busy_talk_s=messages * (link.busy_latency_s - link.latency_s),
+        num_entries=num_entries,
+        adds=said.exchange.adds_in_flight,
+    )
+
+
+def _bytes_out(said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], num_workers: int) -> int:
+    return sum(bytes_out(said, layout, num_workers) for layout, _ in gradients)
+
+
+def _some(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> list[tuple[Layout, Tensor]]:
+    """One bucket of whole parameters, the larger first, that together have at most so many entries; at least one."""
+    pairs = [(span, flat) for layout, flat in gradients for span in layout.spans]
+    pairs.sort(key=lambda pair: -pair[0].num_entries)
+    taken = []
+    for span, flat in pairs:
+        if span.num_entries <= num_entries:
+            taken.append((span, flat))
+            num_entries -= span.num_entries
+    taken = taken or pairs[-1:]
+    layout = Layout.of([span.name for span, _ in taken], [span.shape for span, _ in taken])
+    return [(layout, torch.cat([flat[span.start : span.stop] for span, flat in taken]))]
+
+
+def _timed(
+    said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives
+) -> tuple[dict[str, float], float, float]:
+    """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
+    session = Session(said, transport, undoes=True)
+    found: list[dict[str, float]] = []
+    bytes_before = 0
+    messages_before = 0
+    for number in range(_WARM_UP + _REPEATS):
+        if number == _WARM_UP:
+            bytes_before = bytes_out_of(transport)
+            messages_before = _messages_of(transport)
+        buckets = [
+            Bucket(index, layout, flat.clone(), is_last=index == len(gradients) - 1)
+            for index, (layout, flat) in enumerate(gradients)
+        ]
+        meet(transport)
+        before = session.stats().seconds
+        start = time.perf_counter()
+        if session.wants_whole_step:
+            session.exchange_step_(buckets)
+        else:
+            for bucket in buckets:
+                session.exchange_(bucket)
+        seconds = time.perf_counter() - start
+        spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
+        spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
+        found.append(spent)
+    medians = {phase: statistics.median(spent[phase] for spent in found[_WARM_UP:]) for phase in PHASES}
+    return (
+        {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
+        (bytes_out_of(transport) - bytes_before) / _REPEATS,
+        (_messages_of(transport) - messages_before) / _REPEATS,
+    )
+
+
+def _messages_of(transport: Collectives) -> int:
+    return sum(count.messages for kind, count in transport.traffic.by_kind.items() if kind != "meeting")

@@ -1,0 +1,112 @@
+"""plan() over real processes: it leaves a job as it was, all ranks agree, and DDP goes on as before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.planning import candidate
+from workers import WorkerPool
+
+SCHEMES = ("bf16", "bf16 --accumulate 4", "topk:rho=0.05", "streaming:every=8", "gossip")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+class _Job:
+    def __init__(self, *, in_ddp: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(40, 80), nn.BatchNorm1d(80), nn.ReLU(), nn.Linear(80, 10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.net: nn.Module = DistributedDataParallel(self.model) if in_ddp else self.model
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.net, DistributedDataParallel)
+        return self.net
+
+    def step(self) -> None:
+        inputs = torch.randn(8, 40) + dist.get_rank()
+        self.optimizer.zero_grad()
+        self.net(inputs).logsumexp(1).mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> Any:
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state()))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+    return bool(torch.equal(one, other)) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _planned(in_ddp: bool) -> tuple[dict[str, Any], bool]:
+    job = _Job(in_ddp=in_ddp)
+    job.step()
+    before = job.state()
+    found = laconic.plan(job.net, job.optimizer, job.step, schemes=SCHEMES)
+    return found.as_dict(), _same(before, job.state())
+
+
+@pytest.mark.parametrize("in_ddp", [True, False])
+def test_a_plan_leaves_the_job_as_it_was_and_all_ranks_agree(two: WorkerPool, in_ddp: bool) -> None:
+    (first, same_first), (second, same_second) = two.run(_planned, in_ddp)
+    assert same_first and same_second
+    assert first["pick"] == second["pick"]
+    assert [row["scheme"] for row in first["rows"]] == [row["scheme"] for row in second["rows"]]
+    assert {row["scheme"] for row in first["rows"]} == {str(candidate(text)) for text in SCHEMES}
+    assert all(row["step_ms"] > 0 for row in first["rows"])
+    assert any(row["tried"] for row in first["rows"]) is in_ddp
+
+
+def _after() -> tuple[list[float], list[float], int]:
+    plain, planned, attached = (_Job(in_ddp=True) for _ in range(3))
+    for job in (planned, attached):
+        laconic.plan(job.net, job.optimizer, job.step, schemes=("bf16",))
+    for job in (plain, planned):
+        torch.manual_seed(1)
+        job.step()
+    session = laconic.attach(attached.ddp, "topk:rho=0.05")
+    attached.step()
+    steps = session.stats().steps
+    session.close()
+    sums = [[float(p.sum()) for p in job.model.parameters()] for job in (plain, planned)]
+    return sums[0], sums[1], steps
+
+
+def test_ddp_averages_as_before_after_a_plan_and_takes_a_session(two: WorkerPool) -> None:
+    for plain, planned, steps in two.run(_after):
+        assert plain == planned
+        assert steps == 1
+
+
+def _refused() -> str:
+    job = _Job(in_ddp=True)
+    session = laconic.attach(job.ddp, "bf16")
+    try:
+        laconic.plan(job.net, job.optimizer, job.step)
+    except laconic.SchemeError as error:
+        return str(error)
+    finally:
+        session.close()
+    return ""
+
+
+def test_plan_comes_before_attach(two: WorkerPool) -> None:
+    assert all("hook already" in said for said in two.run(_refused))

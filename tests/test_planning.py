@@ -1,0 +1,134 @@
+"""Predictions from parts, over cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn, optim
+
+from laconic import SchemeError
+from laconic.layout import Layout
+from laconic.planning import (
+    CANDIDATES,
+    Compute,
+    Link,
+    Links,
+    Measured,
+    Rehearsal,
+    answer,
+    candidate,
+    kind_of,
+    optimizer_name,
+    penalty_of,
+    predict,
+)
+from laconic.planning import penalties as room
+
+COMPUTE = Compute(alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), beside=0.0)
+LINK = Link(latency_s=0.001, busy_latency_s=0.001, bytes_per_s=1e6)
+LINKS = Links(LINK, LINK)
+REHEARSAL = Rehearsal(
+    choose_s=0.004,
+    talk_s=0.02,
+    apply_s=0.004,
+    bytes_out=18_000,
+    num_messages=2,
+    busy_talk_s=0.0,
+    num_entries=400,
+    adds=True,
+)
+
+
+def _measured(**changed: object) -> Measured:
+    rehearsals = tuple((candidate(text), REHEARSAL) for text in CANDIDATES)
+    layouts = (Layout.of(["a", "b"], [300, 100]),)
+    measured = Measured(COMPUTE, LINKS, rehearsals, (), layouts, 4, "convolutional", "sgd", "cpu")
+    return replace(measured, **changed)  # type: ignore[arg-type]
+
+
+def test_what_the_backward_pass_hides_costs_nothing() -> None:
+    # Three quarters leave at 50 ms and are there at 71; the rest takes 7 ms from 90 on, and the optimizer 20.
+    found = predict(candidate("bf16"), COMPUTE, REHEARSAL)
+    assert found.step_s == pytest.approx(0.09 + 0.007 + 0.02)
+    assert found.talk_s == pytest.approx(0.005)
+
+
+def test_work_beside_a_step_is_paid_where_no_core_is_free() -> None:
+    busy = replace(COMPUTE, beside=1.0)
+    longer = predict(candidate("bf16"), busy, REHEARSAL).step_s - predict(candidate("bf16"), COMPUTE, REHEARSAL).step_s
+    assert longer == pytest.approx(0.75 * 0.008)
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    slow = replace(REHEARSAL, talk_s=2.0, choose_s=0.0, apply_s=0.0)
+    assert predict(candidate("bf16"), COMPUTE, slow).step_s == pytest.approx(0.05 + 2.0 + 0.02)
+    # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.5 s of 0.4.
+    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * 0.1 / 16)
+
+
+def test_accumulating_divides_what_is_exchanged() -> None:
+    once = predict(candidate("bf16"), COMPUTE, REHEARSAL)
+    fourth = predict(candidate("bf16 --accumulate 4"), COMPUTE, REHEARSAL)
+    assert fourth.step_s == pytest.approx((3 * 0.1 + once.step_s) / 4)
+    assert fourth.bytes_out == pytest.approx(once.bytes_out / 4)
+
+
+def test_an_exchange_on_other_links_keeps_what_was_not_theirs() -> None:
+    faster = REHEARSAL.on(LINKS, LINKS.at(80e6))  # ten times the 8 Mbit/s
+    assert LINKS.bits_per_s == pytest.approx(8e6)
+    assert faster.talk_s == pytest.approx(2 * 0.001 + 0.0018)  # nothing was waited for beyond bytes and latency
+    assert replace(REHEARSAL, talk_s=0.025).on(LINKS, LINKS).talk_s == pytest.approx(0.025)
+
+
+def test_of_nearly_equal_ones_the_simpler_is_picked() -> None:
+    free = replace(REHEARSAL, talk_s=0.0, choose_s=0.0, apply_s=0.0, num_messages=0)
+    equal = replace(COMPUTE, together_s=0.1)  # nobody is slower than the others
+    found = answer(_measured(compute=equal, rehearsals=tuple((candidate(text), free) for text in CANDIDATES)))
+    assert found.pick == "dense" and found.limit == "host cores"
+    assert found.reasons[0].startswith("do not compress: the network is 0 %")
+
+
+def test_a_row_can_be_asked_for_again_and_its_text_makes_it() -> None:
+    found = answer(_measured())
+    assert {row.scheme for row in found.rows} == {str(candidate(text)) for text in CANDIDATES}
+    assert all(str(candidate(row.scheme)) == row.scheme for row in found.rows)
+    said = found.as_dict()
+    assert said["pick"] in {row["scheme"] for row in said["rows"]} and json.dumps(said)
+    assert {"scheme", "step_ms", "bytes_out", "steps_factor", "seconds_to_target"} <= set(said["rows"][0])
+
+
+def test_more_workers_send_what_their_schemes_say() -> None:
+    more = answer(_measured()).what_if(workers=16)
+    by_name = {row.scheme: row.bytes_out for row in more.rows}
+    assert by_name["bf16"] == pytest.approx(18_000 * (15 / 16) / (3 / 4), rel=0.01)  # a ring's share
+
+
+@pytest.mark.parametrize(
+    "text", ["bf16 --accumulate 0", "bf16 --accumulate", "bf16 4", "local --accumulate 2", "torch-powersgd", "nothing"]
+)
+def test_what_is_no_candidate_is_refused(text: str) -> None:
+    with pytest.raises(SchemeError):
+        candidate(text)
+
+
+def test_kinds_are_told_apart() -> None:
+    assert kind_of(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))) == "transformer"
+    assert kind_of(nn.Sequential(nn.Conv2d(1, 1, 3))) == "convolutional"
+    weights = [nn.Parameter(nn.Linear(2, 2).weight)]
+    assert optimizer_name(optim.AdamW(weights)) == "adamw" and optimizer_name(optim.SGD(weights)) == "sgd"
+
+
+def test_penalties_are_those_of_the_record() -> None:
+    record = Path(__file__).parents[1] / "results" / "steps-to-target.json"
+    assert record.read_bytes() == Path(room.__file__).with_name("steps_to_target.json").read_bytes()
+    for row in json.loads(record.read_text())["rows"]:
+        if row["scheme"] == "topk:rho=0.01" and row["kind"] == "convolutional" and row["optimizer"] == "sgd":
+            found = penalty_of(candidate("topk:rho=0.01"), "convolutional", "sgd")
+            assert found is not None and found.factor == row["factor"] and "topk:rho=0.01" in found.source
+            near = penalty_of(candidate("topk:rho=0.02"), "convolutional", "sgd")
+            assert near is not None and near.source == found.source
+            return
+    pytest.fail("the record has no row of topk:rho=0.01")
