@@ -14,7 +14,7 @@ from laconic.select import TopK
 def test_gossip_is_followed_not_attached() -> None:
     model = Small()
     with pytest.raises(SchemeError, match=r"use laconic.follow\(model, optimizer, scheme\)"):
-        attach(model, "gossip")  # type: ignore[arg-type]
+        attach(model, "gossip")
     with pytest.raises(SchemeError, match=r"use laconic.attach"):
         follow(model, torch.optim.SGD(model.parameters(), lr=0.1), "dense")
     with pytest.raises(SchemeError, match=r"init_process_group\(\) first"):

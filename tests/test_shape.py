@@ -39,7 +39,8 @@ NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-MOST_TOKENS = 88_000  # of which outer steps are 8,000, doors, deadlines and replicas 5,500, low rank 3,500
+# Beside that: trainers of others 2,300.
+MOST_TOKENS = 95_000  # of which outer steps are 8,000, doors, deadlines and replicas 5,500, low rank 3,500
 
 
 def _files() -> list[Path]:

@@ -456,7 +456,7 @@ def _refusals() -> list[str]:
     said = []
     net = Net()
     for wrong in (
-        lambda: laconic.attach(net, SPARSE),  # type: ignore[arg-type]
+        lambda: laconic.attach(net, SPARSE),
         lambda: laconic.attach(DistributedDataParallel(net), None),  # type: ignore[arg-type]
         lambda: laconic.attach(start(SPARSE).ddp, SPARSE),
         lambda: laconic.attach(DistributedDataParallel(net, bucket_cap_mb=TINY_BUCKET_MB), "torch-powersgd"),

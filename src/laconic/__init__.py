@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, attach, follow, plan
+from laconic.attach import Attached, HookSession, attach, follow, hook, plan
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -33,6 +33,7 @@ __all__ = [
     "FollowerStats",
     "FrameError",
     "GossipScheme",
+    "HookSession",
     "KernelError",
     "LabError",
     "LaconicError",
@@ -54,6 +55,7 @@ __all__ = [
     "attach",
     "exchange",
     "follow",
+    "hook",
     "memory",
     "parse",
     "plan",

@@ -2,4 +2,5 @@
 
 from laconic.attach.ddp import Attached, attach
 from laconic.attach.follow import follow
+from laconic.attach.hook import HookSession, hook
 from laconic.attach.plan import plan

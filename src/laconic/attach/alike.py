@@ -1,5 +1,7 @@
 """What all ranks must have in common before they exchange anything."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -8,9 +10,12 @@ from laconic.scheme import AnyScheme
 from laconic.transport import ProcessGroup, check_alike, release
 
 
-def check_common(model: nn.Module, scheme: AnyScheme | str, group: ProcessGroup, device: torch.device) -> None:
+def check_common(
+    model: nn.Module | Mapping[str, Tensor], scheme: AnyScheme | str, group: ProcessGroup, device: torch.device
+) -> None:
     """SchemeError, on all ranks, unless all run one release and scheme, and train a model of one layout and types."""
-    tensors = [(plain_name(name), t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
+    named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    tensors = [(plain_name(name), tensor) for name, tensor in named.items() if isinstance(tensor, Tensor)]
     layout = [
         f"{name}: {tensor.dtype} of {tuple(tensor.shape)}{' that is trained' if tensor.requires_grad else ''}"
         for name, tensor in tensors

@@ -14,6 +14,7 @@ from laconic import kernels
 from laconic.attach.alike import check_common
 from laconic.attach.switch import HookSwitch, check_free
 from laconic.attach.torch_hooks import TorchHookSession
+from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
@@ -21,8 +22,9 @@ from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
-from laconic.session import Background, OnDrift, Replicas, Session, Stats, belongs_on_host
+from laconic.session import Background, OnDrift, Replicas, SavedTogether, Session, Stats, belongs_on_host
 from laconic.transport import (
+    Everyone,
     Group,
     Transport,
     exchange_addresses,
@@ -63,6 +65,12 @@ class Attached(Protocol):
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from this rank's state, or from a list of all ranks' states."""
 
+    def gather_state(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
+
+    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make."""
+
     def close(self) -> None:
         """End the session's thread; the interpreter's exit does the same."""
 
@@ -74,7 +82,7 @@ class GradScaler(Protocol):
 
 
 def attach(
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     scheme: AnyScheme | str,
     *,
     grad_scaler: GradScaler | None = None,
@@ -87,6 +95,7 @@ def attach(
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; a call that all its ranks make, before the first backward.
 
+    It is a DistributedDataParallel, also in what torch.compile, Accelerate or Fabric make of one.
     Give the GradScaler that scales the loss, if one does: what is kept then stays in unscaled units. With `servers`,
     ranks that call serve() meanwhile and are not among ddp's, those answer; without, the workers do so themselves.
     Who says nothing for `timeout_s` is gone; it is a minute where servers answer, and else that of ddp's group.
@@ -96,18 +105,11 @@ def attach(
     Every `drift_every` steps (0: never) the ranks compare eight bytes of their parameters; where some differ, that is a
     warning, an error on all ranks, or ("heal") they take over what most have.
     """
-    scheme = _checked(ddp, scheme)
-    if on_nonfinite not in ("nan", "zero"):
-        raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
-    if on_drift not in ("warn", "error", "heal"):
-        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
-    if on_nonfinite == "zero" and grad_scaler is not None:
-        raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
-    if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
-        raise SchemeError(f"{scheme} is PyTorch's own hook; leave on_nonfinite out, and look at last_step_finite")
+    ddp, scheme = _checked(unwrapped(ddp), scheme)
+    check_options(scheme, grad_scaler, on_nonfinite, on_drift)
     group: ProcessGroup = ddp.process_group
-    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    device = _only_device(trained)
+    named = dict(ddp.module.named_parameters())
+    device = only_device(named)
     check_common(ddp.module, scheme, group, device)  # or ranks would wait for each other until the group's timeout
     transport: Transport
     if servers:
@@ -121,25 +123,46 @@ def attach(
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    replicas = Replicas(dict(ddp.module.named_parameters()), transport, every=drift_every, on_drift=on_drift)
     adapter = DdpAdapter(
-        ddp,
+        named,
         scheme,
         transport,
+        Everyone(group),
         device,
-        grad_scaler,
-        pipelined=pipeline,
-        zeroes=on_nonfinite == "zero",
-        replicas=replicas if scheme.talks else None,  # who is silent has a model of its own
+        grad_scaler=grad_scaler,
+        holds_idle=ddp.find_unused_parameters,
+        pipeline=pipeline,
+        on_nonfinite=on_nonfinite,
+        on_drift=on_drift,
+        drift_every=drift_every,
     )
+    HookSwitch.of(ddp).listener = adapter.submit
     if transport.rank == 0:
-        for remark in adapter.remarks(ddp, may_lose_workers=bool(servers)):
+        for remark in adapter.remarks():
             warnings.warn(remark, stacklevel=2)
+        if servers and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+            warnings.warn(
+                "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
+                "build DistributedDataParallel(..., broadcast_buffers=False)",
+                stacklevel=2,
+            )
     return adapter
 
 
-def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | TorchHook:
-    """The scheme, if it is one and `ddp` can take it."""
+def check_options(scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on_nonfinite: str, on_drift: str) -> None:
+    """SchemeError where these do not go together."""
+    if on_nonfinite not in ("nan", "zero"):
+        raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
+    if on_drift not in ("warn", "error", "heal"):
+        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
+    if on_nonfinite == "zero" and grad_scaler is not None:
+        raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
+    if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
+        raise SchemeError(f"{scheme} is PyTorch's own hook; leave on_nonfinite out, and look at last_step_finite")
+
+
+def of_gradients(scheme: AnyScheme | str) -> Scheme | TorchHook:
+    """The scheme, if it is one of gradients."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
     if isinstance(scheme, GossipScheme):
@@ -149,6 +172,12 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | 
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
             "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
         )
+    return scheme
+
+
+def _checked(ddp: nn.Module, scheme: AnyScheme | str) -> tuple[DistributedDataParallel, Scheme | TorchHook]:
+    """Both, if the scheme is one and `ddp` can take it."""
+    scheme = of_gradients(scheme)
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
@@ -160,11 +189,12 @@ def _checked(ddp: DistributedDataParallel, scheme: AnyScheme | str) -> Scheme | 
             raise SchemeError(
                 f"{name or 'the model'} makes sparse gradients, which laconic cannot add; set sparse=False"
             )
-    return scheme
+    return ddp, scheme
 
 
-def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
+def only_device(named: Mapping[str, Tensor]) -> torch.device:
     """Where the gradients are; an error where laconic cannot work on them."""
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise SchemeError(
@@ -176,44 +206,52 @@ def _only_device(trained: Mapping[str, Tensor]) -> torch.device:
     return devices.pop()
 
 
-class DdpAdapter:
-    """Feeds a session with DDP's buckets through a background thread."""
+class DdpAdapter(SavedTogether):
+    """Feeds a session with DDP's buckets through a background thread.
+
+    `named` are the model's parameters as far as they are known; others get names by their place in DDP's first buckets.
+    """
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        named: Mapping[str, Tensor],
         scheme: Scheme,
         transport: Transport,
+        everyone: Everyone,
         device: torch.device,
-        grad_scaler: GradScaler | None,
         *,
-        pipelined: bool | None,
-        zeroes: bool,
-        replicas: Replicas | None,
+        grad_scaler: GradScaler | None = None,
+        holds_idle: bool = False,
+        pipeline: bool | None = None,
+        on_nonfinite: Literal["nan", "zero"] = "nan",
+        on_drift: OnDrift = "warn",
+        drift_every: int = 100,
     ) -> None:
         self.session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
-            holds_idle=ddp.find_unused_parameters,
-            zeroes=zeroes,
+            holds_idle=holds_idle,
+            zeroes=on_nonfinite == "zero",
         )
         self.transport = transport
+        self.everyone = everyone
         self._device = device
-        self._names = {p: plain_name(name) for name, p in ddp.module.named_parameters()}
+        self._named = dict(named)
+        self._names = {p: plain_name(name) for name, p in named.items()}
         trained = [p for p in self._names if p.requires_grad]
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
-        if pipelined is None:
-            pipelined = self._model.num_entries >= _WORTH_A_PIPELINE
-        self._replicas = replicas
+        if pipeline is None:
+            pipeline = self._model.num_entries >= _WORTH_A_PIPELINE
+        self._replicas = None  # who is silent has a model of its own
+        if scheme.talks:
+            self._replicas = Replicas(self._named, transport, every=drift_every, on_drift=on_drift)
         self._background = Background(
-            self.session, device, on_host=self._on_host, pipelined=pipelined, replicas=replicas
+            self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
         )
-        self._switch = HookSwitch.of(ddp)
-        self._switch.listener = self.submit
 
-    def remarks(self, ddp: DistributedDataParallel, *, may_lose_workers: bool) -> list[str]:
+    def remarks(self) -> list[str]:
         """What a user should know before training."""
         scheme = self.session.scheme
         num_workers = self.transport.num_workers
@@ -229,11 +267,6 @@ class DdpAdapter:
         slower = None if self._on_host else kernels.missing(self._device)
         if slower is not None:
             found.append(slower)
-        if may_lose_workers and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
-            found.append(
-                "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
-                "build DistributedDataParallel(..., broadcast_buffers=False)"
-            )
         return found
 
     @property
@@ -255,6 +288,10 @@ class DdpAdapter:
         return self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        for parameter in parameters:
+            if parameter not in self._names:
+                self._names[parameter] = f"parameter {len(self._names)}"
+                self._named[self._names[parameter]] = parameter
         return Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
 
     def stats(self, *, ages: bool = False) -> Stats:
@@ -273,11 +310,10 @@ class DdpAdapter:
             )
         self.session.load_state_dict(saved)
 
-    def detach(self) -> None:
-        """End the session's thread and leave its module as it was; the transport stays open."""
+    def stop(self) -> None:
+        """End the session's thread; the transport stays open."""
         self._background.close()
-        self._switch.listener = None
 
     def close(self) -> None:
-        self._background.close()
+        self.stop()
         self.transport.close()

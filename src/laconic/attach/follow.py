@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.attach.alike import check_common
+from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.gossip import Follower
 from laconic.outer import MakeOptimizer, OuterFollower
@@ -15,8 +16,10 @@ from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
 from laconic.transport import (
+    Everyone,
     Group,
     ProcessGroup,
+    TcpMailbox,
     counterparts,
     exchange_addresses,
     longest_message,
@@ -49,6 +52,7 @@ def follow(
     `group`, those answer, and the others outlive a worker that dies.
     Who says nothing for `timeout_s` is gone; it is a minute under gossip and servers, and else that of `group`.
     """
+    model = unwrapped(model)
     scheme = _checked(model, scheme)
     if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
         raise SchemeError(f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out")
@@ -71,16 +75,19 @@ def follow(
         end = _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S)
         home = torch.device("cpu") if on_host else None
         follower = OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
+        follower.everyone = Everyone(group)
         if strangers := ranks_that_differ(group, device, follower.outer):
             follower.close()
             raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
         return follower
-    if scheme.exchange.mode == "matched":
-        return Follower(model, optimizer, scheme, meeting)
-    longest = longest_message(_tensors(model))
-    mailbox = open_mailbox(meeting, scheme.exchange.patience, timeout_s or TIMEOUT_S, longest)
-    meeting.close()
-    return Follower(model, optimizer, scheme, mailbox)
+    gossip_end: Group | TcpMailbox = meeting
+    if scheme.exchange.mode != "matched":
+        longest = longest_message(_tensors(model))
+        gossip_end = open_mailbox(meeting, scheme.exchange.patience, timeout_s or TIMEOUT_S, longest)
+        meeting.close()
+    gossiper = Follower(model, optimizer, scheme, gossip_end)
+    gossiper.everyone = Everyone(group)
+    return gossiper
 
 
 def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:

@@ -21,6 +21,7 @@ from laconic.attach.alike import check_common
 from laconic.attach.ddp import DdpAdapter
 from laconic.attach.follow import follow
 from laconic.attach.switch import HookSwitch, Listener, kept_as_they_are
+from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import Layout, plain_name
 from laconic.planning import (
@@ -40,7 +41,7 @@ from laconic.planning import (
     rehearse,
 )
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
-from laconic.transport import Group, ProcessGroup, own_group, world
+from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
 
 _FIRST_STEPS = 2  # after the first of them DDP cuts its buckets anew
 _MEASURED_S = 4.0  # for which steps are measured, two of them at least
@@ -73,6 +74,7 @@ def plan(
     """
     start = time.perf_counter()
     candidates = [candidate(text) for text in schemes or CANDIDATES]
+    model = unwrapped(model)
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     if group is None:
         group = model.process_group if isinstance(model, DistributedDataParallel) else world()
@@ -216,9 +218,11 @@ class _Steps:
     def _try(self, scheme: Scheme, expected_s: float) -> float:
         """Seconds of a step under a scheme."""
         assert isinstance(self._model, DistributedDataParallel)
-        adapter = DdpAdapter(
-            self._model, scheme, self._transport, self._device, None, pipelined=None, zeroes=False, replicas=None
-        )
+        named = {name: p for p, name in self._names.items()}
+        everyone = Everyone(self._model.process_group)
+        adapter = DdpAdapter(named, scheme, self._transport, everyone, self._device, drift_every=0)
+        switch = HookSwitch.of(self._model)
+        switch.listener = adapter.submit
         number = max(_LEAST_TRIED, min(_MOST_STEPS, round(_TRIED_S / expected_s)))
         try:
             for _ in range(_FIRST_STEPS):
@@ -227,7 +231,8 @@ class _Steps:
                 meet(self._transport)
             own = [self._plain() for _ in range(number)]
         finally:
-            adapter.detach()
+            switch.listener = None
+            adapter.stop()
         return statistics.median(max(row) for row in self._everyone(own))
 
     def _timed(self) -> float:

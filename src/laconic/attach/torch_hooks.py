@@ -20,11 +20,11 @@ from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import Stats
-from laconic.transport import CountedGroup, backend_for, ring_bytes
+from laconic.session import SavedTogether, Stats
+from laconic.transport import CountedGroup, Everyone, backend_for, ring_bytes
 
 
-class TorchHookSession:
+class TorchHookSession(SavedTogether):
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
     transport: None = None
@@ -32,6 +32,7 @@ class TorchHookSession:
 
     def __init__(self, ddp: DistributedDataParallel, scheme: TorchHook, group: ProcessGroup) -> None:
         self.scheme = scheme
+        self.everyone = Everyone(ddp.process_group)
         self._group = CountedGroup(group)
         self._num_entries = 0
         self._steps = 0

@@ -22,7 +22,7 @@ from laconic.gossip.tracker import ChangeTracker
 from laconic.gossip.vector import ModelVector
 from laconic.quantize import is_residue
 from laconic.scheme import GossipScheme
-from laconic.session import PHASES
+from laconic.session import PHASES, SavedTogether
 from laconic.transport import Mailbox, Transport, ring_bytes
 
 _FORMAT = 4
@@ -30,7 +30,7 @@ _KEPT = ("last", "remainders")  # by message writers, under these names
 _SIDES: dict[str, Any] = {"free": Free, "paired": Paired, "wait": Free, "matched": Matched}
 
 
-class Follower:
+class Follower(SavedTogether):
     """One worker of a gossip; call `step()` after each `optimizer.step()`.
 
     `end` is this worker's end of the network: a Transport where the pattern's mode is `matched`, otherwise a Mailbox.

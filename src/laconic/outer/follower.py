@@ -21,13 +21,13 @@ from laconic.outer.stats import OuterStats
 from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
-from laconic.session import PHASES, Background, Session
+from laconic.session import PHASES, Background, SavedTogether, Session
 from laconic.transport import Collectives, ring_bytes, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
-class OuterFollower:
+class OuterFollower(SavedTogether):
     """One worker that trains alone and takes part in rounds; call `step()` after each `optimizer.step()`.
 
     `within` joins the processes of a node, whose models are the same: each exchanges its share with its counterparts in

@@ -5,6 +5,7 @@ from torch.distributed import ProcessGroup
 from laconic.transport.agreement import agree, agreement_bytes, rows_of
 from laconic.transport.collectives import (
     CountedGroup,
+    Everyone,
     Group,
     backend_for,
     check_alike,

@@ -25,6 +25,7 @@ from laconic.transport.transport import Collectives, Push
 
 _CARD_BYTES = 1024  # in which a rank says what it runs, and a server where it is
 _FACT_BYTES = 1 << 16  # of what a rank has, where two differ
+_PIECE_BYTES = 1 << 26  # of a state: what a GPU has to find room for at once
 _TIMEOUT_S = 1800.0  # where the backend does not say how long a call waits
 
 
@@ -166,6 +167,58 @@ class Group(Collectives):
         return tensor
 
 
+class Everyone:
+    """All ranks of a group between two steps: what each has goes to the first, or comes from it; not counted."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.num_ranks = group.size()
+        self._wire = _place_of_texts(group)
+        self._group = group
+        _held.add(self)
+
+    def gather(self, mine: Tensor) -> list[Tensor] | None:
+        """Everyone's bytes in rank order at rank 0, None elsewhere."""
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.num_ranks)]
+        with silence_said(self.rank):
+            dist.all_gather(lengths, torch.tensor([mine.numel()], device=self._wire), group=self._group)
+            if self.rank > 0:
+                self._send(mine, 0)
+                return None
+            return [mine, *(self._receive(int(lengths[rank]), rank) for rank in range(1, self.num_ranks))]
+
+    def scatter(self, theirs: Sequence[Tensor] | None) -> Tensor | None:
+        """This rank's of the bytes that rank 0 has for each; None, on all ranks, where it has none."""
+        given = [item.numel() for item in theirs] if theirs else [-1] * self.num_ranks
+        lengths = torch.tensor(given if self.rank == 0 else [0] * self.num_ranks, device=self._wire)
+        with silence_said(self.rank):
+            dist.broadcast(lengths, group=self._group, group_src=0)
+            if int(lengths[0]) < 0:
+                return None
+            if self.rank > 0:
+                return self._receive(int(lengths[self.rank]), 0)
+            assert theirs is not None
+            for rank in range(1, self.num_ranks):
+                self._send(theirs[rank], rank)
+            return theirs[0]
+
+    def _send(self, mine: Tensor, rank: int) -> None:
+        for piece in torch.split(mine, _PIECE_BYTES):
+            dist.send(piece.to(self._wire), group=self._group, group_dst=rank)
+
+    def _receive(self, num_bytes: int, rank: int) -> Tensor:
+        heard = torch.empty(num_bytes, dtype=torch.uint8)
+        for piece in torch.split(heard, _PIECE_BYTES):
+            room = torch.empty_like(piece, device=self._wire)
+            dist.recv(room, group=self._group, group_src=rank)
+            piece.copy_(room)
+        return heard
+
+    def let_go(self) -> None:
+        """Hold the group no longer."""
+        vars(self).pop("_group", None)
+
+
 @contextmanager
 def silence_said(rank: int) -> Iterator[None]:
     """Where a backend gives up in here because a peer ended or hangs, that is one line."""
@@ -202,7 +255,7 @@ def _room_for(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
 
 
-_held: weakref.WeakSet[Group] = weakref.WeakSet()
+_held: weakref.WeakSet[Group | Everyone] = weakref.WeakSet()
 
 
 @atexit.register
@@ -281,7 +334,7 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
     try:
-        everyone = _texts(world(), _place_of_texts(), json.dumps([release(), mine]), _CARD_BYTES)
+        everyone = _texts(world(), _place_of_texts(world()), json.dumps([release(), mine]), _CARD_BYTES)
     except RuntimeError:  # as Gloo tells of a rank that has ended
         if mine is None:
             raise
@@ -296,10 +349,10 @@ def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Add
     return addresses
 
 
-def _place_of_texts() -> torch.device:
-    """Where the group of all ranks takes tensors from."""
+def _place_of_texts(group: dist.ProcessGroup) -> torch.device:
+    """Where a group takes tensors from that are nobody's gradients."""
     cpu = torch.device("cpu")
-    return cpu if backend_for(world(), cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    return cpu if backend_for(group, cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
 def release() -> str:

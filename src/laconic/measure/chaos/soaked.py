@@ -49,7 +49,7 @@ def _train(scheme: str, draw: torch.Generator) -> None:
     follows = scheme.startswith(("gossip", "diloco"))
     trained: nn.Module = model if follows else DistributedDataParallel(model)
     follower = follow(model, optimizer, scheme, timeout_s=_TIMEOUT_S) if follows else None
-    session = None if isinstance(trained, nn.Sequential) else attach(trained, scheme, timeout_s=_TIMEOUT_S)  # type: ignore[arg-type]
+    session = None if isinstance(trained, nn.Sequential) else attach(trained, scheme, timeout_s=_TIMEOUT_S)
     for _ in range(_STEPS):
         x = torch.randn(16, 64, generator=draw)
         loss = nn.functional.cross_entropy(trained(x), x[:, :10].argmax(1))
