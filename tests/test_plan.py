@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,3 +111,38 @@ def _refused() -> str:
 
 def test_plan_comes_before_attach(two: WorkerPool) -> None:
     assert all("hook already" in said for said in two.run(_refused))
+
+
+def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
+    job = _Job(in_ddp=kind == "gradients")
+    if kind == "gradients":
+        session: Any = laconic.attach(job.ddp, "auto")
+    else:
+        session = laconic.follow(job.model, job.optimizer, "auto")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            job.step()
+            if kind == "drift":
+                session.step()
+    saved = session.state_dict()
+    steps = session.stats().steps
+    again = _Job(in_ddp=kind == "gradients")
+    other: Any = laconic.attach(again.ddp, "auto") if kind == "gradients" else None
+    if other is None:
+        other = laconic.follow(again.model, again.optimizer, "auto")
+    other.load_state_dict(saved)
+    kept = other.stats().scheme == session.stats().scheme and other.state_dict()["auto"] == saved["auto"]
+    told = [str(one.message) for one in said if "auto goes on" in str(one.message)]
+    session.close()
+    other.close()
+    return saved["auto"], [steps, len(told)], kept, session.advice()
+
+
+@pytest.mark.parametrize("kind", ["gradients", "drift"])
+def test_auto_chooses_once_says_so_and_a_resume_keeps_the_choice(two: WorkerPool, kind: str) -> None:
+    first, second = two.run(_auto, kind)
+    assert first[0] == second[0] and first[0] is not None
+    assert candidate(first[0]).scheme.of_what in (("gradients",) if kind == "gradients" else ("drift", "models"))
+    assert first[1][1] == 1 and second[1][1] == 0  # told by rank 0
+    assert first[2] and second[2]

@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, HookSession, attach, follow, hook, plan
+from laconic.attach import Attached, AutoFollower, AutoSession, HookSession, attach, follow, hook, plan
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -29,6 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attached",
+    "AutoFollower",
+    "AutoSession",
     "Follower",
     "FollowerStats",
     "FrameError",

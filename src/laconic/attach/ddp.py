@@ -104,13 +104,34 @@ def attach(
     which some worker saw Inf or NaN becomes zero on all ranks, not NaN; ten such steps in a row are an error.
     Every `drift_every` steps (0: never) the ranks compare eight bytes of their parameters; where some differ, that is a
     warning, an error on all ranks, or ("heal") they take over what most have.
+    With the scheme "auto" the first steps run under bf16, then under what a plan on them picks.
     """
-    ddp, scheme = _checked(unwrapped(ddp), scheme)
+    chooses = scheme == "auto"
+    ddp, scheme = _checked(unwrapped(ddp), "bf16" if chooses else scheme)
     check_options(scheme, grad_scaler, on_nonfinite, on_drift)
     group: ProcessGroup = ddp.process_group
     named = dict(ddp.module.named_parameters())
     device = only_device(named)
-    check_common(ddp.module, scheme, group, device)  # or ranks would wait for each other until the group's timeout
+    check_common(
+        ddp.module, "auto" if chooses else scheme, group, device
+    )  # or ranks would wait for each other until the group's timeout
+    options: dict[str, Any] = {
+        "grad_scaler": grad_scaler,
+        "holds_idle": ddp.find_unused_parameters,
+        "pipeline": pipeline,
+        "on_nonfinite": on_nonfinite,
+        "on_drift": on_drift,
+        "drift_every": drift_every,
+    }
+    if chooses:
+        from laconic.attach.auto import AutoSession, check_auto  # which imports this
+
+        check_auto(servers)
+        end = Group(own_group(group, device, timeout_s), device)
+        everyone = Everyone(group)
+        return AutoSession(
+            ddp, end, everyone, lambda chosen: DdpAdapter(named, chosen, end, everyone, device, **options), device
+        )
     transport: Transport
     if servers:
         scheme = served_scheme(scheme)
@@ -123,19 +144,7 @@ def attach(
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    adapter = DdpAdapter(
-        named,
-        scheme,
-        transport,
-        Everyone(group),
-        device,
-        grad_scaler=grad_scaler,
-        holds_idle=ddp.find_unused_parameters,
-        pipeline=pipeline,
-        on_nonfinite=on_nonfinite,
-        on_drift=on_drift,
-        drift_every=drift_every,
-    )
+    adapter = DdpAdapter(named, scheme, transport, Everyone(group), device, **options)
     HookSwitch.of(ddp).listener = adapter.submit
     if transport.rank == 0:
         for remark in adapter.remarks():

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from laconic.transport import (
     world_without,
 )
 
+if TYPE_CHECKING:
+    from laconic.attach.auto import AutoFollower
+
 
 def follow(
     model: nn.Module,
@@ -42,7 +46,7 @@ def follow(
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
-) -> Follower | OuterFollower:
+) -> "Follower | OuterFollower | AutoFollower":
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
     All models begin as rank 0's. What the optimizer keeps stays local; under gossip momentum of SGD may heed what peers
@@ -51,8 +55,21 @@ def follow(
     outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
     `group`, those answer, and the others outlive a worker that dies.
     Who says nothing for `timeout_s` is gone; it is a minute under gossip and servers, and else that of `group`.
+    With the scheme "auto" models are averaged once, after eight steps, and then do what a plan on those picks.
     """
     model = unwrapped(model)
+    if scheme == "auto":
+        from laconic.attach.auto import AutoFollower, check_auto  # which imports this
+
+        check_auto(outer, within, servers)
+
+        def again(text: str) -> Follower | OuterFollower:
+            keeps = on_host and parse(text).of_what == "drift"
+            found = follow(model, optimizer, text, group=group, on_host=keeps, timeout_s=timeout_s)
+            assert isinstance(found, Follower | OuterFollower)
+            return found
+
+        return AutoFollower(model, optimizer, group or world(), again, next(model.parameters()).device)
     scheme = _checked(model, scheme)
     if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
         raise SchemeError(f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out")

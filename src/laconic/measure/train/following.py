@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from laconic.attach import AutoFollower
 from laconic.gossip import Follower
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
@@ -17,7 +18,8 @@ from laconic.measure.train.worker_group import EndFacts
 from laconic.outer import OuterFollower
 from laconic.session import Stats
 
-Followed = Callable[[nn.Module, torch.optim.Optimizer], Follower | OuterFollower]  # makes a model follow the others
+AnyFollower = Follower | OuterFollower | AutoFollower
+Followed = Callable[[nn.Module, torch.optim.Optimizer], AnyFollower]  # makes a model follow the others
 
 
 class FollowingWorkers:
@@ -25,7 +27,7 @@ class FollowingWorkers:
 
     shares_clock: ClassVar[bool] = False
 
-    def __init__(self, follower: Follower | OuterFollower) -> None:
+    def __init__(self, follower: AnyFollower) -> None:
         self._follower = follower
         self.place = follower.rank
         self.num_living = follower.num_workers

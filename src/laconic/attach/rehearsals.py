@@ -1,0 +1,97 @@
+"""Every candidate's exchange, rehearsed over the network of a job."""
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from laconic.attach.follow import follow
+from laconic.layout import Layout, plain_name
+from laconic.planning import Candidate, Compute, Links, Rehearsal, rehearse
+from laconic.scheme import GossipScheme, OuterScheme, Scheme
+from laconic.transport import Group, ProcessGroup
+
+_OUTER_PASSES = 10  # over the model in an outer step: drift, anchor, momentum, model
+_GOSSIP_STEPS = 10
+_GOSSIP_STEP_S = 0.1  # at most, between two of them
+
+
+def rehearse_all(
+    candidates: Sequence[Candidate],
+    gradients: Sequence[tuple[Layout, Tensor]],
+    model: nn.Module,
+    compute: Compute,
+    transport: Group,
+    links: Links,
+    group: ProcessGroup,
+) -> dict[Candidate, Rehearsal]:
+    """Each candidate's exchange; those that say the same are rehearsed once."""
+    known: dict[object, Rehearsal] = {}
+    found = {}
+    for asked in candidates:
+        scheme = asked.scheme
+        if isinstance(scheme, GossipScheme):
+            found[asked] = _rehearse_gossip(scheme, gradients, model, compute, links, group)
+            continue
+        assert isinstance(scheme, Scheme | OuterScheme)
+        said = scheme.said if isinstance(scheme, OuterScheme) else scheme
+        key = said.select, said.quantize, said.memory, said.exchange, said.trigger
+        if key not in known:
+            known[key] = rehearse(scheme, gradients, transport, links)
+        found[asked] = known[key] if scheme.of_what == "gradients" else _with_outer_step(known[key], gradients)
+    return found
+
+
+def _with_outer_step(rehearsal: Rehearsal, gradients: Sequence[tuple[Layout, Tensor]]) -> Rehearsal:
+    """With what reading a drift, stepping the anchor and writing the model take: passes over memory."""
+    flat = gradients[0][1]
+    other = flat.clone()
+    found = []
+    for _ in range(3):
+        start = time.perf_counter()
+        other.add_(flat)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        found.append(time.perf_counter() - start)
+    pass_s = min(found) * rehearsal.num_entries / flat.numel()
+    changed = {**rehearsal.as_dict(), "apply_s": rehearsal.apply_s + _OUTER_PASSES * pass_s}
+    return Rehearsal(**changed)
+
+
+def _rehearse_gossip(
+    scheme: GossipScheme,
+    gradients: Sequence[tuple[Layout, Tensor]],
+    model: nn.Module,
+    compute: Compute,
+    links: Links,
+    group: ProcessGroup,
+) -> Rehearsal:
+    """Some steps of a copy of the model, with pauses where it would train."""
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    by_name = {span.name: flat[span.start : span.stop] for layout, flat in gradients for span in layout.spans}
+    follower = follow(twin, optimizer, scheme, group=group)
+    for _ in range(_GOSSIP_STEPS):
+        time.sleep(min(compute.alone_s, _GOSSIP_STEP_S))
+        for name, parameter in twin.named_parameters():
+            if plain_name(name) in by_name:
+                parameter.grad = by_name[plain_name(name)].view_as(parameter).to(parameter.dtype)
+        optimizer.step()
+        follower.step()
+    stats = follower.stats()
+    follower.close()
+    num_entries = sum(layout.num_entries for layout, _ in gradients)
+    whole = Layout.of([name for name in by_name], [flat.numel() for flat in by_name.values()])
+    bytes_out = scheme.bytes_out(whole, group.size())
+    return Rehearsal(
+        choose_s=sum(stats.seconds.values()) / _GOSSIP_STEPS,
+        talk_s=links.frames.seconds(bytes_out),
+        apply_s=0.0,
+        bytes_out=bytes_out,
+        num_messages=1,
+        busy_talk_s=0.0,
+        num_entries=num_entries,
+        adds=False,
+    )
