@@ -155,7 +155,7 @@ def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int)
         step_ms=1e3 * step_s,
         bytes_out=round(predicted.bytes_out),
         memory_bytes=predicted.memory_bytes,
-        waits_ms=1e3 * predicted.talk_s,
+        waits_ms=1e3 * max(0.0, predicted.talk_s + step_s - predicted.step_s),
         steps_factor=penalty.factor if penalty is not None and is_known else None,
         steps_range=(penalty.low, penalty.high) if penalty is not None and is_known else None,
         steps_source=penalty.source if penalty is not None else "",

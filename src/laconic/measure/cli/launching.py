@@ -72,7 +72,8 @@ def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
 
 def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
-    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(lab.hosts)))}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(lab.hosts))))
+    env = {"OMP_NUM_THREADS": threads}
     command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
     code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
     if signals:

@@ -42,7 +42,8 @@ class Job:
     task: str = _option("fashion-mnist", f"what to train: {', '.join(TASKS)}")
     model: str | None = _option(None, f"one of the task's models ({_models()})")
     data: Path | None = _option(None, "folder or file of the data; fashion-mnist has a slice built in")
-    scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`")
+    scheme: str = _option("topk:rho=0.01", "how gradients are exchanged; see `laconic schemes`; auto: as a plan says")
+    auto: bool = _option(False, "choose the scheme by a plan at the start, like --scheme auto")
     workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
     servers: int = _option(0, "more processes, or hosts of --hosts, that hold no data and answer for a server scheme")
     server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
@@ -80,7 +81,7 @@ class Job:
     json: bool = _option(False, "print the result as one JSON object, as the last line on stdout")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
+        self._settle_scheme()
         for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -111,6 +112,12 @@ class Job:
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
 
+    def _settle_scheme(self) -> None:
+        if self.scheme == "auto":
+            object.__setattr__(self, "scheme", "bf16")  # until it is chosen
+            object.__setattr__(self, "auto", True)
+        object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
+
     def _check_optimizer(self) -> None:
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
@@ -131,6 +138,8 @@ class Job:
             )
 
     def _check_workers(self) -> None:
+        if self.auto and (self.servers or self.in_process):
+            raise TaskError("--scheme auto chooses for workers alone; leave --servers and --in-process out")
         if self.servers < 0:
             raise TaskError(f"--servers is {self.servers}; give 0 or more")
         if not 0 <= self.flipped <= self.workers:

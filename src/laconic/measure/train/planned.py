@@ -17,7 +17,7 @@ from laconic.planning import Plan
 
 # A job's options that no plan depends on.
 NOT_PLANNED = (
-    *("scheme", "servers", "server_timeout", "epochs", "max_seconds", "flipped", "in_process", "eval_every"),
+    *("scheme", "auto", "servers", "server_timeout", "epochs", "max_seconds", "flipped", "in_process", "eval_every"),
     *("no_pipeline", "no_checkpoint", "resume", "tensorboard", "quiet", "out"),
 )
 

@@ -94,7 +94,7 @@ def check_resume(job: Job, num_steps: int, checkpoint: Checkpoint, states: Seque
             fits = f"--{name} {before[name]}"
             raise TaskError(f"the checkpoint in {job.out} was made with {fits}; give that, or another --out")
     saved = checkpoint.about["scheme"]
-    if _keeps(parse(saved)) != _keeps(parse(job.scheme)):
+    if not job.auto and _keeps(parse(saved)) != _keeps(parse(job.scheme)):
         raise TaskError(
             f"the checkpoint in {job.out} was made with --scheme {saved}, which keeps other things than {job.scheme}; "
             "give that, or another --out"

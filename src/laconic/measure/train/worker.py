@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -21,10 +22,11 @@ from laconic.errors import TaskError
 from laconic.measure.records import Recorder, forget_after
 from laconic.measure.tasks import Data
 from laconic.measure.train import checkpoint
+from laconic.measure.train.checkpoint import find_checkpoint
 from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
 from laconic.measure.train.following import FollowingLearner
-from laconic.measure.train.job import Job
+from laconic.measure.train.job import DEFAULT_STEPS, Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.measure.train.measured import interface_bytes, link_bytes_since
 from laconic.measure.train.mps import uses_mps
@@ -32,7 +34,7 @@ from laconic.measure.train.planned import plan_here
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
-from laconic.planning import Plan
+from laconic.planning import CANDIDATES, Plan, candidate
 from laconic.server import serve
 from laconic.transport import own_group, world, world_without
 
@@ -55,6 +57,8 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
     device = _device(job)
     data = job.load_data()
     with _process_group(job.backend):
+        if job.auto:
+            job = _chosen(job, data, device)
         learner = make_learner(job, data, device)
         loop = TrainingLoop(job, learner.course, learner, learner.group)
         if job.resume:
@@ -88,6 +92,19 @@ def work_plan(job: Job, candidates: Sequence[str], steps: int, tell: Callable[[P
         if dist.get_rank() == 0:
             tell(found)
     return 0
+
+
+def _chosen(job: Job, data: Data, device: torch.device) -> Job:
+    """The job under what a plan picks, which the first worker says; one that is resumed goes on as it was."""
+    if job.resume:
+        assert job.out is not None
+        return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
+    schemes = [text for text in CANDIDATES if candidate(text).accumulate == 1]
+    found = plan_here(job, data, device, own_group(world(), device), schemes, DEFAULT_STEPS)
+    if dist.get_rank() == 0:
+        print(f"laconic: auto picks {found.pick}: {found.reasons[0]}", file=sys.stderr, flush=True)
+    torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
+    return replace(job, scheme=found.pick, auto=False)
 
 
 def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:
