@@ -36,7 +36,9 @@ REHEARSAL = Rehearsal(
     apply_s=0.004,
     bytes_out=18_000,
     num_messages=2,
+    fixed_s=0.002,
     busy_talk_s=0.0,
+    num_buckets=2,
     num_entries=400,
     adds=True,
 )
@@ -65,8 +67,9 @@ def test_work_beside_a_step_is_paid_where_no_core_is_free() -> None:
 def test_a_slow_link_sets_the_pace() -> None:
     slow = replace(REHEARSAL, talk_s=2.0, choose_s=0.0, apply_s=0.0)
     assert predict(candidate("bf16"), COMPUTE, slow).step_s == pytest.approx(0.05 + 2.0 + 0.02)
-    # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.5 s of 0.4.
-    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * 0.1 / 16)
+    # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.4 s.
+    fragment_s = 0.001 + (2.0 - 0.002) / 4
+    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * (fragment_s - 0.4) / 16)
 
 
 def test_accumulating_divides_what_is_exchanged() -> None:

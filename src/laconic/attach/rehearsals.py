@@ -91,7 +91,9 @@ def _rehearse_gossip(
         apply_s=0.0,
         bytes_out=bytes_out,
         num_messages=1,
+        fixed_s=0.0,
         busy_talk_s=0.0,
+        num_buckets=1,
         num_entries=num_entries,
         adds=False,
     )

@@ -24,11 +24,12 @@ from laconic.recipes import parse
 
 RECIPES = (
     *("dense", "bf16", "maxnorm:bits=4", "topk:rho=0.01", "topk:rho=0.001", "overlap:rho=0.01", "lowrank:rank=4"),
-    *("lowrank:rank=4,form=alternating", "local:every=8", "diloco:every=10", "streaming:every=8,delay=1", "gossip"),
+    *("lowrank:rank=4,form=alternating", "local:every=8", "diloco:every=8", "streaming:every=8,delay=1", "gossip"),
 )
 LINKS = ("10mbit", "100mbit", "1gbit", "none")
 DELAYS = ("0ms", "20ms")
 _STEPS = 20
+_PERIOD = 8  # of all recipes that agree now and then; whole ones are measured
 _LONGEST_S = 5.0  # of a step; slower cells are left out
 _WITHIN = 0.1
 _NEVER_OVER = 0.3
@@ -108,7 +109,7 @@ def _measured(folder: Path, of_what: str) -> dict[str, float]:
     """Steps as they were: median and quartiles, or the mean where only some of them talk."""
     facts = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
     steps = [fact["ms"] for fact in facts if fact["kind"] == "step"]
-    steps = steps[WARM_UP_STEPS if of_what == "gradients" else _STEPS % 8 :]  # whole periods
+    steps = steps[WARM_UP_STEPS if of_what == "gradients" else _STEPS % _PERIOD :]
     low, middle, high = statistics.quantiles(steps, n=4)
     return {
         "measured_ms": middle if of_what == "gradients" else statistics.fmean(steps),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from laconic.transport import Collectives
 
-_LONGEST_S = 0.25  # of one message; a longer one says no more about the rate
-_SIZES = (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)  # bytes of a worker's message
+_LONG_ENOUGH_S = 0.2  # of a message beyond its latency, for its rate to be that of long ones
+_SIZES = tuple(1 << power for power in range(13, 27, 2))  # bytes of a worker's message
 _REPEATS = 5
 
 
@@ -79,7 +79,7 @@ def _measured(
     for size in _SIZES:
         seconds, bytes_out = _timed(transport, talk, size)
         rate = bytes_out / max(seconds - latency_s, 0.05 * seconds)
-        if seconds > _LONGEST_S / 4:  # the next would take four times as long
+        if seconds - latency_s > _LONG_ENOUGH_S:
             break
     with busy():
         busy_latency_s, _ = _timed(transport, talk, 8)
@@ -92,11 +92,13 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
     before = bytes_out_of(transport)
     found = []
     for _ in range(_REPEATS):
+        if found and slowest(transport, found[-1]) > _LONG_ENOUGH_S:
+            break  # what takes long varies little
         meet(transport)
         start = time.perf_counter()
         talk(message)
         found.append(time.perf_counter() - start)
-    return slowest(transport, statistics.median(found)), (bytes_out_of(transport) - before) // _REPEATS
+    return slowest(transport, statistics.median(found)), (bytes_out_of(transport) - before) // len(found)
 
 
 def bytes_out_of(transport: Collectives) -> int:

@@ -47,7 +47,7 @@ def _(scheme: Scheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -
     Without an exchange every micro-batch but the last takes a step alone.
     """
     with_it = _exposed(compute, rehearsal)
-    without = _exposed(compute, Rehearsal(**{**rehearsal.as_dict(), "talk_s": 0.0, "busy_talk_s": 0.0}))
+    without = _exposed(compute, Rehearsal(**{**rehearsal.as_dict(), "talk_s": 0.0, "busy_talk_s": 0.0, "fixed_s": 0.0}))
     talk_s = with_it - without
     together_s = compute.together_s + with_it
     step_s = ((accumulate - 1) * compute.alone_s + together_s) / accumulate
@@ -58,10 +58,13 @@ def _(scheme: Scheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -
 def _(scheme: OuterScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
     """Drift: a round of all fragments every H steps, each of which may travel for `delay` steps unnoticed."""
     rounds = scheme.trigger
-    fragment_talk_s = rehearsal.talk_s / rounds.fragments
+    fixed_s = rehearsal.fixed_s / rehearsal.num_buckets  # a fragment is a bucket of its own
+    fragment_talk_s = fixed_s + (rehearsal.talk_s - rehearsal.fixed_s) / rounds.fragments
     hidden_s = rounds.delay * compute.alone_s
     waits_s = rounds.fragments * max(0.0, fragment_talk_s - hidden_s)
-    saturated_s = rehearsal.talk_s - rounds.every * compute.alone_s  # a link that is never idle sets the pace
+    saturated_s = (
+        rounds.fragments * fragment_talk_s - rounds.every * compute.alone_s
+    )  # a link that is never idle sets the pace
     talk_s = max(waits_s, saturated_s)
     work_s = rehearsal.work_s * (compute.beside if rounds.delay else 1.0)
     # Who waits for all at an agreement waits for the slowest of that time, less by the root of the steps between.

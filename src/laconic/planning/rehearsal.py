@@ -30,7 +30,9 @@ class Rehearsal:
     apply_s: float  # with decoding
     bytes_out: int
     num_messages: float
-    busy_talk_s: float  # what they take longer while all workers compute
+    fixed_s: float  # of talk_s, what does not depend on bytes
+    busy_talk_s: float  # what messages take longer while all workers compute
+    num_buckets: int
     num_entries: int
     adds: bool  # whether the network adds what is said
 
@@ -44,8 +46,11 @@ class Rehearsal:
         old = here.sums if self.adds else here.frames
         new = there.sums if self.adds else there.frames
         rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.num_messages))
-        busy_s = self.num_messages * (new.busy_latency_s - new.latency_s)
-        return self._with(talk_s=new.seconds(self.bytes_out, self.num_messages) + rest, busy_talk_s=busy_s)
+        return self._with(
+            talk_s=new.seconds(self.bytes_out, self.num_messages) + rest,
+            fixed_s=self.num_messages * new.latency_s + rest,
+            busy_talk_s=self.num_messages * (new.busy_latency_s - new.latency_s),
+        )
 
     def _with(self, **changed: Any) -> "Rehearsal":
         return Rehearsal(**{**asdict(self), **changed})
@@ -60,7 +65,7 @@ def rehearse(
     """Exchange copies of `gradients` a few times under a scheme of gradients or drift; a call that all workers make.
 
     Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
-    proportion: its stations by entries, its talk by bytes.
+    proportion: its stations by entries, its talk by what the link takes for the bytes.
     """
     said = scheme.said if isinstance(scheme, OuterScheme) else scheme
     num_entries = sum(layout.num_entries for layout, _ in gradients)
@@ -71,14 +76,19 @@ def rehearse(
     spent, sent, messages = _timed(said, parts, transport)
     entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
     bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
-    fixed_s = min(spent["exchange"], messages * link.latency_s)
+    if parts is not gradients:
+        messages *= len(gradients)  # as many for each bucket
+    fixed_s = messages * link.latency_s
+    talk_s = spent["exchange"] if parts is gradients else link.seconds(num_bytes, messages)
     return Rehearsal(
         choose_s=(spent["select"] + spent["encode"]) / entries_share,
-        talk_s=fixed_s + (spent["exchange"] - fixed_s) / bytes_share,
+        talk_s=talk_s,
         apply_s=spent["decode"] / entries_share,
         bytes_out=round(sent / bytes_share),
         num_messages=messages,
+        fixed_s=min(talk_s, fixed_s),
         busy_talk_s=messages * (link.busy_latency_s - link.latency_s),
+        num_buckets=len(gradients),
         num_entries=num_entries,
         adds=said.exchange.adds_in_flight,
     )
