@@ -19,6 +19,8 @@ import virtual
 from inputs import SIZES, vectors
 from laconic import Scheme, Session, kernels
 from laconic.measure.bench import bench_wire
+from laconic.measure.train import Job, work_in_process
+from laconic.measure.train.result import Result
 from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
@@ -187,6 +189,18 @@ def test_nccl_with_one_rank(one_nccl_rank: None, text: str) -> None:
     print(result["text"])
     assert result["falls"] or "memory=none" in text
     assert result["equal"]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "topk:rho=0.01", "overlap:rho=0.01", "lowrank", "streaming:every=4"])
+def test_virtual_workers_learn_on_the_gpu_as_on_the_cpu(scheme: str) -> None:
+    def loss(device: str) -> float:
+        adamw = {"optimizer": "adamw", "lr": 1e-3}  # whose fused form on CUDA wants gradients laid out as the weights
+        job = Job(scheme=scheme, steps=20, eval_every=20, in_process=True, device=device, **adamw)
+        results: list[Result] = []
+        assert work_in_process(job, results.append, lambda said: None) == 0
+        return results[0].loss
+
+    assert loss("cuda") == pytest.approx(loss("cpu"), rel=0.1)  # 20 steps apart from other sums of convolutions
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS, Data, Training, cifar10
 from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
@@ -224,6 +225,14 @@ def test_micro_batches_and_mixed_precision_train_alike(two_workers: WorkerPool, 
 def test_so_they_do_among_virtual_workers(tmp_path: Path) -> None:
     job = _small_job(data=_text(tmp_path), in_process=True, eval_every=100)
     _check_ways(lambda one: _result_in_process(one).as_dict(), job)
+
+
+def test_virtual_workers_say_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for scheme in ("topk", "local"):
+        job = _small_job(scheme=scheme, data=_text(tmp_path), in_process=True, device="cuda")
+        with pytest.raises(TaskError, match="no CUDA device here; use --device cpu"):
+            _result_in_process(job)
 
 
 def _overflow(job: Job) -> tuple[bool, int, float]:

@@ -144,10 +144,9 @@ class Job:
             raise TaskError(f"--servers is {self.servers}; give 0 or more")
         if not 0 <= self.flipped <= self.workers:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
-        if self.in_process and (self.resume or self.device != "cpu" or self.servers > self.workers or self.tensorboard):
+        if self.in_process and (self.resume or self.servers > self.workers or self.tensorboard):
             raise TaskError(
-                "--in-process runs on the CPU from its first step, with no more --servers than --workers and without "
-                "--tensorboard"
+                "--in-process runs from its first step, with no more --servers than --workers and without --tensorboard"
             )
         if self.in_process and self.compile:
             raise TaskError("--in-process is to study what is sent, not how fast; leave --compile out")

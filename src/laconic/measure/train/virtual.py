@@ -23,6 +23,7 @@ from laconic.measure.train.job import Job
 from laconic.measure.train.loop import NoObserver, TrainingLoop
 from laconic.measure.train.measured import Spent
 from laconic.measure.train.result import DIVERGED, Result, summarize
+from laconic.measure.train.worker import device_of
 from laconic.measure.train.worker_group import EndFacts
 from laconic.outer import OuterFollower
 from laconic.recipes import parse
@@ -34,7 +35,6 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 AfterStep = Callable[[int, Session], None]  # called by worker 0 after each step, counted from 1
 OnGradient = Callable[[int, Bucket, Session], None]  # called by a worker before it exchanges, with its own gradient
-_CPU = torch.device("cpu")
 
 
 def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_step: AfterStep | None = None) -> int:
@@ -80,7 +80,7 @@ def run_virtual(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        first = Replica(Course(job, data, 0, job.workers))
+        first = Replica(Course(job, data, 0, job.workers), device_of(job))
     rows: list[list[float]] = [[] for _ in range(job.workers)]
     interrupted = threading.Event()
 
@@ -110,7 +110,7 @@ def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[
     """train() for each of job.workers virtual workers that train alone and agree now and then; results by rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        first = Course(job, data, 0, job.workers).model(_CPU)
+        first = Course(job, data, 0, job.workers).model(device_of(job))
     interrupted = threading.Event()
 
     def work(transport: InProcess) -> T:
@@ -141,7 +141,7 @@ class _VirtualFollower(FollowingLearner):
     def __init__(
         self, job: Job, course: Course, model: nn.Module, followed: Followed, interrupted: threading.Event
     ) -> None:
-        super().__init__(job, course, _CPU, model, followed)
+        super().__init__(job, course, device_of(job), model, followed)
         self._interrupted = interrupted
 
     def learn_(self, step: int) -> float:
@@ -191,8 +191,9 @@ class VirtualWorkers:
 class Replica:
     """A model and its optimizer, with which one worker computes at a time."""
 
-    def __init__(self, course: Course, model: nn.Module | None = None) -> None:
-        self.model = model or course.model(_CPU)
+    def __init__(self, course: Course, device: torch.device, model: nn.Module | None = None) -> None:
+        self.device = device
+        self.model = model or course.model(device)
         self.updater = course.updater(self.model)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
@@ -202,21 +203,23 @@ class Replica:
 
     def copy(self, course: Course) -> Replica:
         """A replica of its own."""
-        return Replica(course, copy.deepcopy(self.model))
+        return Replica(course, self.device, copy.deepcopy(self.model))
 
     def gradient(self, course: Course, step: int) -> tuple[Tensor, float]:
         """(the gradient as one vector, the loss) of a worker at a step."""
         with self._turn:
             self.updater.optimizer.zero_grad()
-            loss = float(course.backward_(self.model, self.updater, step, _CPU))
-            flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self.trained])
+            loss = float(course.backward_(self.model, self.updater, step, self.device))
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
             self._losses.append(loss)
         return flat, loss
 
     def apply_(self, flat: Tensor, *, finite: bool) -> float:
         """One step of the optimizer by what is finite; the mean loss of all batches since the last."""
         for parameter, span in zip(self.trained, self.layout.spans, strict=True):
-            parameter.grad = flat[span.start : span.stop].view_as(parameter)
+            # In the parameter's own order of memory: on CUDA, AdamW takes no other.
+            parameter.grad = torch.empty_like(parameter).copy_(flat[span.start : span.stop].view_as(parameter))
         if finite or self.updater.grad_scaler is not None:
             self.updater.apply_()
         loss = statistics.fmean(self._losses)
@@ -266,7 +269,9 @@ class VirtualLearner:
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """The first scores all of the test data; the others wait."""
-        mine = self._course.score(self.model, _CPU) if self._group.place == 0 else [0.0, 0.0, 0.0]
+        mine = [0.0, 0.0, 0.0]
+        if self._group.place == 0:
+            mine = self._course.score(self.model, self._replica.device)
         sums = self._group.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         return sums, {"bytes_in": self.session.stats().bytes_in}
 

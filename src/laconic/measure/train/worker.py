@@ -54,7 +54,7 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
     if int(os.environ["RANK"]) < job.servers:
         return _serve(job)
     torch.manual_seed(job.seed)
-    device = _device(job)
+    device = device_of(job)
     data = job.load_data()
     with _process_group(job.backend):
         if job.auto:
@@ -175,7 +175,8 @@ def _end_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _device(job: Job) -> torch.device:
+def device_of(job: Job) -> torch.device:
+    """Where this process computes; an error where there is no such device."""
     if job.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
