@@ -54,14 +54,18 @@ def write_result(
     rows: Sequence[Mapping[str, Any]],
     seed: int | None = None,
     sources: Sequence[str] = (),
+    machine: str | None = None,
 ) -> Path:
-    """Write folder/NAME.json: the rows, what it takes to measure them again, and of which sources they are."""
+    """Write folder/NAME.json: the rows, what it takes to measure them again, and of which sources they are.
+
+    `machine` is another than this one, on which they were measured.
+    """
     if not re.fullmatch(r"[\w.-]+", name):
         raise TaskError(f"a result cannot be called {name!r}; give letters, digits, - and _")
     record = {
         "command": command,
         "commit": _commit(),
-        "machine": _machine(),
+        "machine": machine or this_machine(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": seed,
         "what": what,
@@ -219,7 +223,8 @@ def _commit() -> str:
     return ran.stdout.strip() or "unknown"
 
 
-def _machine() -> str:
+def this_machine() -> str:
+    """In words."""
     system = f"{platform.system()} on {platform.machine()}"
     return f"{os.cpu_count()} cores of {_processor()}, {system}, Python {platform.python_version()}"
 
