@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,8 @@ def test_nccl_with_one_rank(one_nccl_rank: None, text: str) -> None:
 @pytest.mark.parametrize("scheme", ["bf16", "topk:rho=0.01", "overlap:rho=0.01", "lowrank", "streaming:every=4"])
 def test_virtual_workers_learn_on_the_gpu_as_on_the_cpu(scheme: str) -> None:
     def loss(device: str) -> float:
-        adamw = {"optimizer": "adamw", "lr": 1e-3}  # whose fused form on CUDA wants gradients laid out as the weights
-        job = Job(scheme=scheme, steps=20, eval_every=20, in_process=True, device=device, **adamw)
+        job = Job(scheme=scheme, steps=20, eval_every=20, in_process=True, device=device)
+        job = replace(job, optimizer="adamw", lr=1e-3)  # on CUDA it wants gradients laid out as the weights
         results: list[Result] = []
         assert work_in_process(job, results.append, lambda said: None) == 0
         return results[0].loss

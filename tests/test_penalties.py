@@ -96,7 +96,7 @@ def test_every_run_is_a_job_and_bf16_comes_first(tmp_path: Path) -> None:
     assert all(run.job(tmp_path, tmp_path / "text", "cpu").schedule == "constant" for run in made)
     assert made[0].is_base and made[1].is_base
     larger = Run(KINDS["gpt-tiny-adamw"], "bf16", 4, 0).job(tmp_path, tmp_path / "text", "cpu")
-    assert (larger.batch, larger.accumulate, larger.lr) == (64, 4, pytest.approx(2e-3))
+    assert (larger.batch, larger.accumulate) == (64, 4) and larger.lr == pytest.approx(2e-3)
 
 
 def test_the_record_names_the_machine_that_ran(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
