@@ -90,7 +90,7 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
     """(median seconds of a message, the same on all workers, bytes that left this one)."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
     before = bytes_out_of(transport)
-    found = []
+    found: list[float] = []
     for _ in range(_REPEATS):
         if found and slowest(transport, found[-1]) > _LONG_ENOUGH_S:
             break  # what takes long varies little

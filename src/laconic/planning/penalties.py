@@ -55,7 +55,7 @@ def penalty_of(asked: Candidate, kind: str, optimizer: str) -> Penalty | None:
     factor, low, high = (
         math.inf if row[name] is None else row[name] for name in ("factor", "factor_low", "factor_high")
     )
-    return Penalty(factor, low, high, source)
+    return Penalty(max(1.0, factor), low, high, source)  # nothing that says less learns more; seeds differ by a tenth
 
 
 def _recipe(asked: Candidate) -> str:

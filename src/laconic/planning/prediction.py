@@ -62,9 +62,8 @@ def _(scheme: OuterScheme, compute: Compute, rehearsal: Rehearsal, accumulate: i
     fragment_talk_s = fixed_s + (rehearsal.talk_s - rehearsal.fixed_s) / rounds.fragments
     hidden_s = rounds.delay * compute.alone_s
     waits_s = rounds.fragments * max(0.0, fragment_talk_s - hidden_s)
-    saturated_s = (
-        rounds.fragments * fragment_talk_s - rounds.every * compute.alone_s
-    )  # a link that is never idle sets the pace
+    # A link that is never idle sets the pace.
+    saturated_s = rounds.fragments * fragment_talk_s - rounds.every * compute.alone_s
     talk_s = max(waits_s, saturated_s)
     work_s = rehearsal.work_s * (compute.beside if rounds.delay else 1.0)
     # Who waits for all at an agreement waits for the slowest of that time, less by the root of the steps between.

@@ -85,7 +85,7 @@ def work_plan(job: Job, candidates: Sequence[str], steps: int, tell: Callable[[P
     """Plan instead of training; the first worker tells."""
     _end_with_the_launcher()
     torch.manual_seed(job.seed)
-    device = _device(job)
+    device = device_of(job)
     data = job.load_data()
     with _process_group(job.backend):
         found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
