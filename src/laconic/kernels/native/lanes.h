@@ -49,15 +49,16 @@ struct Sixteen {
   __m512i bits() const { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(kMagnitude)); }
 };
 
-// Appends index and value of the lanes in `hits` of what stands at `x`, and zeroes them there; writes up to 16 places
-// past the end.
-inline int take_hits(Sixteen values, uint32_t hits, int32_t first, float* x, int32_t* index, float* value) {
+// Appends index and value of the lanes in `hits` of what stands at `x`, and zeroes there those whose magnitude bits
+// reach `zeroed`; writes up to 16 places past the end.
+inline int take_hits(Sixteen values, uint32_t hits, int32_t zeroed, int32_t first, float* x, int32_t* index,
+                     float* value) {
   const auto mask = static_cast<__mmask16>(hits);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i place = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
   _mm512_storeu_si512(index, _mm512_maskz_compress_epi32(mask, place));
   _mm512_storeu_ps(value, _mm512_maskz_compress_ps(mask, values.v));
-  _mm512_mask_storeu_ps(x, mask, _mm512_setzero_ps());
+  _mm512_mask_storeu_ps(x, static_cast<__mmask16>(hits & values.at_least(zeroed)), _mm512_setzero_ps());
   return __builtin_popcount(hits);
 }
 
@@ -173,17 +174,31 @@ struct Sixteen {
 
 #endif
 
-inline int take_hits(Sixteen, uint32_t hits, int32_t first, float* x, int32_t* index, float* value) {
+inline int take_hits(Sixteen, uint32_t hits, int32_t zeroed, int32_t first, float* x, int32_t* index, float* value) {
   int count = 0;
   for (uint32_t left = hits; left != 0; left &= left - 1) {
+#if defined(__ARM_NEON)
+    asm("" : "+r"(left));  // or the count becomes a population count, by way of vector registers: slower than one hit
+#endif
     const int lane = __builtin_ctz(left);
+    uint32_t bits;
+    std::memcpy(&bits, x + lane, 4);
+    const uint32_t stays = static_cast<int32_t>(bits & kMagnitude) < zeroed;
     index[count] = first + lane;
-    value[count++] = x[lane];
-    x[lane] = 0.0f;
+    value[count++] = from_bits(bits);
+    x[lane] = from_bits(bits & (0 - stays));  // zero or itself, without a branch
   }
   return count;
 }
 
+#endif
+
+// Whether the hits of a block are only listed at first, and then taken all together. On Neoverse-N1, where a sixth of
+// all sixteens has a hit and nothing foretells which, a pass over 25 M entries takes 13.7 ms instead of 15.6.
+#if defined(__ARM_NEON)
+constexpr bool kTakesLater = true;
+#else
+constexpr bool kTakesLater = false;
 #endif
 
 // The sum of sixteen lanes in a fixed order.

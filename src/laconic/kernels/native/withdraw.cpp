@@ -1,9 +1,11 @@
 // Accumulate and take out the k largest: exact, sorted, in one pass over memory when the first threshold is good.
 //
-// The first threshold is a quantile of a sample, a few sigma on the low side. Each thread streams over its range and keeps what reaches the threshold, zeroed where it stood. When its store is
-// full, only the k largest of it can still matter: the others go back, and the threshold rises to the smallest kept.
-// So a threshold that is too low costs time but no second pass, and ties, zeros and constants need no special case:
-// of equals the first are kept, and then only what is larger can come in.
+// The first threshold is a quantile of a sample, a few sigma on the low side. Each thread streams over its range and
+// keeps what reaches the threshold, zeroed where it stood if it is likely to be among the k: few places have to be
+// visited again, each of which is far from all caches by then. When its store is full, only the k largest of it can
+// still matter: the others go back, and the threshold rises to the smallest kept. So a threshold that is too low costs
+// time but no second pass, and ties, zeros and constants need no special case: of equals the first are kept, and then
+// only what is larger can come in.
 
 #include <algorithm>
 #include <cmath>
@@ -32,44 +34,82 @@ struct Values {
   int64_t count;
 };
 
-// Radix selection of the k-th largest magnitude of all parts, 1 <= k <= their count, in rounds of 11, 10 and 10 bits.
-Kth kth_largest(const std::vector<Values>& parts, int64_t k) {
+// Grows and stays with the thread that calls, so that pages are touched once and not at every step.
+template <class T, int kUse = 0>
+T* scratch(int64_t count) {
+  thread_local std::vector<T> room;
+  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
+  return room.data();
+}
+
+// Radix selection of the k-th largest magnitude of all parts, 1 <= k <= their count; none has bits under `low`.
+//
+// A round counts in 2048 bins from `low` up, and only those in the bin of the k-th go on to the next, moved together
+// without a branch. Where `low` is known, the k-th is most likely near it: the first bins are then fine, and the last
+// one holds all above them.
+Kth kth_largest(std::vector<Values> parts, int64_t k, uint32_t low) {
   constexpr int64_t kBins = 2048;
+  constexpr int kCoarse = 20, kFine = 11;  // bits that a bin spans: 2048 coarse ones span all magnitudes
   const int threads = static_cast<int>(parts.size());
   std::vector<int32_t> tallies(kBins * threads);
-  uint32_t prefix = 0;
-  int64_t left = k;
-  for (int shift : {20, 10, 0}) {
-    const int width = shift == 20 ? 11 : 10;
+  std::vector<int64_t> starts(threads);
+  int64_t all = 0;
+  for (int thread = 0; thread < threads; all += parts[thread++].count) starts[thread] = all;
+  float* const room = scratch<float, 1>(all);
+  uint32_t span = 0;  // of the bin that the round before found; zero in the first round
+  for (int shift = low > 0 ? kFine : kCoarse;;) {
     in_parallel(threads, [&](int thread) {
+      Values& part = parts[thread];
+      if (span != 0) {
+        float* const alike = room + starts[thread];
+        int64_t count = 0;
+        for (int64_t i = 0; i < part.count; ++i) {
+          const float value = part.begin[i];
+          alike[count] = value;
+          count += magnitude_bits(value) - low < span;  // what is under `low` wraps around
+        }
+        part = {alike, count};
+      }
       int32_t* tally = tallies.data() + thread * kBins;
       std::fill_n(tally, kBins, 0);
-      const auto [values, count] = parts[thread];
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = magnitude_bits(values[i]);
-        if (shift == 20 || bits >> (shift + width) == prefix) ++tally[bits >> shift & ((1u << width) - 1)];
+      for (int64_t i = 0; i < part.count; ++i) {
+        ++tally[std::min<uint32_t>((magnitude_bits(part.begin[i]) - low) >> shift, kBins - 1)];
       }
     });
-    int64_t bin = int64_t{1} << width;
-    for (int64_t here = 0;; left -= here) {
+    int64_t bin = kBins;
+    for (int64_t here = 0;; k -= here) {
       --bin;
       here = 0;
       for (int thread = 0; thread < threads; ++thread) here += tallies[thread * kBins + bin];
-      if (here >= left) break;
+      if (here >= k) break;
     }
-    prefix = prefix << width | static_cast<uint32_t>(bin);
+    low += static_cast<uint32_t>(bin) << shift;
+    if (shift == kFine && bin == kBins - 1) {
+      span = kMagnitude;
+      shift = kCoarse;
+    } else if (shift == 0) {
+      return {low, k};
+    } else {
+      span = 1u << shift;
+      shift = std::max(0, shift - kFine);
+    }
   }
-  return {prefix, left};
 }
 
-// A magnitude that a little more than k of n entries of balance + factor * addend reach, most likely.
+// Where a search starts.
+struct Start {
+  float least;   // a magnitude that a little more than k entries reach, most likely
+  float likely;  // the likeliest magnitude of the k-th
+};
+
+// A start for the k largest of n entries of balance + factor * addend.
 //
 // One cache line out of each of `lines` equal stretches, at a scrambled place in it, so that no period of a layer's
-// shape is met in step. The rank asked for lies four sigma of a binomial, and a few, past the expected one.
-float likely_threshold(const float* balance, const float* addend, float factor, int64_t n, int64_t k) {
+// shape is met in step. The rank of `least` lies four sigma of a binomial, and a few, past the expected one.
+Start sampled_start(const float* balance, const float* addend, float factor, int64_t n, int64_t k) {
   const int64_t lines = std::min(kMostSampledLines, std::max(kFewestSampledLines, n / kLanes / kLinesPerSampledLine));
   const int64_t stretch = n / kLanes / lines;
-  if (stretch < 2) return 0.0f;  // so small that everything may be a candidate at first
+  if (stretch < 2) return {0.0f, 0.0f};  // so small that everything may be a candidate at first
   std::vector<float> sample(lines * kLanes);
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t scrambled = static_cast<uint32_t>(line) * 2654435761u >> 8;
@@ -81,8 +121,19 @@ float likely_threshold(const float* balance, const float* addend, float factor, 
   const auto size = static_cast<int64_t>(sample.size());
   const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(n);
   const auto rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected) + 4);
-  return rank > size ? 0.0f : from_bits(kth_largest({{sample.data(), size}}, rank).bits);
+  if (rank > size) return {0.0f, 0.0f};
+  const uint32_t least = kth_largest({{sample.data(), size}}, rank, 0).bits;
+  const auto small = [&](float x) { return magnitude_bits(x) < least; };
+  sample.erase(std::remove_if(sample.begin(), sample.end(), small), sample.end());
+  const auto reach = static_cast<int64_t>(sample.size());
+  const auto middle = std::max<int64_t>(1, static_cast<int64_t>(expected));
+  return {from_bits(least), from_bits(kth_largest({{sample.data(), reach}}, middle, least).bits)};
 }
+
+struct Entry {
+  int32_t position;
+  float value;
+};
 
 // What one thread has caught, in ascending order of position.
 struct Catch {
@@ -92,12 +143,14 @@ struct Catch {
   int64_t count = 0;
   int64_t caught = 0;  // all that ever came in
   int32_t least = 0;   // magnitude bits that the next one must reach
+  int32_t likely = 0;  // magnitude bits from which they are zero in the balance
 
   // Keep the k largest, give the others back to `balance`; what comes later must be larger than all that is kept.
   void shrink(float* balance, int64_t k) {
-    const Kth kth = kth_largest({{value, count}}, k);
-    keep(balance, kth, index, value);
+    const Kth kth = kth_largest({{value, count}}, k, 0);
+    keep(balance, kth, k, index, value);
     count = k;
+    likely = 0;
     least = static_cast<int32_t>(std::min(kth.bits, kMagnitude - 1)) + 1;
   }
 
@@ -112,19 +165,39 @@ struct Catch {
     return {above, at};
   }
 
-  // Move the chosen to where they belong, which may be here, and give the others back; kth.ties are this catch's.
-  void keep(float* balance, Kth kth, int32_t* to_index, float* to_value) const {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = magnitude_bits(value[i]);
-      if (bits > kth.bits || (bits == kth.bits && kth.ties-- > 0)) {
-        to_index[kept] = index[i];
-        to_value[kept++] = value[i];
-      } else {
-        balance[index[i]] = value[i];
-      }
+  // Move the chosen, of which there are num_chosen, to where they belong, which may be here, and mend the balance: the
+  // chosen are zero in it, and no others. kth.ties are this catch's. Without branches, which nothing could foretell.
+  void keep(float* balance, Kth kth, int64_t num_chosen, int32_t* to_index, float* to_value) const {
+    Entry* const wrong = scratch<Entry>(count + 1);
+    int64_t num_kept = 0, num_wrong = 0, i = 0;
+    for (; num_kept < num_chosen; ++i) {
+      const Entry entry{index[i], value[i]};
+      const uint32_t bits = magnitude_bits(entry.value);
+      const bool is_chosen = bits + (kth.ties > 0) > kth.bits;
+      kth.ties -= bits == kth.bits;
+      to_index[num_kept] = entry.position;
+      to_value[num_kept] = entry.value;
+      num_kept += is_chosen;
+      wrong[num_wrong] = entry;
+      num_wrong += is_chosen != is_zeroed(bits);
+    }
+    for (; i < count; ++i) {
+      wrong[num_wrong] = {index[i], value[i]};
+      num_wrong += is_zeroed(magnitude_bits(value[i]));
+    }
+    for (int64_t j = 0; j < num_wrong; ++j) {
+      const auto [position, x] = wrong[j];
+      balance[position] = is_zeroed(magnitude_bits(x)) ? x : 0.0f;
     }
   }
+
+  bool is_zeroed(uint32_t bits) const { return static_cast<int32_t>(bits) >= likely; }
+};
+
+// Sixteen lanes, and which of them are to be taken out.
+struct Hits {
+  int32_t first;
+  uint32_t hits;
 };
 
 // balance += factor * addend over [begin, end) (addend may be null) while catching; sums |balance| per block.
@@ -134,8 +207,11 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
     const int64_t stop = std::min(end, block + kBlock);
     if (caught.count > caught.capacity) caught.shrink(balance, k);
     const int32_t least = caught.least;
+    const int32_t likely = caught.likely;
     int64_t count = caught.count;
     Sixteen sums = Sixteen::zero();
+    Hits listed[kBlock / kLanes + 1];
+    int64_t num_listed = 0;
     int64_t i = block;
     for (; i + kLanes <= stop; i += kLanes) {
       Sixteen x = Sixteen::load(balance + i);
@@ -145,9 +221,19 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
         x.store(balance + i);
       }
       sums = sums.plus(x.magnitude());
-      if (const uint32_t hits = x.at_least(least)) {
-        count += take_hits(x, hits, static_cast<int32_t>(i), balance + i, caught.index + count, caught.value + count);
+      const auto first = static_cast<int32_t>(i);
+      const uint32_t hits = x.at_least(least);
+      if (kTakesLater) {
+        listed[num_listed] = {first, hits};
+        num_listed += hits != 0;
+      } else if (hits != 0) {
+        count += take_hits(x, hits, likely, first, balance + i, caught.index + count, caught.value + count);
       }
+    }
+    for (int64_t j = 0; j < num_listed; ++j) {
+      const auto [first, hits] = listed[j];
+      float* const x = balance + first;
+      count += take_hits(Sixteen::load(x), hits, likely, first, x, caught.index + count, caught.value + count);
     }
     double sum = sum_lanes(sums);
     for (; i < stop; ++i) {
@@ -155,7 +241,7 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
       const uint32_t bits = magnitude_bits(x);
       const bool hit = static_cast<int32_t>(bits) >= least;
       sum += from_bits(bits);
-      balance[i] = hit ? 0.0f : x;
+      balance[i] = hit && caught.is_zeroed(bits) ? 0.0f : x;
       caught.index[count] = static_cast<int32_t>(i);
       caught.value[count] = x;
       count += hit;
@@ -167,33 +253,29 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
 }
 
 // The k largest of all catches, which stand in the order of their ranges, to index and value; the others go back.
-float choose(float* balance, const std::vector<Catch>& catches, int64_t k, int32_t* index, float* value) {
+float choose(float* balance, const std::vector<Catch>& catches, int64_t k, uint32_t low, int32_t* index, float* value) {
   const int threads = static_cast<int>(catches.size());
   std::vector<Values> parts;
   for (const Catch& one : catches) parts.push_back({one.value, one.count});
-  const Kth kth = kth_largest(parts, k);
+  const Kth kth = kth_largest(parts, k, low);
   std::vector<std::pair<int64_t, int64_t>> counts(threads);
-  in_parallel(threads, [&](int thread) { counts[thread] = catches[thread].above_and_at(kth); });
-  std::vector<int64_t> starts(threads), ties(threads);
-  int64_t start = 0, ties_left = kth.ties;
-  for (int thread = 0; thread < threads; ++thread) {
-    starts[thread] = start;
+  in_parallel(threads, [&](int thread) {
+    if (thread + 1 < threads) counts[thread] = catches[thread].above_and_at(kth);  // the last has what is left
+  });
+  std::vector<int64_t> starts(threads + 1), ties(threads);
+  int64_t ties_left = kth.ties;
+  for (int thread = 0; thread + 1 < threads; ++thread) {
     ties[thread] = std::min(ties_left, counts[thread].second);
-    start += counts[thread].first + ties[thread];
+    starts[thread + 1] = starts[thread] + counts[thread].first + ties[thread];
     ties_left -= ties[thread];
   }
+  starts[threads] = k;
+  ties[threads - 1] = ties_left;
   in_parallel(threads, [&](int thread) {
-    catches[thread].keep(balance, {kth.bits, ties[thread]}, index + starts[thread], value + starts[thread]);
+    const int64_t start = starts[thread];
+    catches[thread].keep(balance, {kth.bits, ties[thread]}, starts[thread + 1] - start, index + start, value + start);
   });
   return from_bits(kth.bits);
-}
-
-// Grows and stays with the thread that calls, so that pages are touched once and not at every step.
-template <class T>
-T* scratch(int64_t count) {
-  thread_local std::vector<T> room;
-  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
-  return room.data();
 }
 
 }  // namespace
@@ -214,7 +296,8 @@ struct Facts {
 // 1 <= k <= n < 2^31.
 extern "C" void laconic_withdraw(float* balance, const float* addend, float factor, int64_t n, int64_t k, float guess,
                                  int threads, int32_t* index, float* value, Facts* facts) {
-  if (guess < 0) guess = likely_threshold(balance, addend, factor, n, k);
+  Start start{guess, guess};
+  if (guess < 0) start = sampled_start(balance, addend, factor, n, k);
   threads = useful_threads(n, threads);
   const int64_t range = (n / threads / kBlock + 2) * kBlock;
   const int64_t capacity = std::min(std::max(2 * k, kBlock), range);
@@ -226,13 +309,15 @@ extern "C" void laconic_withdraw(float* balance, const float* addend, float fact
   std::vector<Catch> catches(threads);
 
   int64_t count = 0;
-  int32_t least = static_cast<int32_t>(magnitude_bits(guess));
+  auto least = static_cast<int32_t>(magnitude_bits(start.least));
+  auto likely = static_cast<int32_t>(magnitude_bits(start.likely));
   for (facts->passes = 1;; ++facts->passes) {
     const float* added = facts->passes == 1 ? addend : nullptr;
     parallel_over(n, threads, [&](int thread, int64_t begin, int64_t end) {
       Catch& caught = catches[thread];
       caught = Catch{indices + thread * room, values + thread * room, capacity};
       caught.least = least;
+      caught.likely = likely;
       stream(balance, added, factor, begin, end, k, caught, block_sums);
     });
     count = 0;
@@ -248,8 +333,9 @@ extern "C" void laconic_withdraw(float* balance, const float* addend, float fact
     for (const Catch& one : catches) {
       for (int64_t i = 0; i < one.count; ++i) balance[one.index[i]] = one.value[i];
     }
+    likely = 0;
     least = 0;  // everything is a candidate at first, and the threshold rises by itself
   }
 
-  facts->kth = choose(balance, catches, k, index, value);
+  facts->kth = choose(balance, catches, k, static_cast<uint32_t>(least), index, value);
 }
