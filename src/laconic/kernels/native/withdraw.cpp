@@ -169,6 +169,7 @@ struct Catch {
   // chosen are zero in it, and no others. kth.ties are this catch's. Without branches, which nothing could foretell.
   void keep(float* balance, Kth kth, int64_t num_chosen, int32_t* to_index, float* to_value) const {
     Entry* const wrong = scratch<Entry>(count + 1);
+    const auto is_zeroed = [zeroed = likely](uint32_t bits) { return static_cast<int32_t>(bits) >= zeroed; };
     int64_t num_kept = 0, num_wrong = 0, i = 0;
     for (; num_kept < num_chosen; ++i) {
       const Entry entry{index[i], value[i]};
@@ -190,8 +191,6 @@ struct Catch {
       balance[position] = is_zeroed(magnitude_bits(x)) ? x : 0.0f;
     }
   }
-
-  bool is_zeroed(uint32_t bits) const { return static_cast<int32_t>(bits) >= likely; }
 };
 
 // Sixteen lanes, and which of them are to be taken out.
@@ -200,7 +199,11 @@ struct Hits {
   uint32_t hits;
 };
 
-// balance += factor * addend over [begin, end) (addend may be null) while catching; sums |balance| per block.
+// What a pass adds to the balance: a question that the compiler would leave in the innermost loop.
+enum class Adding { nothing, addend, scaled_addend };
+
+// balance += factor * addend over [begin, end), as far as kAdding says, while catching; sums |balance| per block.
+template <Adding kAdding>
 void stream(float* balance, const float* addend, float factor, int64_t begin, int64_t end, int64_t k, Catch& caught,
             double* block_sums) {
   for (int64_t block = begin; block < end; block += kBlock) {
@@ -215,9 +218,9 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
     int64_t i = block;
     for (; i + kLanes <= stop; i += kLanes) {
       Sixteen x = Sixteen::load(balance + i);
-      if (addend != nullptr) {
+      if (kAdding != Adding::nothing) {
         const Sixteen more = Sixteen::load(addend + i);
-        x = x.plus(factor == 1.0f ? more : more.times(factor));
+        x = x.plus(kAdding == Adding::addend ? more : more.times(factor));
         x.store(balance + i);
       }
       sums = sums.plus(x.magnitude());
@@ -237,11 +240,11 @@ void stream(float* balance, const float* addend, float factor, int64_t begin, in
     }
     double sum = sum_lanes(sums);
     for (; i < stop; ++i) {
-      const float x = addend != nullptr ? balance[i] + factor * addend[i] : balance[i];
+      const float x = kAdding != Adding::nothing ? balance[i] + factor * addend[i] : balance[i];
       const uint32_t bits = magnitude_bits(x);
       const bool hit = static_cast<int32_t>(bits) >= least;
       sum += from_bits(bits);
-      balance[i] = hit && caught.is_zeroed(bits) ? 0.0f : x;
+      balance[i] = hit && static_cast<int32_t>(bits) >= likely ? 0.0f : x;
       caught.index[count] = static_cast<int32_t>(i);
       caught.value[count] = x;
       count += hit;
@@ -312,13 +315,15 @@ extern "C" void laconic_withdraw(float* balance, const float* addend, float fact
   auto least = static_cast<int32_t>(magnitude_bits(start.least));
   auto likely = static_cast<int32_t>(magnitude_bits(start.likely));
   for (facts->passes = 1;; ++facts->passes) {
-    const float* added = facts->passes == 1 ? addend : nullptr;
+    const auto pass = addend == nullptr || facts->passes > 1 ? stream<Adding::nothing>
+                      : factor == 1.0f                       ? stream<Adding::addend>
+                                                             : stream<Adding::scaled_addend>;
     parallel_over(n, threads, [&](int thread, int64_t begin, int64_t end) {
       Catch& caught = catches[thread];
       caught = Catch{indices + thread * room, values + thread * room, capacity};
       caught.least = least;
       caught.likely = likely;
-      stream(balance, added, factor, begin, end, k, caught, block_sums);
+      pass(balance, addend, factor, begin, end, k, caught, block_sums);
     });
     count = 0;
     int64_t caught = 0;
