@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from laconic.layout import Bucket, Layout
 from laconic.measure.chaos import processes, soak, virtual
+from laconic.measure.chaos.mass import Tally, imbalance
 from laconic.measure.chaos.schedule import (
     FAMILIES,
     LINK_FAULTS,
@@ -61,6 +63,22 @@ def test_faults_of_real_processes_break_no_promise(fault: str) -> None:
     phase = "checkpoint" if fault in ("full disk", "restart") else "talk"
     outcome = processes.check(Case(0, "processes", "all-gather", "topk:rho=0.05", fault, phase, 1, 3))
     assert outcome.struck and not outcome.broken
+
+
+def test_mass_that_no_checkpoint_owes_is_found(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    layout = Layout.of(["w"], [50])
+    given = torch.randn(2, 50, generator=draw)
+    tallies = [Tally(tmp_path, rank) for rank in (0, 1)]
+    for tally, gradient in zip(tallies, given, strict=True):
+        tally.give(Bucket(0, layout, gradient, is_last=True))
+        tally.apply(Bucket(0, layout, torch.ones(50), is_last=True))
+        tally.save(2)
+        tally.load(2)
+    for lost in (0.0, 0.1):
+        owed = given - 1
+        owed[1, 7] -= lost
+        assert bool(imbalance([tally.sums for tally in tallies], [{"w": row} for row in owed])) == bool(lost)
 
 
 def test_a_soak_tells_what_grows() -> None:

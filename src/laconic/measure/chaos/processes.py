@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import LaunchError
+from laconic.measure.chaos.mass import keeps_all, mass_lost
 from laconic.measure.chaos.outcome import Outcome
 from laconic.measure.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case
 from laconic.measure.lab import Lab
@@ -58,6 +59,9 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
     want = "" if _is_free(case) else _undisturbed(case.family, case.scheme, num_ranks, timeout_s)
     ended = _run(job, home, case, lab)
     broken = _common(ended, job)
+    tallied = keeps_all(case.scheme)
+    if tallied:
+        broken += mass_lost(home, out)
     if case.fault in _CONTINUES:
         if not ended.is_done:
             broken.append(f"who is slow ends nobody: codes {ended.codes}, {_last_words(ended)}")
@@ -75,12 +79,15 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
         broken.append(f"the others outlive one that is gone: codes {ended.codes}, {_last_words(ended)}")
     if any(code == 0 for code in ended.codes[servers:]):
         return broken + _left(out)
-    if (out / "checkpoint" / "latest").exists():
-        again = _run(_job(case.family, case.scheme, out, num_ranks, timeout_s, resume=True), home, None, lab)
-        if not again.is_done:
-            broken.append(f"a run can be resumed: codes {again.codes}, {_last_words(again)}")
-        elif want and want not in again.digests:
-            broken.append("a resumed run equals an undisturbed one")
+    resumes = any((out / "checkpoint").glob("step-*/manifest.json"))
+    deed = "resumed" if resumes else "started afresh"
+    again = _run(_job(case.family, case.scheme, out, num_ranks, timeout_s, resume=resumes), home, None, lab)
+    if not again.is_done:
+        broken.append(f"a run can be {deed}: codes {again.codes}, {_last_words(again)}")
+    elif want and want not in again.digests:
+        broken.append(f"a run that was {deed} equals an undisturbed one")
+    if tallied:
+        broken += mass_lost(home, out)
     return broken + _left(out)
 
 

@@ -23,14 +23,16 @@ import torch._dynamo  # DDP imports it when it is first built
 from laconic.gossip import Follower
 from laconic.gossip.side import Side
 from laconic.measure import cli
+from laconic.measure.chaos.mass import Tally, keeps_all
 from laconic.measure.chaos.schedule import Case
 from laconic.measure.lab import enter
 from laconic.measure.tasks import TASKS, Data
-from laconic.measure.train import resume
+from laconic.measure.train import resume, worker
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.server.serve import _RequestHandler
 from laconic.session import Session
+from laconic.session.talk import Talk
 from laconic.transport import TcpMailbox
 from laconic.transport.connection import Connection
 
@@ -65,6 +67,8 @@ def be_rank(
     os.environ.update(variables)
     Job.load_data = lambda self: _DATA  # type: ignore[method-assign]
     _after(TrainingLoop, "run_", lambda loop: (said / f"digest-{rank}").write_text(_digest(loop.learner.model)))
+    if keeps_all(arguments[arguments.index("--scheme") + 1]):
+        _tally(Tally(said, rank))
     if case is not None and case.rank == rank:
         _plan(case, said / "struck")
     code = 1
@@ -78,6 +82,20 @@ def _digest(model: torch.nn.Module) -> str:
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tally(tally: Tally) -> None:
+    """Note what this rank gives, and what is applied, up to each checkpoint."""
+    _before(Session, "begin", lambda _, bucket: tally.give(bucket))
+    end = Session.end_
+
+    def end_(self: Session, talk: Talk) -> None:
+        end(self, talk)
+        tally.apply(talk.work.bucket)
+
+    Session.end_ = end_  # type: ignore[method-assign]
+    _before(resume, "save_checkpoint", lambda _, step, *rest: tally.save(step))
+    _after(worker, "resume_", lambda loop: tally.load(loop.steps_done))
 
 
 def _plan(case: Case, struck: Path) -> None:
