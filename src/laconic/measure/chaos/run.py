@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from laconic.errors import LaunchError
 from laconic.measure.chaos import processes, virtual
 from laconic.measure.chaos.outcome import Outcome
 from laconic.measure.chaos.schedule import Case, draw
@@ -30,7 +31,7 @@ def chaos(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Let the faults of `seed`, `seed` + 1, ... befall workers, one by one; Ctrl-C ends it with what was seen."""
+    """Let the faults of `seed`, `seed` + 1, ... befall workers, one by one; ended early, it tells what was seen."""
     since = time.monotonic()
     violations: list[dict[str, Any]] = []
     struck: Counter[str] = Counter()
@@ -50,6 +51,10 @@ def chaos(
                 say(f"{done} faults, {len(violations)} violations, {time.monotonic() - since:.0f} s")
     except KeyboardInterrupt:
         say(f"interrupted after {done} faults")
+    except LaunchError as error:  # of a machine too busy for a scheme without a fault: what was seen until then counts
+        if not done:
+            raise
+        say(f"ended after {done} faults: {error}")
     return {
         "faults": done,
         "struck": sum(struck.values()),  # a fault drawn for a message or a phase that never came befell nobody
