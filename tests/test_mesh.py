@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ def test_who_hangs_up_and_who_says_nothing_is_named(pair: tuple[Mesh, socket.soc
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerError, match="rank 1 is gone, or gave up this step"):
         mesh.all_gather(rows[0].clone(), rows)
+
+
+def test_who_trickles_has_one_deadline_for_a_message(pair: tuple[Mesh, socket.socket]) -> None:
+    mesh, theirs = pair
+    over = threading.Event()
+
+    def trickle() -> None:
+        for _ in range(100):  # ten times as long as a message may take
+            theirs.send(b"x")
+            if over.wait(0.02):
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(trickle)
+        rows = torch.zeros(2, 100, dtype=torch.uint8)
+        with pytest.raises(PeerError, match=r"rank 1 is not through with a message after 0\.2 s"):
+            mesh.all_gather(rows[0].clone(), rows)
+        over.set()
+        done.result()
 
 
 def test_frames_larger_than_what_a_link_holds_cross_both_ways_at_once() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import FrameError, PeerError
 from laconic.transport.connection import Connection
 from laconic.transport.door import TellAll, meet
-from laconic.transport.moving import Flow, move
+from laconic.transport.moving import Deadline, Flow, move
 from laconic.transport.transport import Push
 
 _LENGTH_BYTES = 8  # before a message whose length only its sender knows
@@ -86,10 +86,11 @@ class Mesh:
 
         The peer ahead comes first: everyone begins with another one, and no link is asked by all at once.
         """
+        deadline = Deadline(self._timeout_s)
         flows = {peer: Flow(self._links[peer], iter(outgoing[peer]), rooms[peer]) for peer in self._ahead()}
         reading = {peer for peer, flow in flows.items() if flow.into.view}
         while flows := {peer: flow for peer, flow in flows.items() if not flow.is_through}:
-            move(flows, self._timeout_s, until_any=as_they_come)
+            move(flows, deadline, until_any=as_they_come)
             heard = {peer for peer in reading if not flows[peer].into.view}
             reading -= heard
             yield from sorted(heard)

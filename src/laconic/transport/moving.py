@@ -1,8 +1,10 @@
 """Bytes to and from several connections at once: natively, where that is built, or by Python."""
 
 import ctypes
+import math
 import os
 import select
+import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -11,7 +13,20 @@ from laconic.errors import PeerError
 from laconic.kernels.cpu.library import level, library
 from laconic.transport.connection import Connection, Cursor
 
-_SILENCE = -1  # as in kernels/native/exchange.cpp
+_LATE = -1  # as in kernels/native/exchange.cpp
+
+
+class Deadline:
+    """When a message must be whole, however much of it comes meanwhile: a byte a second holds nobody up for ever."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
+
+    @property
+    def left_ms(self) -> int:
+        """Until then; 0 from then on."""
+        return max(0, math.ceil(1e3 * min(self._until - time.monotonic(), 1e6)))
 
 
 class Flow:
@@ -21,21 +36,28 @@ class Flow:
         self.link = link
         self.out = Cursor(out)
         self.into = Cursor(into)
+        self.has_moved = False
+
+    def advance(self, sent: int, received: int) -> None:
+        """So many bytes have crossed."""
+        self.has_moved |= received > 0
+        self.out.advance(sent)
+        self.into.advance(received)
 
     @property
     def is_through(self) -> bool:
         return not self.out.view and not self.into.view
 
 
-def move(flows: Mapping[int, Flow], timeout_s: float, *, until_any: bool) -> None:
+def move(flows: Mapping[int, Flow], deadline: Deadline, *, until_any: bool) -> None:
     """Send and receive what comes next, all of it or until any of it is through; PeerError names who fails."""
     if level() is not None:
-        _move_natively(flows, timeout_s, until_any)
+        _move_natively(flows, deadline, until_any)
     else:
-        _move(flows, timeout_s)
+        _move(flows, deadline)
 
 
-def _move_natively(flows: Mapping[int, Flow], timeout_s: float, until_any: bool) -> None:
+def _move_natively(flows: Mapping[int, Flow], deadline: Deadline, until_any: bool) -> None:
     """In one call, which leaves the interpreter to others."""
     sockets = np.array([flow.link.fileno() for flow in flows.values()], dtype=np.int32)
     ends = [(flow.out.view, flow.into.view) for flow in flows.values()]
@@ -44,41 +66,42 @@ def _move_natively(flows: Mapping[int, Flow], timeout_s: float, until_any: bool)
     failed = ctypes.c_int64()
     rows = [row.ctypes.data for row in views]
     error = library().laconic_exchange(
-        len(flows), sockets.ctypes.data, *rows, until_any, round(1e3 * min(timeout_s, 1e6)), ctypes.byref(failed)
+        len(flows), sockets.ctypes.data, *rows, until_any, deadline.left_ms, ctypes.byref(failed)
     )
-    if error == _SILENCE:
-        raise _silent(flows, timeout_s)
-    if error:
+    if error not in (0, _LATE):
         raise _gone(list(flows)[failed.value], OSError(error, os.strerror(error)))
     for flow, (_, sent, _, received) in zip(flows.values(), (before - views).T.tolist(), strict=True):
-        flow.out.advance(sent)
-        flow.into.advance(received)
+        flow.advance(sent, received)
+    if error == _LATE:
+        raise _late(flows, deadline)
 
 
-def _move(flows: Mapping[int, Flow], timeout_s: float) -> None:
+def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
     """A piece of it, at most: whoever wants more calls again."""
     waiting = select.poll()
     by_socket = {flow.link.fileno(): (peer, flow) for peer, flow in flows.items()}
     for socket, (_, flow) in by_socket.items():
         waiting.register(socket, (select.POLLOUT if flow.out.view else 0) | (select.POLLIN if flow.into.view else 0))
-    ready = waiting.poll(1e3 * timeout_s)
+    ready = waiting.poll(deadline.left_ms)
     if not ready:
-        raise _silent(flows, timeout_s)
+        raise _late(flows, deadline)
     for socket, events in ready:
         peer, flow = by_socket[socket]
         try:
             if flow.out.view and events & (select.POLLOUT | select.POLLERR):
-                flow.out.advance(flow.link.send_some(flow.out.view))
+                flow.advance(flow.link.send_some(flow.out.view), 0)
             if flow.into.view and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                flow.into.advance(flow.link.receive_some(flow.into.view))
+                flow.advance(0, flow.link.receive_some(flow.into.view))
         except BlockingIOError:
             pass
         except OSError as error:
             raise _gone(peer, error) from None
 
 
-def _silent(flows: Mapping[int, Flow], timeout_s: float) -> PeerError:
-    return PeerError(f"rank {min(flows)} has said nothing for {timeout_s:g} s; see what it says there")
+def _late(flows: Mapping[int, Flow], deadline: Deadline) -> PeerError:
+    peer = min(peer for peer, flow in flows.items() if not flow.is_through)
+    what = "is not through with a message after" if flows[peer].has_moved else "has said nothing for"
+    return PeerError(f"rank {peer} {what} {deadline.timeout_s:g} s; see what it says there")
 
 
 def _gone(peer: int, error: OSError) -> PeerError:

@@ -1,7 +1,9 @@
 // Bytes to and from several sockets at once, without a word to Python: a thread that must take the interpreter's lock
 // after every piece waits for whoever holds it, 5 ms a bucket where others choose and apply meanwhile.
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <poll.h>
 #include <sys/socket.h>
@@ -9,7 +11,9 @@
 
 namespace {
 
-constexpr int SILENCE = -1;
+using Clock = std::chrono::steady_clock;
+
+constexpr int LATE = -1;
 
 #ifdef MSG_NOSIGNAL
 constexpr int QUIETLY = MSG_DONTWAIT | MSG_NOSIGNAL;
@@ -28,10 +32,11 @@ int64_t moved(ssize_t result, bool receives) {
 
 // Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
 // are through, or until any is where that is asked for; the pointers and counts tell how far each has come. Returns 0,
-// SILENCE if nothing moves for timeout_ms, or the error of sockets[*failed].
+// LATE if that takes longer than timeout_ms, or the error of sockets[*failed].
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t** out, int64_t* out_left, uint8_t** in,
                                 int64_t* in_left, int until_any, int timeout_ms, int64_t* failed) {
   std::vector<pollfd> waiting(count);
+  const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (bool any = false; !(any && until_any);) {
     bool is_open = false;
     for (int64_t i = 0; i < count; ++i) {
@@ -40,8 +45,9 @@ extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t**
       is_open |= events != 0;
     }
     if (!is_open) break;
-    const int ready = poll(waiting.data(), count, timeout_ms);
-    if (ready == 0) return SILENCE;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    const int ready = poll(waiting.data(), count, static_cast<int>(std::max<int64_t>(left, 0)));
+    if (ready == 0) return LATE;
     if (ready < 0 && errno != EINTR) return errno;
     for (int64_t i = 0; i < count && ready > 0; ++i) {
       const int told = waiting[i].revents;
