@@ -61,7 +61,10 @@ asked = parser.parse_args()
 sys.exit(asked.run(asked))
 """
 LAB_TO_KILL = """
-from laconic.measure.lab import Lab, LabSpec
+import sys
+from pathlib import Path
+from laconic.measure.lab import Lab, LabSpec, register
+register.directory = lambda: Path(sys.argv[1])
 lab = Lab.create(LabSpec(2))
 print(lab.id, lab.hosts[1].popen(["sleep", "1000"]).pid, flush=True)
 input()
@@ -157,6 +160,13 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """By what this user may do, and by namespaces that an ordinary user may make."""
     if request.param == "without root":
         monkeypatch.setattr(netlink, "has_root", lambda: False)
+
+
+@pytest.fixture
+def own_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where no lab of others is: whoever starts one removes all that is left over."""
+    monkeypatch.setattr(register, "directory", lambda: tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -424,13 +434,11 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_lab
-@pytest.mark.slow  # beside labs of others its look at links is killed with those now and then
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(
-    two_hosts: Lab, capfd: pytest.CaptureFixture[str]
+    own_register: Path, two_hosts: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", LAB_TO_KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    script = [sys.executable, "-c", LAB_TO_KILL, str(own_register)]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         lab_id, sleeper = line_of(parent).split()
         with Lab.create(LabSpec(1)):
             assert len(traces(lab_id)) == 3, "the lab of a live process was removed"
