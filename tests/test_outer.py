@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gossiping import Learner, Small, drifted, followed, matched
-from laconic import OuterFollower, OuterScheme, PeerError, Scheme, SchemeError, StateError, follow, parse
+from laconic import LaconicError, OuterFollower, OuterScheme, PeerError, Scheme, SchemeError, StateError, follow, parse
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.paths import bytes_out
+from laconic.session import OnDrift
 from laconic.transport import InProcess, in_process
 from parts import outer_texts
 from virtual import one_core
@@ -226,6 +227,38 @@ def test_a_drift_that_is_not_finite_leaves_the_anchor_alone() -> None:
     start = trained(Small())
     assert torch.equal(everyone[2][2][2][: start.numel()], start)
     assert [str(one.message) for one in said] == ["the model of rank 2 is not finite; it goes back to the anchor"]
+
+
+@pytest.mark.parametrize("on_drift", ["warn", "error", "heal"])
+def test_anchors_that_differ_are_told_apart(on_drift: OnDrift) -> None:
+    first = Small()
+
+    def work(transport: InProcess) -> tuple[Tensor, Tensor, str]:
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"on_drift": on_drift, "drift_every": 2}
+        follower = OuterFollower(model, optimizer, outer(EXACT), transport, in_background=False, **options)
+        said = ""
+        for number in range(6):
+            wander(model, transport.rank, number)
+            if number == 4 and transport.rank == 1:
+                follower._fragments[0].anchor[3] += 1
+            try:
+                follower.step()
+            except LaconicError as error:
+                said = str(error)
+        return follower._fragments[0].anchor, follower.read(), said
+
+    named = "the parameters of rank 1 are not those of ranks 0, 2"
+    with warnings.catch_warnings(record=True) as caught, one_core():
+        warnings.simplefilter("always")
+        found = in_process(3, work)
+    assert [named in str(one.message) for one in caught] == [True] * (on_drift != "error")
+    for rank, (anchor, model, said) in enumerate(found):
+        is_right = on_drift == "heal" or rank != 1
+        assert torch.equal(anchor, found[0][0]) == is_right
+        assert torch.allclose(model, found[0][1], atol=1e-6) == is_right  # one float32 rounding at this scale
+        assert (named in said) == (on_drift == "error")
 
 
 def test_a_nan_that_adam_keeps_does_not_end_agreement() -> None:

@@ -22,7 +22,16 @@ from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
-from laconic.session import Background, OnDrift, Replicas, SavedTogether, Session, Stats, belongs_on_host
+from laconic.session import (
+    Background,
+    OnDrift,
+    Replicas,
+    SavedTogether,
+    Session,
+    Stats,
+    belongs_on_host,
+    check_on_drift,
+)
 from laconic.transport import (
     Everyone,
     Group,
@@ -112,9 +121,8 @@ def attach(
     group: ProcessGroup = ddp.process_group
     named = dict(ddp.module.named_parameters())
     device = only_device(named)
-    check_common(
-        ddp.module, "auto" if chooses else scheme, group, device
-    )  # or ranks would wait for each other until the group's timeout
+    # Or ranks would wait for each other until the group's timeout.
+    check_common(ddp.module, "auto" if chooses else scheme, group, device)
     options: dict[str, Any] = {
         "grad_scaler": grad_scaler,
         "holds_idle": ddp.find_unused_parameters,
@@ -162,8 +170,7 @@ def check_options(scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on
     """SchemeError where these do not go together."""
     if on_nonfinite not in ("nan", "zero"):
         raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
-    if on_drift not in ("warn", "error", "heal"):
-        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
+    check_on_drift(on_drift)
     if on_nonfinite == "zero" and grad_scaler is not None:
         raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
     if on_nonfinite == "zero" and isinstance(scheme, TorchHook):

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.session import OnDrift, check_on_drift
 from laconic.transport import (
     Everyone,
     Group,
@@ -46,6 +47,8 @@ def follow(
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
+    on_drift: OnDrift = "warn",
+    drift_every: int = 100,
 ) -> "Follower | OuterFollower | AutoFollower":
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
@@ -55,17 +58,21 @@ def follow(
     outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
     `group`, those answer, and the others outlive a worker that dies.
     Who says nothing for `timeout_s` is gone; it is a minute under gossip and servers, and else that of `group`.
+    After every `drift_every`-th turn of outer steps (0: never) the ranks compare eight bytes of their anchors; where
+    some differ, that is a warning, an error on all ranks, or ("heal") they take over what most have.
     With the scheme "auto" models are averaged once, after eight steps, and then do what a plan on those picks.
     """
+    check_on_drift(on_drift)
     model = unwrapped(model)
     if scheme == "auto":
         from laconic.attach.auto import AutoFollower, check_auto  # which imports this
 
         check_auto(outer, within, servers)
+        looks: dict[str, Any] = {"on_drift": on_drift, "drift_every": drift_every}
 
         def again(text: str) -> Follower | OuterFollower:
             keeps = on_host and parse(text).of_what == "drift"
-            found = follow(model, optimizer, text, group=group, on_host=keeps, timeout_s=timeout_s)
+            found = follow(model, optimizer, text, group=group, on_host=keeps, timeout_s=timeout_s, **looks)
             assert isinstance(found, Follower | OuterFollower)
             return found
 
@@ -91,7 +98,17 @@ def follow(
             meeting = Group(counterparts(group, within, device, timeout_s), device)
         end = _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S)
         home = torch.device("cpu") if on_host else None
-        follower = OuterFollower(model, optimizer, scheme, end, outer=outer, within=inside, home=home)
+        follower = OuterFollower(
+            model,
+            optimizer,
+            scheme,
+            end,
+            outer=outer,
+            within=inside,
+            home=home,
+            on_drift=on_drift,
+            drift_every=drift_every,
+        )
         follower.everyone = Everyone(group)
         if strangers := ranks_that_differ(group, device, follower.outer):
             follower.close()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from laconic import kernels
-from laconic.errors import PeerError, StateError
+from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket
 from laconic.outer import state
 from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of, trained_of
@@ -21,7 +21,7 @@ from laconic.outer.stats import OuterStats
 from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
-from laconic.session import PHASES, Background, SavedTogether, Session
+from laconic.session import PHASES, Background, OnDrift, Replicas, SavedTogether, Session
 from laconic.transport import Collectives, ring_bytes, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -36,6 +36,9 @@ class OuterFollower(SavedTogether):
 
     The clock counts calls of `step()`, which all workers make equally often. Every worker's result is applied after the
     same step, waiting for it if need be, so a run can be had again bit for bit, in the background or not.
+
+    After every `drift_every`-th turn eight bytes of all anchors are compared, but in pairs, where each has its own;
+    where they differ, `on_drift` says what that is.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class OuterFollower(SavedTogether):
         within: Collectives | None = None,
         home: torch.device | None = None,
         in_background: bool = True,
+        on_drift: OnDrift = "warn",
+        drift_every: int = 100,
     ) -> None:
         self.scheme = scheme
         self.rank = transport.rank
@@ -66,6 +71,10 @@ class OuterFollower(SavedTogether):
         self._optimizer = (outer or scheme.outer.optimizer)(anchors)
         # What was kept is as before a turn that is skipped: the drift is told again, since the anchor has not moved.
         self._session = Session(scheme.said, transport, undoes=True)
+        every = 0 if scheme.exchange.in_pairs else drift_every
+        self._replicas = Replicas(
+            dict(zip(self._names, anchors, strict=True)), transport, every=every, on_drift=on_drift
+        )
         self._background = Background(self._session, self._device) if in_background else None
         self._under_way: deque[Turn] = deque()
         self._alike = True  # whether all models are known to be the same
@@ -135,6 +144,25 @@ class OuterFollower(SavedTogether):
             self._waited_s += time.perf_counter() - start
             self._pass_on_(turn)
             self._apply_(turn)
+            if self._replicas.are_due():
+                self.check_replicas_()
+
+    def check_replicas_(self) -> None:
+        """Compare the anchors of all workers now; a call that all make between steps."""
+        if self.scheme.exchange.in_pairs:
+            return
+        self._wait_for_all()
+        before = [fragment.anchor.clone() for fragment in self._fragments.values()]
+        try:
+            with self._talking():
+                self._replicas.check_()
+        except LaconicError:
+            if not self._closed:
+                self.close()
+            raise
+        for fragment, anchor in zip(self._fragments.values(), before, strict=True):
+            if not torch.equal(fragment.anchor, anchor):
+                fragment.add_(fragment.anchor - anchor)  # the model goes with it: what it drifted stays
 
     def _wait(self, turn: Turn) -> None:
         with self._talking():

@@ -3,14 +3,14 @@
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from laconic import kernels
-from laconic.errors import LaconicError
+from laconic.errors import LaconicError, SchemeError
 from laconic.server.client import ServerClient
 from laconic.transport import Collectives, Transport, rows_of
 
@@ -93,6 +93,12 @@ class Replicas:
             for row in table
             if row[0]  # zeros are of one that has died
         }
+
+
+def check_on_drift(on_drift: str) -> None:
+    """Raise unless it is one of those that are known."""
+    if on_drift not in get_args(OnDrift):
+        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

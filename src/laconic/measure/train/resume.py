@@ -15,6 +15,7 @@ from laconic.measure.tasks import TASKS
 from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
+from laconic.outer import OuterFollower
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
 
@@ -27,7 +28,7 @@ def save(loop: TrainingLoop) -> None:
     if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
         return
     learner = loop.learner
-    if isinstance(learner.session, Attached):
+    if isinstance(learner.session, Attached | OuterFollower):
         learner.session.check_replicas_()
     state: dict[str, Any] = {"session": learner.session.state_dict(), "bytes": loop.bytes_so_far()}
     if loop.group.place == 0 or learner.owns_model:
