@@ -18,6 +18,7 @@ from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.session import OnDrift
 from laconic.transport import InProcess, in_process
+from laconic.transport.virtual import _Meeting
 from parts import outer_texts
 from virtual import one_core
 
@@ -227,6 +228,43 @@ def test_a_drift_that_is_not_finite_leaves_the_anchor_alone() -> None:
     start = trained(Small())
     assert torch.equal(everyone[2][2][2][: start.numel()], start)
     assert [str(one.message) for one in said] == ["the model of rank 2 is not finite; it goes back to the anchor"]
+
+
+@pytest.mark.parametrize("spoils_buffer", [False, True])
+def test_a_nan_in_one_share_of_a_node_is_undone_in_all(spoils_buffer: bool) -> None:
+    """What a share kept is as before, since its drift is told again; nodes of two processes, seen by virtual ones."""
+    inside, across = ([_Meeting(2) for _ in range(2)] for _ in range(2))
+    first = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
+    text = "sparseloco:every=2,delay=0"
+
+    def work(world: InProcess) -> list[dict[str, Tensor]]:
+        node, share = divmod(world.rank, 2)
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        end = InProcess(node, across[share], 0)
+        within = InProcess(share, inside[node], 0)
+        follower = OuterFollower(model, optimizer, outer(text), end, within=within, in_background=False)
+        kept = []
+        for number in range(6):
+            wander(model, node, number)
+            if number == 3 and node == 0:
+                state = model.state_dict()
+                if not spoils_buffer:
+                    state["0.weight"][0, 0] = torch.nan  # of the first share, in both of its processes
+                elif share == 0:
+                    state["1.running_mean"][0] = torch.nan
+            follower.step()
+            memory = follower.state_dict()["session"]["memory"]["residual"]
+            kept.append({name: tensor.clone() for name, tensor in memory.items()})
+        assert follower.stats().skipped_steps == 1 and bool(follower.read().isfinite().all())
+        return kept
+
+    with warnings.catch_warnings(), one_core():
+        warnings.simplefilter("ignore")
+        everyone = in_process(4, work)
+    for kept in everyone:
+        assert kept[1] and all(torch.equal(kept[3][name], kept[1][name]) for name in kept[1])
+        assert not all(torch.equal(kept[5][name], kept[1][name]) for name in kept[1])
 
 
 @pytest.mark.parametrize("on_drift", ["warn", "error", "heal"])

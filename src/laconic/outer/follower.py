@@ -22,6 +22,7 @@ from laconic.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
 from laconic.session import PHASES, Background, OnDrift, Replicas, SavedTogether, Session
+from laconic.session.overflow import TOO_LARGE
 from laconic.transport import Collectives, ring_bytes, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -125,8 +126,19 @@ class OuterFollower(SavedTogether):
         if self._buffers.layout.spans and number == max(self._fragments):
             buffers = self._buffers.read()
             buckets = [Bucket(0, self._buffers.layout, buffers, is_last=not buckets, is_plain=True), *buckets]
+        if self._within is not None and not self._is_finite_within(mean, buffers):
+            mean.fill_(torch.nan)  # or a share that is finite would keep what is told again, and say it twice
         outcomes = self._exchange(buckets)
         self._under_way.append(Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
+
+    def _is_finite_within(self, mean: Tensor, buffers: Tensor | None) -> bool:
+        """Whether no process of this node has anything that its session, or that of another share, takes for Inf."""
+        finite = kernels.all_finite(mean, TOO_LARGE) and (buffers is None or kernels.all_finite(buffers))
+        spoiled = torch.full((1,), float(not finite), device=self._device)
+        assert self._within is not None
+        with self._talking():
+            self._within.all_reduce_(spoiled, "within")
+        return not spoiled.item()
 
     def _exchange(self, buckets: Sequence[Bucket]) -> list[Future[Tensor]]:
         if self._background is not None:
