@@ -77,14 +77,14 @@ class Reader:
     refusals: tuple[type[Exception], ...] = (FrameError,)
     frame_at: int | None = None  # where a frame begins that may be sealed again
 
-    def mutant(self, draw: Random) -> bytearray:
+    def mutant(self, draw: Random) -> bytes:
         """One of the valid inputs with a few changes."""
         data = bytearray(_any(self.valid, draw))
         for _ in range(_any((1, 1, 1, 2, 5), draw)):
             mutate_(data, _any(self.valid, draw), draw)
         if self.frame_at is not None and draw.random() < 0.8:
             seal_again_(data, self.frame_at)
-        return data
+        return bytes(data)
 
     def run(self, seed: int, num_mutants: int, seconds: float) -> dict[str, Any]:
         """Read so many mutants, or as many as there is time for."""
