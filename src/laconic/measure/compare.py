@@ -88,12 +88,44 @@ def compare(
     runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
     if target is None:
         target = _default_target(runs, measure)
+    return _side_by_side(runs, measure, target, link_bits_per_s, is_timed=is_timed)
+
+
+def compare_so_far(
+    out: Path, schemes: Sequence[str], rounds: int, measure: Measure, target: float | None, link_bits_per_s: int | None
+) -> Comparison:
+    """The same of runs that go on: a scheme's whole rounds, or its first as far as it is, once that has been judged."""
+    runs = {}
+    for scheme in schemes:
+        shown = rounds_so_far(out, folder_of(scheme), rounds)
+        begun = [Run.so_far(round_of(out, scheme, number)) for number in range(1, shown + 1)]
+        if found := [run for run in begun if run is not None]:
+            runs[scheme] = found
+    return _side_by_side(runs, measure, target, link_bits_per_s)
+
+
+def rounds_so_far(out: Path, folder: str, rounds: int) -> int:
+    """How many rounds of a scheme are shown while a comparison goes on: those that ended, else the first."""
+    paths = [out / folder / f"round-{number}" for number in range(1, rounds + 1)]
+    begun = [path for path in paths if (path / records.RECORDS).exists()]
+    return max(1, sum(any(records.read(path, "result")) for path in begun))
+
+
+def _side_by_side(
+    runs: Mapping[str, Sequence[Run]],
+    measure: Measure,
+    target: float | None,
+    link_bits_per_s: int | None,
+    *,
+    is_timed: bool = True,
+) -> Comparison:
     times = {scheme: median([run.seconds_to(target, measure) for run in of]) for scheme, of in runs.items()}
     without = {scheme: median([run.seconds_without(target, measure) for run in of]) for scheme, of in runs.items()}
     if not is_timed:
         times = without = dict.fromkeys(runs)
     rows = [_row(scheme, of, times, without, link_bits_per_s) for scheme, of in runs.items()]
-    steps = max(run.result["steps"] for of in runs.values() for run in of)  # one that diverged has fewer
+    # One that diverged has fewer steps.
+    steps = max((run.result["steps"] for of in runs.values() for run in of), default=0)
     return Comparison(measure.name, target, steps, tuple(rows))
 
 
@@ -117,10 +149,26 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The records of one folder."""
-        facts = list(records.read(folder))
-        by_kind = {kind: [fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")}
-        steps = by_kind["step"][records.WARM_UP_STEPS :] or by_kind["step"]
-        return cls(by_kind["result"][-1], steps, by_kind["eval"])
+        results, steps, evaluations = _by_kind(folder)
+        return cls(results[-1], steps[records.WARM_UP_STEPS :] or steps, evaluations)
+
+    @classmethod
+    def so_far(cls, folder: Path) -> Run | None:
+        """A run that may go on, judged by its last evaluation; None before there is one."""
+        if not (folder / records.RECORDS).exists():
+            return None
+        results, steps, evaluations = _by_kind(folder)
+        if results:
+            return cls.read(folder)
+        if not evaluations or not evaluations[-1]["step"]:
+            return None
+        timed = steps[records.WARM_UP_STEPS :] or steps
+        phases = [name for name in timed[0] if name.endswith("_ms")]
+        split = {name[:-3]: statistics.median(fact[name] for fact in timed) for name in phases}
+        compute = max(0.0, statistics.median(fact["ms"] for fact in timed) - sum(split.values()))
+        sent = {name: sum(fact[name] for fact in steps) for name in ("bytes_out", "bytes_in")}
+        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": {"compute": compute, **split}}
+        return cls({**evaluations[-1], **sent, **last}, timed, evaluations)
 
     def seconds_to(self, target: float | None, measure: Measure) -> float | None:
         """Training time until an evaluation reached the target; the one before any training does not count."""
@@ -134,6 +182,11 @@ class Run:
         if not self.result.get("is_out_of_time") or self.seconds_to(target, measure) is not None:
             return None
         return float(self.result["seconds"])
+
+
+def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
+    facts = list(records.read(folder))
+    return [[fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")]
 
 
 def conclusion(found: Comparison, *, is_timed: bool) -> str:

@@ -6,13 +6,15 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from laconic.errors import TaskError
 from laconic.measure.cli.job_options import add_job_options, job_of, setting
-from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
+from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
+from laconic.measure.cli.live import Runs, watched
+from laconic.measure.cli.page_so_far import PageSoFar, open_in_browser
 from laconic.measure.cli.sweep import sweep, sweep_spec
 from laconic.measure.cli.table import number, table
 from laconic.measure.cli.train import check_before_launch
@@ -53,6 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("links",),
         help="links: step times at 10mbit, 100mbit, 1gbit and none, with --delay and --loss if given, not accuracy",
     )
+    parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows as they run")
     add_lab_options(parser)
     add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
     parser.set_defaults(run=run)
@@ -61,33 +64,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(asked: argparse.Namespace, *, is_timed: bool = True) -> int:
     """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
     schemes = [str(parse(text)) for text in asked.scheme or _DEFAULT]
-    if len(set(schemes)) < len(schemes):
-        raise TaskError("a scheme is given twice; give each once")
-    if asked.target is not None and not 0 < asked.target <= 1:
-        raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
-    if asked.target_loss is not None and not asked.target_loss > 0:
-        raise TaskError(f"--target-loss is {asked.target_loss}; give a number above 0")
-    if asked.target is not None and asked.target_loss is not None:
-        raise TaskError("--target and --target-loss are two targets; give one")
-    if asked.rounds < 1:
-        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    _check(asked, schemes)
     job, *_ = [job_of(asked, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
     spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
-    check_before_launch(job, num_workers(job, spec))
+    num_steps = check_before_launch(job, num_workers(job, spec))
     with _folder(job.out) as out:
         if asked.suite is not None:
             printed = sweep(job, schemes, out, asked)
         else:
-            _run_all(job, schemes, asked.rounds, out, spec)
-            bits_per_s = spec.links[0].bits_per_s if spec else None  # rank 0's, whose steps are timed
-            found = compare(out, schemes, asked.rounds, *_goal(asked, job), bits_per_s, is_timed=is_timed)
+            bits_per_s = link_bits_per_s(job, spec)
+            measure, target = _goal(asked, job)
+            what = setting(job, spec, rounds=asked.rounds, steps=num_steps, target=target, measure=measure.name)
+            folders = {s: [round_of(out, s, turn) for turn in range(1, asked.rounds + 1)] for s in schemes}
+            page = PageSoFar(out, what, schemes, asked.rounds, bits_per_s) if job.out is not None else None
+            if page is not None and asked.open:
+                open_in_browser(page.write())
+            _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
+            found = compare(out, schemes, asked.rounds, measure, target, bits_per_s, is_timed=is_timed)
             with Recorder(out) as records:
-                what = setting(
-                    job, spec, rounds=asked.rounds, steps=found.steps, target=found.target, measure=found.measure
-                )
-                records.write("comparison", **what)
+                records.write("comparison", **{**what, "steps": found.steps, "target": found.target})
                 for row in found.rows:
                     records.write("row", **row.as_dict())
             printed = to_json(found.as_dict()) if asked.json else _text(found)
@@ -100,6 +97,21 @@ def run(asked: argparse.Namespace, *, is_timed: bool = True) -> int:
     return 0
 
 
+def _check(asked: argparse.Namespace, schemes: list[str]) -> None:
+    if len(set(schemes)) < len(schemes):
+        raise TaskError("a scheme is given twice; give each once")
+    if asked.target is not None and not 0 < asked.target <= 1:
+        raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
+    if asked.target_loss is not None and not asked.target_loss > 0:
+        raise TaskError(f"--target-loss is {asked.target_loss}; give a number above 0")
+    if asked.target is not None and asked.target_loss is not None:
+        raise TaskError("--target and --target-loss are two targets; give one")
+    if asked.rounds < 1:
+        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
+    if asked.open and not hasattr(asked, "out"):
+        raise TaskError("--open shows the page of a comparison; give --out DIR too")
+
+
 def _goal(asked: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
     """What is timed, and to which target, None where a reference sets it."""
     if asked.target_loss is not None:
@@ -109,16 +121,21 @@ def _goal(asked: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
     return job.measure, None
 
 
-def _run_all(job: Job, schemes: list[str], rounds: int, out: Path, spec: LabSpec | None) -> None:
-    with launcher(spec) as start:
-        for turn in range(1, rounds + 1):
-            for place, scheme in enumerate(schemes, 1):
-                print(
-                    f"laconic: {scheme} ({place} of {len(schemes)}, round {turn} of {rounds})",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                start(replace(job, scheme=scheme, out=round_of(out, scheme, turn)))
+def _run_all(job: Job, runs: Runs, page: PageSoFar | None, spec: LabSpec | None) -> None:
+    rounds = max(map(len, runs.folders.values()))
+    with ExitStack() as stack:
+        if page is not None:
+            stack.push(page.break_off)
+        start = stack.enter_context(launcher(spec))
+        is_shown = stack.enter_context(watched(runs, page.update if page is not None else None))
+        for turn in range(rounds):
+            for place, (scheme, folders) in enumerate(runs.folders.items(), 1):
+                told = f"{scheme} ({place} of {len(runs.folders)}, round {turn + 1} of {rounds})"
+                if page is not None:
+                    page.told = told
+                if not is_shown:
+                    print(f"laconic: {told}", file=sys.stderr, flush=True)
+                start(replace(job, scheme=scheme, out=folders[turn]))
 
 
 @contextmanager

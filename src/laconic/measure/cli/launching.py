@@ -16,6 +16,7 @@ from laconic.measure.lab import Lab, LabSpec, noted_signals
 from laconic.measure.lab import run as run_in_lab
 from laconic.measure.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
 from laconic.measure.train.mps import shared_gpu
+from laconic.measure.train.progress import WATCHED
 from laconic.measure.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
@@ -54,7 +55,11 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
     `tell` is for results of jobs that run in this process; workers tell their own.
     """
     if spec is None:
-        yield lambda job: work_in_process(job, tell, say) if job.in_process else _sharing_gpus(launch, job, spec)
+
+        def start(job: Job) -> int:
+            return work_in_process(job, tell, _say_unless_shown) if job.in_process else _sharing_gpus(launch, job, spec)
+
+        yield start
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
         yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
@@ -63,6 +68,16 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
 def say(text: str) -> None:
     """Talk, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _say_unless_shown(text: str) -> None:
+    if WATCHED not in os.environ:
+        say(text)
+
+
+def link_bits_per_s(job: Job, spec: LabSpec | None) -> int | None:
+    """The rate of the link of the worker that writes the records: servers come first."""
+    return spec.links[job.servers].bits_per_s if spec else None
 
 
 def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:

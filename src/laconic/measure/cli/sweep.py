@@ -13,10 +13,13 @@ from laconic.errors import TaskError
 from laconic.measure.cli.job_options import setting
 from laconic.measure.cli.lab import roughness
 from laconic.measure.cli.launching import launcher
+from laconic.measure.cli.live import Runs, watched
+from laconic.measure.cli.page_so_far import open_in_browser
 from laconic.measure.cli.table import number, table
 from laconic.measure.compare import Run, folder_of, quartiles
 from laconic.measure.lab import LabSpec, Link
 from laconic.measure.records import Recorder
+from laconic.measure.report import write_report
 from laconic.measure.train import Job
 
 _RATES = ("10mbit", "100mbit", "1gbit", "none")
@@ -63,18 +66,25 @@ def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) ->
             shaped = replace(Link.parse(rate), **roughness(asked))
             link = str(shaped)
             step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
-            with launcher(LabSpec(hosts, shaped)) as start:
-                for turn in range(1, asked.rounds + 1):
+            turns = range(1, asked.rounds + 1)
+            folders = {s: [out / link / folder_of(s) / f"round-{turn}" for turn in turns] for s in schemes}
+            runs = Runs(folders, job.steps or _STEPS, job.measure, shaped.bits_per_s)
+            with launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
+                for turn in turns:
                     for scheme in schemes:
-                        print(
-                            f"laconic: {scheme} at {link} (round {turn} of {asked.rounds})", file=sys.stderr, flush=True
-                        )
-                        folder = out / link / folder_of(scheme) / f"round-{turn}"
+                        if not is_shown:
+                            told = f"laconic: {scheme} at {link} (round {turn} of {asked.rounds})"
+                            print(told, file=sys.stderr, flush=True)
+                        folder = folders[scheme][turn - 1]
                         start(replace(job, scheme=scheme, out=folder))
                         step_ms[scheme] += [fact["ms"] for fact in Run.read(folder).steps]
             for point in _points(link, step_ms):
                 records.write("sweep", **asdict(point))
                 points.append(point)
+            if job.out is not None:
+                page = write_report(out, running=f"Running, and done up to {link}.")
+                if asked.open and rate == _RATES[0]:
+                    open_in_browser(page)
     return json.dumps({"points": [asdict(point) for point in points]}) if asked.json else _text(points)
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from laconic.errors import LaconicError, TaskError
 from laconic.measure.cli.job_options import add_job_options, job_of
-from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, num_workers
+from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
+from laconic.measure.cli.live import Runs, can_show, watched
 from laconic.measure.figures import sentences
 from laconic.measure.measures import MEASURES
 from laconic.measure.records import make_writable, to_json
@@ -39,11 +44,20 @@ def run(asked: argparse.Namespace) -> int:
         if job.servers and not job.asks_servers:
             raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
         spec = lab_spec(asked)
-        check_before_launch(job, num_workers(job, spec))
+        num_steps = check_before_launch(job, num_workers(job, spec))
         if told := advice(job):
             print(f"laconic: {told}", file=sys.stderr, flush=True)
-        with launcher(spec, lambda result: _tell(result, job)) as start:
-            return start(job)
+        with ExitStack() as stack:
+            start = stack.enter_context(launcher(spec, lambda result: _tell(result, job)))
+            shown = job
+            if can_show():
+                if job.out is None:  # a view reads records, which go when all is said
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="laconic-"))
+                    shown = replace(job, out=Path(folder), no_checkpoint=True)
+                rate = link_bits_per_s(job, spec)
+                runs = Runs({job.scheme: [Path(shown.out or "")]}, num_steps, job.measure, rate)
+                stack.enter_context(watched(runs))
+            return start(shown)
     try:
         return work(job, lambda result: _tell(result, job))
     except Exception as error:
@@ -69,16 +83,16 @@ def advice(job: Job) -> str:
     )
 
 
-def check_before_launch(job: Job, num_workers: int) -> None:
-    """Find what is missing before any worker starts, so that it is said once."""
-    data = job.load_data()
+def check_before_launch(job: Job, num_workers: int) -> int:
+    """Find what is missing before any worker starts, so that it is said once; the number of steps."""
+    num_steps = job.num_steps(len(job.load_data().train_targets), num_workers)
     if job.out is None:
-        return
+        return num_steps
     if job.resume:
         checkpoint = find_checkpoint(job.out)
-        num_steps = job.num_steps(len(data.train_targets), num_workers)
         check_resume(job, num_steps, checkpoint, checkpoint.load(mapped=True))
     make_writable(job.out)
+    return num_steps
 
 
 def _tell(result: Result, job: Job) -> None:

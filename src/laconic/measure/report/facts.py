@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from laconic.errors import TaskError
 from laconic.measure import figures, records
-from laconic.measure.compare import Row
+from laconic.measure.compare import Comparison, Row, rounds_so_far
 from laconic.measure.figures import pick
 from laconic.measure.measures import MEASURES, Measure
 
@@ -121,12 +122,24 @@ def read_facts(folder: Path) -> Facts:
     return Facts(setting, rows, sweep)
 
 
+def facts_so_far(folder: Path, comparison: Mapping[str, Any], found: Comparison) -> Facts:
+    """Those of a comparison that goes on, whose rows are not on disk yet."""
+    setting = Setting(**pick(Setting, comparison, "setting"))
+    shown = [rounds_so_far(folder, row.folder, setting.rounds) for row in found.rows]
+    rows = [_shown(folder, row.as_dict(), rounds) for row, rounds in zip(found.rows, shown, strict=True)]
+    return Facts(setting, tuple(rows), ())
+
+
 def _row(folder: Path, fact: dict[str, Any], rounds: int) -> ShownRow:
-    runs = [folder / fact["folder"] / f"round-{number}" for number in range(1, rounds + 1)]
-    points = tuple(tuple(Point(**pick(Point, point, "point")) for point in records.read(run, "eval")) for run in runs)
-    row = replace(ShownRow.of(fact), rounds=points)
+    row = _shown(folder, fact, rounds)
     if not row.middle:
         raise TaskError(
             f"{folder / fact['folder']} has no evaluation that every round made; run `laconic compare` again"
         )
     return row
+
+
+def _shown(folder: Path, fact: dict[str, Any], rounds: int) -> ShownRow:
+    runs = [folder / fact["folder"] / f"round-{number}" for number in range(1, rounds + 1)]
+    points = tuple(tuple(Point(**pick(Point, point, "point")) for point in records.read(run, "eval")) for run in runs)
+    return replace(ShownRow.of(fact), rounds=points)

@@ -72,14 +72,15 @@ def figure(title: str, caption: str, drawing: str, numbers: str, *, is_wide: boo
     return f"<figure{' class=wide' * is_wide}>{head}\n{drawing}\n{numbers}</figure>"
 
 
-def frame(title: str, sentence: str, body: str, notes: Sequence[str]) -> str:
-    """A whole page: what was run, what came of it (markup), how to read it."""
+def frame(title: str, sentence: str, body: str, notes: Sequence[str], *, refresh_s: int | None = None) -> str:
+    """A whole page: what was run, what came of it (markup), how to read it; one that is loaded again while it grows."""
+    refresh = "" if refresh_s is None else f'\n<meta http-equiv="refresh" content="{refresh_s}">'
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="viewport" content="width=device-width, initial-scale=1">{refresh}
 <meta name="color-scheme" content="light dark">
 <title>{text(title)}</title>
 <style>

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from laconic.errors import TaskError
 from laconic.measure import records
+from laconic.measure.compare import Comparison
 from laconic.measure.measures import MEASURES
-from laconic.measure.report.facts import Facts, Setting, read_facts
+from laconic.measure.report.facts import Facts, Setting, facts_so_far, read_facts
 from laconic.measure.report.figures import link_use, over_bytes, over_time, step_split
 from laconic.measure.report.fits import fits_page
 from laconic.measure.report.inspected import holds_inspection
@@ -16,6 +19,8 @@ from laconic.measure.report.sweep import over_links
 from laconic.measure.report.table import other_figures, table
 from laconic.measure.report.unions import holds_unions, unions_page
 
+REPORT = "report.html"
+_REFRESH_S = 3  # while a comparison goes on
 _NOTES = (
     "Time is training time; evaluation is taken off the clock.",
     "Speed-up is by training time to the target, never by ratio; what did not reach it has none.",
@@ -29,14 +34,31 @@ _DELAY_NOTE = "A link's delay, jitter and loss are those between two hosts, one 
 _SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to a target."
 
 
-def write_report(folder: Path) -> Path:
-    """Write folder/report.html from the records in the folder; the same records give the same bytes."""
+def write_report(folder: Path, *, running: str = "") -> Path:
+    """Write folder/report.html from the records in the folder; the same records give the same bytes.
+
+    `running` says how far a comparison is that goes on; its page is loaded again every few seconds.
+    """
     if not (folder / records.RECORDS).is_file():
         raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
-    path = folder / "report.html"
+    return _write(folder, lambda: _page_of(folder, running))
+
+
+def write_report_so_far(
+    folder: Path, comparison: Mapping[str, Any], found: Comparison, told: str, *, is_running: bool
+) -> Path:
+    """Write folder/report.html of a comparison that is not at its end; `told` says where it stands."""
+    refresh_s = _REFRESH_S if is_running else None
+    return _write(folder, lambda: _page(facts_so_far(folder, comparison, found), told, refresh_s))
+
+
+def _write(folder: Path, make: Callable[[], str]) -> Path:
+    path = folder / REPORT
     try:
-        page = _page_of(folder)
-        path.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a name becomes ?
+        page = make().encode("utf-8", "replace")  # a lone surrogate in a name becomes ?
+        half_written = path.with_suffix(".part")  # a browser never loads half a page
+        half_written.write_bytes(page)
+        half_written.replace(path)
     except TaskError:
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
@@ -45,15 +67,17 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def _page_of(folder: Path) -> str:
+def _page_of(folder: Path, running: str) -> str:
     if holds_inspection(folder):
         return fits_page(folder)
-    return unions_page(folder) if holds_unions(folder) else _page(read_facts(folder))
+    if holds_unions(folder):
+        return unions_page(folder)
+    return _page(read_facts(folder), running, _REFRESH_S if running else None)
 
 
-def _page(facts: Facts) -> str:
+def _page(facts: Facts, told: str = "", refresh_s: int | None = None) -> str:
     count = len(facts.schemes)
-    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared"
+    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared{' so far' * bool(told)}"
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE] if facts.rows else []
@@ -65,7 +89,8 @@ def _page(facts: Facts) -> str:
 <section class="figures">
 {_figures(facts)}
 </section>"""
-    return frame(title, _sentence(facts.setting), body, notes)
+    sentence = f"{told} {_sentence(facts.setting)}" if told else _sentence(facts.setting)
+    return frame(title, sentence, body, notes, refresh_s=refresh_s)
 
 
 def _figures(facts: Facts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+WATCHED = "LACONIC_WATCHED"  # set where the launcher shows the run
+
+
 class Progress:
-    """Shows a run as it goes; `shown` is for rank 0."""
+    """Shows a run as it goes, unless its launcher does; `shown` is for rank 0."""
 
     def __init__(self, job: Job, loop: TrainingLoop, *, shown: bool) -> None:
         self._job = job
         self._loop = loop
-        self._shown = shown
-        self._bar = _bar() if shown else None
+        self._shown = shown and WATCHED not in os.environ
+        self._bar = _bar() if self._shown else None
         self._line = self._bar.add_task(job.scheme, total=loop.course.num_steps, fact="") if self._bar else None
         self._events = _events(job) if shown and job.tensorboard else None
 
