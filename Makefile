@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-slow fuzz lint results docs clean
+.PHONY: install run test test-slow test-wheel fuzz lint results docs clean
 
 install: .venv/installed
 
@@ -22,6 +22,9 @@ test: lint
 
 test-slow: install
 	$(PY) -m pytest -m slow
+
+test-wheel: install
+	$(PY) tools/try_wheel.py  # other versions: --python python3.11 --torch 2.6.0
 
 fuzz: install
 	$(PY) tests/fuzz.py --seconds 600
