@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from types import TracebackType
 
 from laconic.errors import LabError
@@ -123,14 +124,31 @@ class Lab:
         netlink.add_bridge(self.switch, _BRIDGE)
         for host in self.hosts:
             self._plug_in(host)
-        if rough := {(host.name, f"port{host.index}"): host.link for host in self.hosts if not host.link.is_plain}:
-            netlink.start_relay(self._wires, self._entry.holder.pid, rough)
+        rough = {(host.name, f"port{host.index}"): host for host in self.hosts if not host.link.is_plain}
+        if rough and not self._roughen_by_netem(rough):
+            links = {ends: host.link for ends, host in rough.items()}
+            netlink.start_relay(self._wires, self._entry.holder.pid, links)
+
+    def _roughen_by_netem(self, rough: Mapping[tuple[str, str], Host]) -> bool:
+        """Let the kernel delay and lose packets, if it has netem, and else the relay; whether it does."""
+        for number, (ends, host) in enumerate(rough.items()):
+            try:
+                netlink.add_netem(self._wires, ends[0], host.link)
+            except LabError:
+                if number:
+                    raise
+                return False
+            netlink.add_netem(self._wires, ends[1], host.link)
+            netlink.join_bridge(self._wires, f"{_BRIDGE}{host.index}", ends)
+            if host.link.loss:  # netem loses all that travels as one, where a link loses packets of the MTU
+                netlink.limit_segments(host.namespace, INTERFACE, 1)
+        return True
 
     def _plug_in(self, host: Host) -> None:
         if host.link.is_plain:
             netlink.add_cable(self.switch, host.name, host.namespace, INTERFACE, _BRIDGE)
         else:
-            # Both ends of the relay lead out of its namespace, where a packet stops counting against its socket.
+            # Relay or netem: both ends lead out of the namespace, where a packet stops counting against its socket.
             netlink.add_cable(self._wires, host.name, host.namespace, INTERFACE)
             netlink.add_cable(self.switch, host.name, self._wires, f"port{host.index}", _BRIDGE)
             netlink.switch(self._wires, f"port{host.index}", "up")

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +169,29 @@ def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
     )
 
 
+def add_netem(namespace: str, device: str, link: Link) -> None:
+    """Let what leaves by `device` be late or lost as one way of `link` has it, by the kernel, and in order."""
+
+    def add(kernel: Any) -> None:
+        index = _index(kernel, device)
+        kernel.tc("add", index=index, handle="1:", **link.netem)
+        if link.jitter_s:  # netem's own queue is by the time of leaving, so that packets would overtake each other
+            kernel.tc("add", "pfifo", index=index, parent="1:1", handle="2:", limit=link.netem["limit"])
+
+    _ask(namespace, f"add a queue of kind netem to {device}", add)
+
+
+def join_bridge(namespace: str, bridge: str, devices: Sequence[str]) -> None:
+    """Connect devices with a new bridge."""
+    add_bridge(namespace, bridge)
+
+    def add(kernel: Any) -> None:
+        for device in devices:
+            kernel.link("set", index=_index(kernel, device), master=_index(kernel, bridge))
+
+    _ask(namespace, f"connect {' and '.join(devices)}", add)
+
+
 def queue_state(namespace: str, device: str) -> QueueState:
     """The root queue of `device` now."""
 
@@ -213,9 +236,10 @@ def start_relay(namespace: str, holder: int, links: Mapping[tuple[str, str], Lin
         join(namespace)
         ports = []
         for (near, far), link in links.items():
-            lost = 1 - (1 - link.loss) ** 0.5  # either way of either end's link
             sockets = f"{_packet_socket(near)}:{_packet_socket(far)}"
-            ports.append(f"{sockets}:{link.delay_s / 2 * 1e9:.0f}:{link.jitter_s / 2 * 1e9:.0f}:{lost:.9f}")
+            ports.append(
+                f"{sockets}:{link.delay_s / 2 * 1e9:.0f}:{link.jitter_s / 2 * 1e9:.0f}:{link.loss_each_way:.9f}"
+            )
         watched = os.pidfd_open(holder)
         os.set_inheritable(watched, True)
         if os.fork() == 0:  # nobody's child, as the holder is
