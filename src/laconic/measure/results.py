@@ -5,8 +5,9 @@
     python -m laconic.measure.results page          # docs/results.md, and the figures in README.md and docs/
 
 A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
-"plot", the column that the site draws, and "sources", digests of the folders that it measured: where those have changed
-since, the site says so. results/claims.toml declares experiments, and what is claimed of their figures.
+"duration_s", the seconds that it took, "plot", the column that the site draws, and "sources", digests of the folders
+that it measured: where those have changed since, the site says so. results/claims.toml declares experiments, and what
+is claimed of their figures.
 
 A figure in a text stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or
 COLUMN=VALUE, or several of them, or A over B: how many times A's figure is B's.
@@ -26,6 +27,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +57,7 @@ def write_result(
     seed: int | None = None,
     sources: Sequence[str] = (),
     machine: str | None = None,
+    duration_s: float | None = None,
 ) -> Path:
     """Write folder/NAME.json: the rows, what it takes to measure them again, and of which sources they are.
 
@@ -68,6 +71,7 @@ def write_result(
         "machine": machine or this_machine(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": seed,
+        **({} if duration_s is None else {"duration_s": round(duration_s)}),
         "what": what,
         "sources": {source: _digest(Path(source)) for source in sources},
         "rows": list(rows),
@@ -91,11 +95,13 @@ def run_experiment(folder: Path, name: str) -> Path:
     asked = declared[name]
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", *shlex.split(asked["command"]), "--out", out]
+        start = time.monotonic()
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             raise TaskError(f"{asked['command']} did not end well; its own words say why")
+        duration_s = time.monotonic() - start
         rows = rows_of(Path(out), _COLUMNS if asked["machine"] == "any" else _COLUMNS + _TIMES)
     about = {key: asked[key] for key in ("what", "command", "sources")}
-    return write_result(folder, name, rows=rows, seed=0, **about)
+    return write_result(folder, name, rows=rows, seed=0, duration_s=duration_s, **about)
 
 
 def rows_of(out: Path, columns: Sequence[str] = _COLUMNS) -> list[dict[str, Any]]:
@@ -197,7 +203,8 @@ def _section(path: Path) -> str:
     lines += [[_cell(row.get(name)) for name in columns] for row in record["rows"]]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     seed = "" if record.get("seed") is None else f", seed {record['seed']}"
-    made = f"`{record['command']}`, commit {record['commit']}, {record['machine']}, {record['date']}{seed}."
+    took = f", measured in {record['duration_s']:,} s" if "duration_s" in record else ""
+    made = f"`{record['command']}`, commit {record['commit']}, {record['machine']}, {record['date']}{seed}{took}."
     at_build = "".join(
         f"<!-- {made} of {path.stem} -->\n\n" for made, key in (("plot", "plot"), ("age", "sources")) if record.get(key)
     )
