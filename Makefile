@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-slow test-wheel fuzz lint results docs clean
+.PHONY: install run test test-frameworks test-slow test-wheel fuzz lint results docs clean
 
 install: .venv/installed
 
@@ -19,6 +19,9 @@ run: install
 
 test: lint
 	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup
+
+test-frameworks: .venv/frameworks
+	$(PY) -m pytest tests/frameworks -m 'not slow'
 
 test-slow: install
 	$(PY) -m pytest -m slow
@@ -42,6 +45,10 @@ docs: .venv/docs
 
 .venv/docs: .venv/installed
 	$(PY) -m pip install --quiet --constraint constraints.txt mkdocs-material  # the extra `docs`, without building the kernels again
+	touch $@
+
+.venv/frameworks: .venv/installed
+	$(PY) -m pip install --quiet --constraint constraints.txt accelerate lightning transformers  # the extra `frameworks`
 	touch $@
 
 clean:

@@ -28,6 +28,7 @@ FLOORS = (
     ("gossip", "outer"),
     ("planning",),
     ("attach",),
+    ("accelerate", "lightning", "transformers"),
     ("measure",),
     ("inspect",),
 )

@@ -54,7 +54,7 @@ def try_wheel(folder: Path, python: str = sys.executable, torch: str | None = No
     constraints.write_text(re.sub(r"^torch==.*$", f"torch=={torch}", pinned, flags=re.M) if torch else pinned)
     _run([python, "-m", "venv", folder / "venv"])
     inside = folder / "venv" / "bin"
-    pip = [inside / "python", "-m", "pip", "--quiet"]
+    pip: list[str | Path] = [inside / "python", "-m", "pip", "--quiet"]
     _run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], pip_constraint=constraints)
     (wheel,) = folder.glob("laconic-*.whl")
     assert re.search(r"-py3-none-\w+\.whl$", wheel.name) and "-any." not in wheel.name, f"{wheel.name} holds no kernels"

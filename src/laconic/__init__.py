@@ -23,7 +23,7 @@ from laconic.planning import Plan
 from laconic.recipes import parse
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
-from laconic.session import Session, Stats
+from laconic.session import Gathered, Session, Stats
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,7 @@ __all__ = [
     "Follower",
     "FollowerStats",
     "FrameError",
+    "Gathered",
     "GossipScheme",
     "HookSession",
     "KernelError",

@@ -5,4 +5,4 @@ from laconic.session.background import Background, belongs_on_host
 from laconic.session.replicas import OnDrift, Replicas, check_on_drift
 from laconic.session.session import Session
 from laconic.session.stats import Stats
-from laconic.session.together import SavedTogether
+from laconic.session.together import Gathered, SavedTogether

@@ -3,13 +3,23 @@
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.errors import StateError
 from laconic.transport import Everyone
+
+
+class CanGather(Protocol):
+    """What is asked of a session, or of a follower."""
+
+    def gather_state(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, None elsewhere; a call that all make."""
+
+    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what rank 0 has; a call that all make."""
 
 
 class SavedTogether(ABC):
@@ -50,6 +60,21 @@ class SavedTogether(ABC):
         if self.everyone is None:
             raise StateError("these workers are no processes; save state_dict() of each")
         return self.everyone
+
+
+class Gathered:
+    """A session as frameworks save it that ask every rank for its state and write rank 0's alone."""
+
+    def __init__(self, session: CanGather) -> None:
+        self._session = session
+
+    def state_dict(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, None elsewhere; a call that all make."""
+        return self._session.gather_state()
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what rank 0 has; a call that all make."""
+        self._session.scatter_state(saved)
 
 
 def _packed(state: Any) -> Tensor:

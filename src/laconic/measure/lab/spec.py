@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Link:
     @property
     def loss_each_way(self) -> float:
         """Of packets that pass either way of either end's link: two of them lose what the link says."""
-        return 1 - (1 - self.loss) ** 0.5
+        return 1 - math.sqrt(1 - self.loss)
 
     @property
     def netem(self) -> dict[str, str | int | float]:

@@ -1,0 +1,5 @@
+"""laconic.transformers: what its users import."""
+
+from laconic.attach.transformers import LaconicMixin, LaconicTrainer
+
+__all__ = ["LaconicMixin", "LaconicTrainer"]
