@@ -27,7 +27,9 @@ from laconic.planning import (
 )
 from laconic.planning import penalties as room
 
-COMPUTE = Compute(alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), beside=0.0)
+COMPUTE = Compute(
+    alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
+)
 LINK = Link(latency_s=0.001, busy_latency_s=0.001, bytes_per_s=1e6)
 LINKS = Links(LINK, LINK)
 REHEARSAL = Rehearsal(

@@ -13,7 +13,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.attach.ddp import DdpAdapter
+from laconic.attach.ddp import WORTH_A_PIPELINE, DdpAdapter
 from laconic.attach.own_steps import cut
 from laconic.attach.rehearsals import rehearse_all
 from laconic.attach.switch import HookSwitch
@@ -143,6 +143,7 @@ class AutoSession(SavedTogether):
                 together_s=arrivals[-1],
                 arrivals_s=tuple(arrivals),
                 num_entries=tuple(layout.num_entries for layout, _ in self._gradients),
+                pipelined=sum(layout.num_entries for layout, _ in self._gradients) >= WORTH_A_PIPELINE,
                 beside=0.0 if self._device.type == "cuda" else 1.0,
             )
             rehearsals = rehearse_all(asked, self._gradients, self._model, compute, self.transport, links, self._group)
@@ -278,6 +279,7 @@ class AutoFollower(SavedTogether):
                 together_s=alone_s,
                 arrivals_s=(alone_s,) * len(drift),
                 num_entries=tuple(layout.num_entries for layout, _ in drift),
+                pipelined=True,
                 beside=0.0 if self._device.type == "cuda" else 1.0,
             )
             links = measure_links(transport, nullcontext)

@@ -43,7 +43,7 @@ from laconic.transport import (
 )
 
 # Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
-_WORTH_A_PIPELINE = 1 << 22
+WORTH_A_PIPELINE = 1 << 22
 
 
 @runtime_checkable
@@ -259,7 +259,7 @@ class DdpAdapter(SavedTogether):
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         if pipeline is None:
-            pipeline = self._model.num_entries >= _WORTH_A_PIPELINE
+            pipeline = self._model.num_entries >= WORTH_A_PIPELINE
         self._replicas = None  # who is silent has a model of its own
         if scheme.talks:
             self._replicas = Replicas(self._named, transport, every=drift_every, on_drift=on_drift)

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.attach.ddp import DdpAdapter
+from laconic.attach.ddp import WORTH_A_PIPELINE, DdpAdapter
 from laconic.attach.switch import HookSwitch, Listener, kept_as_they_are
 from laconic.layout import Layout
 from laconic.planning import Candidate, Compute, Plan, candidate, meet
@@ -67,8 +67,11 @@ class OwnSteps:
                 arrivals.append(list(self._arrivals))
             with busy(self._device):
                 beside = [self._timed() for _ in range(max(2, number // 3))]
+            with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
+                alone = [self._plain() for _ in range(max(3, number // 2))][1:]
         everyone = self._everyone(own)
-        alone_s = statistics.median(statistics.fmean(row) for row in everyone)
+        alone_s = statistics.median(statistics.fmean(row) for row in self._everyone(alone))
+        own_s = statistics.median(statistics.fmean(row) for row in everyone)
         together_s = statistics.median(max(row) for row in everyone)
         slowed_s = statistics.median(statistics.fmean(row) for row in self._everyone(beside))
         places = [statistics.median(column) for column in zip(*arrivals, strict=True)] if arrivals[0] else []
@@ -82,7 +85,8 @@ class OwnSteps:
                 together_s=together_s,
                 arrivals_s=tuple(self._everyone_max(arrivals_s)),
                 num_entries=tuple(layout.num_entries for layout, _ in gradients),
-                beside=min(1.0, max(0.0, slowed_s / alone_s - 1)),
+                pipelined=sum(layout.num_entries for layout, _ in gradients) >= WORTH_A_PIPELINE,
+                beside=min(1.0, max(0.0, slowed_s / own_s - 1)),
             ),
             gradients,
         )

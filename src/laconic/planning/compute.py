@@ -12,6 +12,7 @@ class Compute:
     together_s: float  # of workers that wait for the slowest at each step
     arrivals_s: tuple[float, ...]  # since the step's beginning, by bucket; its end, where nothing overlaps
     num_entries: tuple[int, ...]  # of each bucket
+    pipelined: bool  # whether one bucket is chosen while another travels
     beside: float  # what a second of work in another thread adds to a step: 0 with cores to spare, 1 with none
 
     @property

@@ -81,19 +81,22 @@ def _(scheme: GossipScheme, compute: Compute, rehearsal: Rehearsal, accumulate: 
 def _exposed(compute: Compute, rehearsal: Rehearsal) -> float:
     """Seconds by which a step is longer with its exchange than without.
 
-    A bucket is chosen and encoded when its gradient is there and the one before has left, then sent, then applied.
-    What is done while the backward pass goes on takes `beside` of its time from that.
+    A bucket is chosen and encoded when its gradient is there, then sent, then applied, each when that station is free.
+    Without a pipeline one thread does all three. What is done while the backward pass goes on takes `beside` of its
+    time from that.
     """
-    free_s = 0.0
-    stretched_s = 0.0
+    chosen_s = talked_s = applied_s = stretched_s = 0.0
     shares = _shares(compute.num_entries)
     for arrival_s, share in zip(compute.arrivals_s, shares, strict=True):
-        start_s = max(arrival_s + stretched_s, free_s)
-        free_s = start_s + share * (rehearsal.work_s + rehearsal.talk_s)
-        if arrival_s < compute.backward_s:
-            free_s += rehearsal.busy_talk_s / len(shares)  # messages are as many for small buckets
-            stretched_s += compute.beside * share * rehearsal.work_s
-    return max(compute.backward_s + stretched_s, free_s) - compute.backward_s
+        hides = arrival_s < compute.backward_s
+        start_s = max(arrival_s + stretched_s, chosen_s if compute.pipelined else applied_s)
+        chosen_s = start_s + share * rehearsal.choose_s
+        # Messages are as many for small buckets.
+        fixed_s = (rehearsal.fixed_s + hides * rehearsal.busy_talk_s) / len(shares)
+        talked_s = max(chosen_s, talked_s) + fixed_s + share * (rehearsal.talk_s - rehearsal.fixed_s)
+        applied_s = max(talked_s, applied_s) + share * rehearsal.apply_s
+        stretched_s += hides * compute.beside * share * rehearsal.work_s
+    return max(compute.backward_s + stretched_s, applied_s) - compute.backward_s
 
 
 def _shares(num_entries: Sequence[int]) -> list[float]:

@@ -19,6 +19,7 @@ from laconic.transport import Collectives
 _AFFORDABLE_S = 0.4  # of wire; of what takes longer, a part of the model is rehearsed
 _WARM_UP = 2  # exchanges, until thresholds are known and connections open
 _REPEATS = 3
+_LONG_S = 0.5  # of an exchange, which then is not warmed up twice, nor repeated
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,13 @@ def _timed(
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
     session = Session(said, transport, undoes=True)
     found: list[dict[str, float]] = []
-    bytes_before = 0
-    messages_before = 0
-    for number in range(_WARM_UP + _REPEATS):
-        if number == _WARM_UP:
-            bytes_before = bytes_out_of(transport)
-            messages_before = _messages_of(transport)
+    sent: list[int] = []
+    messages: list[int] = []
+    for _ in range(_WARM_UP + _REPEATS):
+        if len(found) > 1 and slowest(transport, sum(found[-1].values())) > _LONG_S:
+            break
+        bytes_before = bytes_out_of(transport)
+        messages_before = _messages_of(transport)
         buckets = [
             Bucket(index, layout, flat.clone(), is_last=index == len(gradients) - 1)
             for index, (layout, flat) in enumerate(gradients)
@@ -140,11 +142,14 @@ def _timed(
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
         found.append(spent)
-    medians = {phase: statistics.median(spent[phase] for spent in found[_WARM_UP:]) for phase in PHASES}
+        sent.append(bytes_out_of(transport) - bytes_before)
+        messages.append(_messages_of(transport) - messages_before)
+    settled = slice(min(_WARM_UP, len(found) - 1), None)
+    medians = {phase: statistics.median(spent[phase] for spent in found[settled]) for phase in PHASES}
     return (
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
-        (bytes_out_of(transport) - bytes_before) / _REPEATS,
-        (_messages_of(transport) - messages_before) / _REPEATS,
+        statistics.fmean(sent[settled]),
+        statistics.fmean(messages[settled]),
     )
 
 
