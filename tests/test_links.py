@@ -1,0 +1,80 @@
+"""What links carry, as the backend's own messages find it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations, permutations
+from typing import Any
+
+import pytest
+
+from laconic.errors import LabError
+from laconic.measure.lab import Lab, LabSpec, Link, netlink, noted_signals, run
+from laconic.measure.plan import links
+from laconic.measure.plan.links import Links, _rounds, _some_pairs, measure_links
+from workers import WorkerPool
+
+try:
+    netlink.require()
+    MISSING = ""
+except LabError as error:
+    MISSING = str(error)
+
+ON_A_HOST = """
+import json, os
+import torch.distributed as dist
+from laconic.measure.plan.links import measure_links
+os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
+dist.init_process_group("gloo")
+found = measure_links()
+if dist.get_rank() == 0:
+    print(json.dumps(found.as_dict()), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def _measured() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_MOST_BYTES", links._FIRST_BYTES)
+        return measure_links(sizes=[4096, 64]).as_dict()
+
+
+def test_all_ranks_hear_of_all_pairs_both_ways(four_workers: WorkerPool) -> None:
+    told = four_workers.run(_measured)
+    assert all(other == told[0] for other in told)
+    found = Links.from_dict(json.loads(json.dumps(told[0])))
+    assert found.as_dict() == told[0] and found.backend == "gloo"
+    assert [(pair.source, pair.target) for pair in found.pairs] == list(permutations(range(4), 2))
+    assert all(pair.latency_s > 0 and pair.bytes_per_s > 0 for pair in found.pairs)
+    assert {name: list(times) for name, times in found.collectives.items()} == {
+        "all_reduce": [64, 4096],
+        "all_gather": [64, 4096],
+        "frames": [64, 4096],
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 7, 8, 9, 32])
+def test_each_rank_is_measured_and_in_a_round_once(num_ranks: int) -> None:
+    pairs = _some_pairs(num_ranks)
+    if num_ranks <= 8:
+        assert pairs == list(combinations(range(num_ranks), 2))
+    assert {rank for pair in pairs for rank in pair} == set(range(num_ranks)) or num_ranks == 1
+    rounds = _rounds(pairs)
+    assert sorted(pair for one in rounds for pair in one) == sorted(set(pairs))
+    assert all(len({rank for pair in one for rank in pair}) == 2 * len(one) for one in rounds)
+    assert len(rounds) <= 9
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("lab")
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_the_slow_link_of_a_lab_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    with noted_signals() as signals, Lab.create(LabSpec(3, Link.parse("200mbit"), {2: Link.parse("10mbit")})) as lab:
+        assert run(lab, [sys.executable, "-c", ON_A_HOST], signals, marked=False, env={"OMP_NUM_THREADS": "1"}) == 0
+    found = Links.from_dict(json.loads(capfd.readouterr().out.splitlines()[-1]))
+    for pair in found.pairs:
+        most = 10e6 if 2 in (pair.source, pair.target) else 200e6
+        # A busy machine can only make it less, and a queue's burst more by some percent.
+        assert 0.3 * most < 8 * pair.bytes_per_s < 1.1 * most, pair
