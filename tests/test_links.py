@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from laconic.errors import LabError
+from laconic.measure.doctor import links
+from laconic.measure.doctor.links import Links, _rounds, _some_pairs, measure_links
 from laconic.measure.lab import Lab, LabSpec, Link, netlink, noted_signals, run
-from laconic.measure.plan import links
-from laconic.measure.plan.links import Links, _rounds, _some_pairs, measure_links
 from workers import WorkerPool
 
 try:
@@ -24,7 +24,7 @@ except LabError as error:
 ON_A_HOST = """
 import json, os
 import torch.distributed as dist
-from laconic.measure.plan.links import measure_links
+from laconic.measure.doctor.links import measure_links
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
 dist.init_process_group("gloo")
 found = measure_links()

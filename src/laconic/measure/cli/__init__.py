@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from laconic import __version__
 from laconic.errors import LaconicError
-from laconic.measure.cli import bench, chaos, compare, demo, inspect, lab, plan, report, schemes, train
+from laconic.measure.cli import bench, chaos, compare, demo, doctor, inspect, lab, plan, report, schemes, train
 from laconic.measure.train import is_worker
 
 _INTERRUPTED = 130
@@ -31,7 +31,7 @@ def all_commands() -> argparse.ArgumentParser:
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, compare, plan, report, inspect, lab, schemes, bench, chaos):
+    for module in (train, compare, plan, report, inspect, lab, doctor, schemes, bench, chaos):
         module.add_parser(commands)
     demo.add_parser(commands, parser.parse_args)
     return parser

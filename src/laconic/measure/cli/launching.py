@@ -20,7 +20,7 @@ from laconic.measure.train.progress import WATCHED
 from laconic.measure.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
-_AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'
+AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
 
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(lab.hosts))))
     env = {"OMP_NUM_THREADS": threads}
-    command = ["sh", "-c", _AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
+    command = ["sh", "-c", AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
     code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
     if signals:
         raise KeyboardInterrupt

@@ -10,12 +10,12 @@ def number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns wide enough for their cells: the first to the left, the others to the right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """Columns wide enough for their cells: the first ones to the left, the others to the right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i < num_left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in [head, ["-" * width for width in widths], *rows]

@@ -80,7 +80,7 @@ def measure_links(
     no rank are measured at once, as a collective uses them.
     """
     group = group or world()
-    device = _device_of(group)
+    device = device_of(group)
     rounds = _rounds(_some_pairs(group.size()) if pairs is None else pairs)
     probe = _Probe(group, device)
     most_s = _PAIRS_S / max(1, 2 * len(rounds))
@@ -264,7 +264,7 @@ def _measured(
     return found
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the group takes tensors from: the host, unless it is NCCL's alone."""
     cpu = torch.device("cpu")
     return cpu if backend_for(group, cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
