@@ -84,6 +84,7 @@ class Bucket:
     flat: Tensor
     is_last: bool
     is_plain: bool = False  # goes whole and in its own type, whatever the scheme says
+    was_late: bool = False  # the mean is over the others, who had agreed on it before this worker spoke
 
 
 def halves_of(count: int) -> list[tuple[int, int]]:

@@ -15,10 +15,11 @@ class Undo:
         """Copy them as they are."""
         self._before += [(tensor, tensor.clone()) for tensor in tensors]
 
-    def restore_(self) -> None:
-        """Overwrite everything remembered; it stays remembered."""
+    def restore_(self, only: Sequence[Tensor] | None = None) -> None:
+        """Overwrite everything remembered, or these of it; it stays remembered."""
         for tensor, before in self._before:
-            tensor.copy_(before)
+            if only is None or any(tensor is one for one in only):
+                tensor.copy_(before)
 
     def forget(self) -> None:
         """Remember nothing: another step begins."""

@@ -83,6 +83,7 @@ class OuterFollower(SavedTogether):
         self._first_step = 0
         self._num_turns = 0
         self._skipped = 0
+        self._late_turns = 0
         self._seconds = 0.0
         self._waited_s = 0.0
         self._closed = False
@@ -122,14 +123,14 @@ class OuterFollower(SavedTogether):
         delay = self.scheme.trigger.lateness(self._steps)
         sent = now if delay and self.scheme.trigger.mix is None else None
         buffers = None
-        buckets = fragment.buckets(mean)
+        parts = buckets = fragment.buckets(mean)
         if self._buffers.layout.spans and number == max(self._fragments):
             buffers = self._buffers.read()
             buckets = [Bucket(0, self._buffers.layout, buffers, is_last=not buckets, is_plain=True), *buckets]
         if self._within is not None and not self._is_finite_within(mean, buffers):
             mean.fill_(torch.nan)  # or a share that is finite would keep what is told again, and say it twice
         outcomes = self._exchange(buckets)
-        self._under_way.append(Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, outcomes))
+        self._under_way.append(Turn(number, self._steps + delay, delay > 0, mean, sent, buffers, parts, outcomes))
 
     def _is_finite_within(self, mean: Tensor, buffers: Tensor | None) -> bool:
         """Whether no process of this node has anything that its session, or that of another share, takes for Inf."""
@@ -181,6 +182,7 @@ class OuterFollower(SavedTogether):
             for outcome in turn.outcomes:
                 outcome.wait()
         turn.outcomes = ()
+        turn.note_unheard()
 
     def _wait_for_all(self) -> None:
         """Until nothing is on its way, since two threads must not talk at once; results stay where they are."""
@@ -232,6 +234,9 @@ class OuterFollower(SavedTogether):
             self._heal_()
             return
         self._num_turns += 1
+        self._late_turns += bool(turn.unheard)
+        now = fragment.read() if turn.unheard else fragment.anchor
+        before = fragment.anchor.clone() if turn.unheard else fragment.anchor
         self._step_anchor_(fragment, turn.mean)
         if turn.sent is not None:
             fragment.add_(fragment.anchor - turn.sent)
@@ -239,6 +244,12 @@ class OuterFollower(SavedTogether):
             fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
         else:
             fragment.write_(fragment.anchor)  # equal on all workers, bit for bit, but for those in pairs
+        if turn.unheard:
+            moved = fragment.read()
+            for start, stop in turn.unheard:  # its drift was not heard, stays as it is, and is told in its next turn
+                inside = slice(start, stop)
+                moved[inside] = now[inside] + (fragment.anchor[inside] - before[inside])
+            fragment.write_(moved)
         if turn.buffers is not None:
             self._buffers.write_(turn.buffers)
             self._agreed = turn.buffers
@@ -359,8 +370,9 @@ class OuterFollower(SavedTogether):
             "dense_bytes_out": dense,
             "seconds": {**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
         }
-        rounds = {"turns": self._num_turns, "waited_s": self._waited_s, "background_s": said.seconds}
-        return OuterStats(**{**vars(said), **own, **rounds})
+        rounds = {"turns": self._num_turns, "late_rounds": self._late_turns}
+        times = {"waited_s": self._waited_s, "background_s": said.seconds}
+        return OuterStats(**{**vars(said), **own, **rounds, **times})
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, to be saved per rank beside its model and optimizer.
@@ -368,7 +380,7 @@ class OuterFollower(SavedTogether):
         What is under way is waited for and saved with it, to be applied when it is due.
         """
         self._wait_for_all()
-        progress = state.Progress(self._steps, self._num_turns, self._skipped)
+        progress = state.Progress(self._steps, self._num_turns, self._skipped, self._late_turns)
         return {
             **state.save(self.scheme, self.rank, self.num_workers, self._share.number, progress),
             "anchor": self._named(lambda fragment: fragment.anchor),
@@ -409,6 +421,7 @@ class OuterFollower(SavedTogether):
         self._alike = False
         self._num_turns = progress.turns
         self._skipped = progress.skipped
+        self._late_turns = progress.late
         self._under_way = deque(Turn.of(turn, self._device) for turn in own["under_way"])
 
     def close(self) -> None:

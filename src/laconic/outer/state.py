@@ -19,6 +19,7 @@ class Progress:
     steps: int
     turns: int
     skipped: int
+    late: int
 
 
 def save(scheme: OuterScheme, rank: int, num_workers: int, share: int, progress: Progress) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def save(scheme: OuterScheme, rank: int, num_workers: int, share: int, progress:
         "step": progress.steps,
         "turns": progress.turns,
         "skipped": progress.skipped,
+        "late": progress.late,
     }
 
 
@@ -61,7 +63,7 @@ def load(
     own = mine[0] if mine else states[0]
     if own["under_way"] and own["trigger"] != write_part("trigger", scheme.trigger):
         raise StateError(f"results of trigger={own['trigger']} are under way in the state; resume with that trigger")
-    return states, own, Progress(own["step"], own["turns"], own["skipped"])
+    return states, own, Progress(own["step"], own["turns"], own["skipped"], own.get("late", 0))
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Any]:

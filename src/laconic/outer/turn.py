@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from laconic.layout import Bucket
+
 
 @dataclass
 class Turn:
@@ -21,13 +23,30 @@ class Turn:
     mean: Tensor
     sent: Tensor | None  # the model as it was, where that is asked for later
     buffers: Tensor | None  # of norms, which become their means
+    buckets: Sequence[Bucket] = ()  # of the mean
     outcomes: Sequence[Future[Tensor]] = ()  # none where the exchange is over
+    unheard: Sequence[tuple[int, int]] = ()  # (start, stop) of what was told too late: the mean there is that of others
+
+    def note_unheard(self) -> None:
+        """Once its exchange is over."""
+        stop = 0
+        for bucket in self.buckets:
+            start, stop = stop, stop + bucket.layout.num_entries
+            if bucket.was_late:
+                self.unheard = [*self.unheard, (start, stop)]
+        self.buckets = ()
 
     def state_dict(self) -> dict[str, Any]:
         """To be saved, once its exchange is over."""
         vectors = {"mean": self.mean, "sent": self.sent, "buffers": self.buffers}
         on_host = {name: None if vector is None else vector.to("cpu", copy=True) for name, vector in vectors.items()}
-        return {"number": self.number, "due": self.due, "is_late": self.is_late, **on_host}
+        told = {
+            "number": self.number,
+            "due": self.due,
+            "is_late": self.is_late,
+            "unheard": [list(s) for s in self.unheard],
+        }
+        return {**told, **on_host}
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], device: torch.device) -> Turn:
@@ -35,4 +54,5 @@ class Turn:
         vectors: dict[str, Any] = {
             name: None if saved[name] is None else saved[name].to(device) for name in ("mean", "sent", "buffers")
         }
-        return cls(saved["number"], saved["due"], saved["is_late"], **vectors)
+        unheard = [(start, stop) for start, stop in saved.get("unheard", ())]
+        return cls(saved["number"], saved["due"], saved["is_late"], **vectors, unheard=unheard)

@@ -140,11 +140,12 @@ class PushPull(Path):
         else:
             flat.zero_()
             flat.index_copy_(0, answered.positions.to(flat.device), mean)
-        assert work.taken is not None
-        if work.taken.positions is None:
-            return
+        chosen = torch.empty(0, dtype=torch.int64, device=flat.device)  # by who spoke too late, and learns the same
+        if work.taken is not None:
+            if work.taken.positions is None:
+                return
+            chosen = work.taken.positions[work.taken.num_fixed :]
         at = nonzero(answered.free(self._divisions[work.layout]))
-        chosen = work.taken.positions[work.taken.num_fixed :]
         self._num_pushed += chosen.numel()
         self._num_answered += at.numel()
         union = at if answered.positions is None else answered.positions.index_select(0, at)

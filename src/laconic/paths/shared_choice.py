@@ -36,8 +36,7 @@ class SharedChoice:
 
     def write_(self, work: Work, mean: Tensor) -> None:
         """Overwrite the bucket with the mean where something was sent, and with zeros elsewhere."""
-        assert work.taken is not None
-        positions = work.taken.positions
+        positions = work.taken.positions if work.taken is not None else None  # of a dense step, said too late
         if positions is None:
             work.flat.copy_(mean)
             return

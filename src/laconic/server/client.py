@@ -28,7 +28,7 @@ class ServerClient:
     """One of M workers whose entries are answered for by ranks that hold no data; what all of them say is in step.
 
     `num_living` and `place`, this worker's among those, are as of the last answer. What the servers add up is over the
-    living; a sum over M is that, times M over their number.
+    living; a sum over M is that, times M over their number. `was_late`: the last one was given without this worker.
     """
 
     owned_share: int | None = None
@@ -48,6 +48,7 @@ class ServerClient:
         self.num_shares = len(addresses)
         self.num_living = num_workers
         self.place = rank
+        self.was_late = False
         self.traffic = Traffic()
         self._longest = longest  # bytes of an answer whose length only the server knows
         self._patience_s = _PATIENCE * timeout_s
@@ -77,7 +78,8 @@ class ServerClient:
         return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        tensor.copy_(sum_over(self._add(tensor, Kind.SUM, kind), self.num_workers).view(tensor.shape))
+        how = Kind.SUM if kind == "dense" else Kind.TOTAL  # a server waits for all where this is no part of a round
+        tensor.copy_(sum_over(self._add(tensor, how, kind), self.num_workers).view(tensor.shape))
 
     def _add(self, tensor: Tensor, how: Kind, kind: str) -> list[Message]:
         """Each server's sum of its piece."""
@@ -117,12 +119,14 @@ class ServerClient:
                 bytes_out += connection.send(replace(about, payload=payload))
         for number in range(self.num_shares):
             with self._connected(number) as connection:
-                most = {about.kind: longest[number] if longest else self._longest, Kind.ERROR: _ERROR_BYTES}
+                room = longest[number] if longest else self._longest
+                most = {about.kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES}
                 reply = connection.receive(most, self._patience_s)
             if reply.kind == Kind.ERROR:
                 raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
             self.num_living = reply.living
             self.place = reply.place
+            self.was_late = reply.kind == Kind.LATE
             replies.append(reply)
         bytes_in = sum(reply.num_bytes for reply in replies)
         if kind:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +34,7 @@ class ServerStats:
     steps: int  # of which it was asked for entries; of dense ones it is not
     num_workers: int
     lost: dict[int, str]  # worker -> how, and after which step
+    late: dict[int, int]  # worker -> its messages that came when their round was over
     bytes_out: int  # of training: tests, stats and checkpoints are not counted
     bytes_in: int
     held_bytes: int  # what it keeps between steps, at most its share of the model
@@ -46,15 +48,18 @@ def serve(
     *,
     servers: Sequence[int] = (0,),
     timeout_s: float = TIMEOUT_S,
+    wait_s: float | None = None,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> ServerStats:
     """Answer the workers until they are done; a call of each rank in `servers` while all others attach or follow.
 
     A worker that hangs up, or lets the others wait for longer than `timeout_s`, is left behind: means and votes are
-    over those from then on. `facts` are told beside the stats to workers that ask.
+    over those from then on. With `wait_s`, for outer steps under one server, who is late by more than that is not
+    waited for either, but lives: its drift comes later. `facts` are told beside the stats to workers that ask.
     """
+    check_wait(scheme, wait_s, len(servers))
     scheme = served_scheme(scheme)
-    listener = Listener(world().size() - len(servers), timeout_s)
+    listener = Listener(world().size() - len(servers), timeout_s, wait_s=math.inf if wait_s is None else wait_s)
     exchange_addresses(servers, listener.address)
     asked = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
     for rank, terms in asked.items():
@@ -85,6 +90,19 @@ def served_scheme(scheme: AnyScheme | str) -> Scheme:
     if not isinstance(made, Scheme) or not made.has_owners:
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
     return made
+
+
+def check_wait(scheme: AnyScheme | str, wait_s: float | None, num_servers: int) -> None:
+    """An error where nobody can be late."""
+    if wait_s is None:
+        return
+    made = parse(scheme) if isinstance(scheme, str) else scheme
+    if not isinstance(made, OuterScheme):
+        raise SchemeError(f"{made} has no outer steps, and a gradient cannot come later; leave the wait budget out")
+    if not 0 <= wait_s < math.inf:
+        raise SchemeError(f"the wait budget is {wait_s}; give seconds, 0 to wait for nobody")
+    if num_servers != 1:
+        raise SchemeError(f"a wait budget is one server's, who says who is late, not that of {num_servers}; use one")
 
 
 def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool, longest: int = longest_message()) -> str:
@@ -140,7 +158,9 @@ class _RequestHandler:
                 theirs = message.payload
                 if (theirs.dtype, theirs.numel()) != (about.payload.dtype, about.payload.numel()):
                     self._refuse(rank, f"{theirs.numel()} {theirs.dtype} to add up, the others did not")
-            return reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
+            total = reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
+            num_living = len(self.listener.living)  # over whom it is, as workers take it
+            return total if len(heard) == num_living else total * (num_living / len(heard))
         giver = next((rank for rank, message in heard.items() if message.payload.numel()), next(iter(heard)))
         given = heard[giver].payload
         if about.kind == Kind.ECHO:
@@ -192,6 +212,7 @@ class _RequestHandler:
             steps=self.num_steps,
             num_workers=self.listener.num_workers,
             lost=dict(self.listener.lost),
+            late=dict(self.listener.late),
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             held_bytes=self.owner.num_bytes,

@@ -45,6 +45,12 @@ class OverflowRule:
             work.account.refund_(work.taken.positions, work.taken.values)
         work.flat.fill_(0.0 if self.zeroes else torch.nan)
 
+    def take_back_(self, work: Work) -> None:
+        """What was taken out of a bucket's account came too late: all that it keeps is as it was before."""
+        assert self._undoes, "who cannot undo is never late"
+        self._undo.restore_(work.account.kept)
+        work.taken = None
+
     def end_step_(self) -> bool:
         """Take the step back if that is asked for; whether it overflowed."""
         overflowed = self._overflowed

@@ -85,10 +85,13 @@ class Session:
         """Send its next message; what all said."""
         assert talk.message is not None
         with self._clock.time("exchange", talk.work.device):
-            return talk.message()
+            heard = talk.message()
+        talk.was_late = self.transport.was_late
+        return heard
 
     def end_(self, talk: Talk) -> None:
         """Apply what was heard; with the last bucket of a step the step ends."""
+        talk.work.bucket.was_late = talk.was_late and talk.said is not None
         self._close_(talk.work, talk.path, talk.said)
         self._num_ended += 1
         if self._is_whole and self._num_ended == len(self._seen):
@@ -128,12 +131,17 @@ class Session:
             work.aside = SetAside([tensor[span] for tensor in work.account.kept for span in idle])
 
     def _close_(self, work: Work, path: Path, said: Said | None) -> None:
-        """Owe what rounding lost and apply what was heard; or, where someone was not finite, neither."""
+        """Owe what rounding lost and apply what was heard; or, where someone was not finite, neither.
+
+        Of what was said too late everything is owed.
+        """
         with self._clock.time("decode", work.device):
             if said is None:
                 self._overflow.overflow_(work)
             else:
-                if work.taken is not None:
+                if work.bucket.was_late:
+                    self._overflow.take_back_(work)
+                elif work.taken is not None:
                     _settle_(work.account, work.taken, said.sent, refunds=self.scheme.memory.refunds)
                 path.apply_(work, said)
                 if not path.looks:

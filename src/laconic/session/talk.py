@@ -16,6 +16,7 @@ class Talk:
     speech: Speech
     message: Message | None = None
     said: Said | None = None
+    was_late: bool = False  # what was heard last is without what this worker said
 
     def go_on(self, heard: Any = None) -> None:
         """Hand the path what all said, and have its next message; `heard` is None at the beginning."""

@@ -5,6 +5,7 @@ half-way is waited for for ever, and a question takes three hand-shakes and two 
 8 in all (75,770 entries, two busy processes on two cores).
 """
 
+import math
 import socket
 import ssl
 import struct
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     ERROR = auto()
     QUESTION = auto()  # answered by as many bytes as it asks for, without a head
     COMBINE = auto()
+    LATE = auto()  # the answer of a round that its hearer spoke too late for
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -156,11 +158,12 @@ class Connection:
         while view:
             view = view[self._link.send(view, flags) :]
 
-    def send_while_taken(self, views: deque[memoryview], pause_s: float) -> None:
+    def send_while_taken(self, views: deque[memoryview], pause_s: float, turn_s: float = math.inf) -> None:
         """Say of these what the other end takes, until it takes nothing for so long, and leave the rest there."""
+        until = time.monotonic() + turn_s
         self._link.settimeout(pause_s)
         with suppress(TimeoutError):
-            while views:
+            while views and time.monotonic() < until:
                 views[0] = views[0][self._link.send(views[0], _MORE if len(views) > 1 else 0) :]
                 if not views[0]:
                     views.popleft()

@@ -102,6 +102,10 @@ class FaultyTransport:
     def num_living(self) -> int:
         return self._inner.num_living
 
+    @property
+    def was_late(self) -> bool:
+        return self._inner.was_late
+
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         tensor.copy_(self.faults.filled(tensor))
         self._inner.all_reduce_(tensor, kind)

@@ -40,6 +40,11 @@ class Transport(Protocol):
         """The workers that are still there; all of them where none can be lost."""
         return self.num_workers
 
+    @property
+    def was_late(self) -> bool:
+        """Whether what was last heard was agreed on without this worker; never where all wait for each other."""
+        return False
+
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         """Replace `tensor` by the sum over all workers, bit-equal on each."""
 

@@ -22,7 +22,7 @@ _STEPS = 50
 # What a run in one process has no use for, and what is said otherwise here.
 _WITHOUT = (
     *("scheme", "steps", "epochs", "eval_every", "backend", "device", "amp", "compile"),
-    *("servers", "server_timeout", "flipped", "in_process"),
+    *("servers", "server_timeout", "wait", "flipped", "in_process"),
     *("out", "no_checkpoint", "resume", "tensorboard", "quiet", "json"),
 )
 _HEAD = ("layer", "entries", "zeros", "mean |x|", "W1 Laplace", "W1 Gaussian", "closer", "t0/exact", "caught/k")

@@ -16,7 +16,7 @@ from laconic.measure.train.optimizer import OPTIMIZERS
 from laconic.measure.train.training import settled
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
-from laconic.server.serve import TIMEOUT_S
+from laconic.server.serve import TIMEOUT_S, check_wait
 
 DEFAULT_STEPS = 300
 SCHEDULES = ("cosine", "constant")
@@ -47,6 +47,7 @@ class Job:
     workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
     servers: int = _option(0, "more processes, or hosts of --hosts, that hold no data and answer for a server scheme")
     server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
+    wait: float | None = _option(None, "seconds that a server waits for late workers of outer steps (default: for all)")
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
     max_seconds: float | None = _option(None, "training time that ends a run of gradients earlier than its steps")
@@ -142,6 +143,7 @@ class Job:
             raise TaskError("--scheme auto chooses for workers alone; leave --servers and --in-process out")
         if self.servers < 0:
             raise TaskError(f"--servers is {self.servers}; give 0 or more")
+        check_wait(self.scheme, self.wait, self.servers)
         if not 0 <= self.flipped <= self.workers:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
         if self.in_process and (self.resume or self.servers > self.workers or self.tensorboard):

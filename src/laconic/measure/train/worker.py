@@ -124,7 +124,8 @@ def _serve(job: Job) -> int:
     with _process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
             facts = partial(link_bytes_since, interface_bytes())  # a lab stands longer than one run in it
-            serve(job.scheme, servers=range(job.servers), timeout_s=job.server_timeout, facts=facts)
+            servers = range(job.servers)
+            serve(job.scheme, servers=servers, timeout_s=job.server_timeout, wait_s=job.wait, facts=facts)
         else:
             dist.barrier()
     return 0
