@@ -78,7 +78,7 @@ class ServerClient:
         return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        how = Kind.SUM if kind == "dense" else Kind.TOTAL  # a server waits for all where this is no part of a round
+        how = Kind.SUM if kind == "dense" else Kind.AVERAGE  # which no wait budget cuts short
         tensor.copy_(sum_over(self._add(tensor, how, kind), self.num_workers).view(tensor.shape))
 
     def _add(self, tensor: Tensor, how: Kind, kind: str) -> list[Message]:

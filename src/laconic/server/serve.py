@@ -153,7 +153,7 @@ class _RequestHandler:
                 self.listener.fail(error)
             layout = self.layouts[about.bucket]
             return self.owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
-        if about.kind in (Kind.SUM, Kind.TOTAL):
+        if about.kind in (Kind.SUM, Kind.TOTAL, Kind.AVERAGE):
             for rank, message in heard.items():
                 theirs = message.payload
                 if (theirs.dtype, theirs.numel()) != (about.payload.dtype, about.payload.numel()):

@@ -41,6 +41,7 @@ class Kind(IntEnum):
     ERROR = auto()
     QUESTION = auto()  # answered by as many bytes as it asks for, without a head
     COMBINE = auto()
+    AVERAGE = auto()  # a sum of models, of all who live
     LATE = auto()  # the answer of a round that its hearer spoke too late for
 
     def __str__(self) -> str:
