@@ -54,10 +54,18 @@ def _measured(**changed: object) -> Measured:
 
 
 def test_what_the_backward_pass_hides_costs_nothing() -> None:
-    # Three quarters leave at 50 ms and are there at 71; the rest takes 7 ms from 90 on, and the optimizer 20.
+    # Three quarters leave at 50 ms and are there at 71; the rest takes 2 ms of work, 1 of latency and 4.5 of bytes from
+    # 90 on, and then the optimizer 20.
     found = predict(candidate("bf16"), COMPUTE, REHEARSAL)
-    assert found.step_s == pytest.approx(0.09 + 0.007 + 0.02)
-    assert found.talk_s == pytest.approx(0.005)
+    assert found.step_s == pytest.approx(0.09 + 0.0075 + 0.02)
+    assert found.talk_s == pytest.approx(0.0055)
+
+
+def test_in_a_pipeline_the_longest_station_counts() -> None:
+    whole = replace(COMPUTE, arrivals_s=(0.09, 0.09), num_entries=(200, 200), pipelined=True)
+    found = predict(candidate("bf16"), whole, replace(REHEARSAL, choose_s=0.01, apply_s=0.01, fixed_s=0.0))
+    # The first is chosen in 5 ms and travels for 10, the second for 10 more, and is applied in 5.
+    assert found.step_s == pytest.approx(0.09 + 0.005 + 0.02 + 0.005 + 0.02)
 
 
 def test_work_beside_a_step_is_paid_where_no_core_is_free() -> None:
