@@ -39,7 +39,7 @@ class Runs:
 
 def can_show() -> bool:
     """Whether there is a terminal to show runs on, and what it takes."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    if not (sys.stderr.isatty() and os.isatty(2)) or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     try:
         import rich  # noqa: F401
