@@ -26,7 +26,7 @@ from laconic.measure.measures import MEASURES
 from laconic.measure.records import Recorder
 from laconic.measure.train import DIVERGED, Job, resume
 from laconic.measure.train.checkpoint import save_checkpoint
-from laconic.measure.train.launch import _first_failure
+from laconic.measure.train.launch import _first_failure, _local_store
 from laconic.measure.train.result import beside_dense
 from workers import FewWorkers, exit_code, start_forked
 
@@ -164,6 +164,24 @@ def test_a_resumed_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
             assert torch.equal(got["session"]["memory"]["residual"][name], tensor)
         if rank == 0:
             assert all(torch.equal(got["model"][name], tensor) for name, tensor in want["model"].items())
+
+
+def test_an_older_torch_gets_the_store_that_it_can_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.6 the store by libuv takes no socket that listens already."""
+    asked: list[bool] = []
+    make: Any = torch.distributed.TCPStore
+
+    def of_torch_2_6(*place: Any, use_libuv: bool = True, **how: Any) -> Any:
+        asked.append(use_libuv)
+        if use_libuv:
+            raise NotImplementedError("does not support initialization with an listen fd")
+        return make(*place, use_libuv=False, **how)
+
+    monkeypatch.setenv("LACONIC_SECRET", "0" * 32)  # else it would stay
+    monkeypatch.setattr("torch.distributed.TCPStore", of_torch_2_6)
+    store = _local_store()
+    store.set("place", "here")
+    assert store.get("place") == b"here" and asked == [True, False]
 
 
 def test_compare_prints_rows(tmp_path: Path) -> None:

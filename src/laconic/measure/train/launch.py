@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from laconic.errors import LaunchError
@@ -123,9 +124,19 @@ def _local_store() -> TCPStore:
     os.environ.setdefault("LACONIC_SECRET", secrets.token_hex(16))
     link = socket.create_server(("127.0.0.1", 0))
     port = link.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=link.detach()
+    make = partial(
+        TCPStore,
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=link.detach(),
     )
+    try:
+        return make()
+    except NotImplementedError:  # in torch 2.6 its newer half takes no socket that listens already
+        return make(use_libuv=False)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
