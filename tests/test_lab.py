@@ -562,7 +562,7 @@ def test_a_progress_bar_is_a_line_for_each_of_its_states(two_hosts: Lab, capfd: 
         ("[ $LACONIC_HOST = 0 ] || exit 3; sleep 1000", 3, 0.5),  # host 0 is ended, which does not count
         ("[ $LACONIC_HOST = 0 ] || exit 3; sleep 0.1; exit 7", 7, 120),  # within the grace
         ("kill -9 $$", 137, 120),
-        ("exec no-such-command", 127, 120),
+        ("exec /no-such-command", 127, 120),
     ],
 )
 def test_the_worst_exit_code_is_returned(two_hosts: Lab, command: str, code: int, grace_s: float) -> None:
