@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from torch import nn
 from laconic.errors import TaskError
 from laconic.measure.train import resume
 from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, forget_after, save_checkpoint
+from laconic.transport import InProcess, in_process
 from workers import FewWorkers
 
 
@@ -122,6 +124,42 @@ def test_what_has_rotted_is_noticed_and_the_older_one_is_loaded(
     spoil(tmp_path / "checkpoint" / "step-30" / name)
     with pytest.raises(TaskError, match=f"{said}; put a copy of it there, or leave --resume out to start afresh"):
         find_checkpoint(tmp_path)
+
+
+class _Met(FewWorkers):
+    """Virtual workers as a job's."""
+
+    def __init__(self, transport: InProcess) -> None:
+        super().__init__(transport.rank, transport.num_workers)
+        self._transport = transport
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        rows: list[list[float]] = self._transport.all_gather(torch.tensor(mine, dtype=torch.float64), "").tolist()
+        return rows
+
+
+def test_workers_look_at_each_file_once_among_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    really_digest = hashlib.file_digest
+
+    def digest(file: Any, name: str) -> Any:
+        looked_at.append(str(Path(file.name).relative_to(tmp_path / "checkpoint")))
+        return really_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+
+    def work(transport: InProcess) -> Checkpoint:
+        group = _Met(transport)
+        for step in (10, 20):
+            save(tmp_path, step, transport.rank, workers=group)
+        if transport.rank == 0:
+            (tmp_path / "checkpoint" / "step-20" / "rank-1.pt").write_bytes(b"")
+        group.gather([])
+        return find_checkpoint(tmp_path, group)
+
+    for checkpoint in in_process(3, work):
+        assert checkpoint.step == 10 and "rank-1.pt is damaged; going on from step 10" in checkpoint.remarks[0]
+    assert sorted(looked_at) == [f"step-{step}/rank-{rank}.pt" for step in (10, 20) for rank in range(3)]
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:

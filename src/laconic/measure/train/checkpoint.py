@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,12 +101,15 @@ def forget_after(folder: Path, step: int) -> None:
             old.rename(aside)
 
 
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """The newest whole checkpoint in a folder; every byte of it has been looked at."""
+def find_checkpoint(folder: Path, group: WorkerGroup | None = None) -> Checkpoint:
+    """The newest whole checkpoint in a folder; every byte of it has been looked at.
+
+    Among a group that is a call which all workers make, and each looks at its part of the files.
+    """
     remarks = []
     for step, there in _generations(folder / _FOLDER):
         about = _read_manifest(there)
-        damage = f"{there / _MANIFEST} is damaged" if about is None else _damage(there, about)
+        damage = f"{there / _MANIFEST} is damaged" if about is None else _damage(there, about, group)
         if about is None or damage:
             remarks.append(damage)
             continue
@@ -125,18 +128,34 @@ def _generations(home: Path) -> list[tuple[int, Path]]:
     return sorted(((int(name[1]), path) for name, path in found if name), reverse=True)
 
 
-def _damage(there: Path, about: Mapping[str, Any]) -> str:
+def _damage(there: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
     """What is wrong with a checkpoint's files; nothing where they are as they were written."""
     if about.get("format") != _FORMAT:
         return f"{there} is of laconic {about.get('laconic')}, whose format this version does not read"
-    for name, fact in about["files"].items():
-        part = there / name
-        if not part.is_file():
-            return f"{part} is missing"
-        with part.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != fact["sha256"]:
-                return f"{part} is damaged"
-    return ""
+    files = list(about["files"].items())
+    own = range(group.place, len(files), group.num_living) if group else range(len(files))
+    first = next((number for number in own if not _is_whole(there / files[number][0], files[number][1])), len(files))
+    if group:
+        rows = group.gather([about["step"], first])
+        if len(steps := {int(step) for step, _ in rows}) > 1:
+            raise other_steps(there.parent.parent, steps)
+        first = min(int(number) for _, number in rows)
+    if first == len(files):
+        return ""
+    part = there / files[first][0]
+    return f"{part} is {'damaged' if part.is_file() else 'missing'}"
+
+
+def _is_whole(part: Path, fact: Mapping[str, Any]) -> bool:
+    if not part.is_file():
+        return False
+    with part.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == str(fact["sha256"])
+
+
+def other_steps(folder: Path, steps: Collection[int]) -> TaskError:
+    """What to say where not all workers find the same."""
+    return TaskError(f"workers find other steps in {folder}: {sorted(steps)}; give an --out that all hosts share")
 
 
 def _keep_two(home: Path, step: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from laconic.attach import Attached
 from laconic.errors import TaskError
 from laconic.measure.tasks import TASKS
-from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from laconic.measure.train.checkpoint import Checkpoint, find_checkpoint, other_steps, save_checkpoint
 from laconic.measure.train.job import Job
 from laconic.measure.train.loop import TrainingLoop
 from laconic.outer import OuterFollower
@@ -45,7 +45,7 @@ def resume_(loop: TrainingLoop) -> None:
     learner = loop.learner
     rank = loop.course.rank
     assert job.out is not None
-    checkpoint = find_checkpoint(job.out)
+    checkpoint = find_checkpoint(job.out, loop.group)
     states = checkpoint.load()
     check_resume(job, loop.course.num_steps, checkpoint, states)
     _check_layout(checkpoint, learner.model)
@@ -64,7 +64,7 @@ def resume_(loop: TrainingLoop) -> None:
         loop.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
     found = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
     if len(found) > 1:
-        raise TaskError(f"workers find other steps in {job.out}: {sorted(found)}; give an --out that all hosts share")
+        raise other_steps(job.out, found)
 
 
 def settings(job: Job) -> dict[str, Any]:
