@@ -42,10 +42,17 @@ class Seen:
 
 
 def as_torchrun_does() -> None:
-    """The variables by which trainers see that they were launched."""
+    """The variables by which trainers see that they were launched; those of torchrun, where it did."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, TORCHELASTIC_RUN_ID="test")
-    os.environ.update(ACCELERATE_USE_CPU="true", GROUP_RANK="0")
+    os.environ.update(ACCELERATE_USE_CPU="true", GROUP_RANK="0", GROUP_WORLD_SIZE="1")
+
+
+def devices_and_nodes() -> dict[str, int]:
+    """What Lightning wants to be told again."""
+    return {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "num_nodes": int(os.environ["GROUP_WORLD_SIZE"])}
 
 
 def net() -> nn.Sequential:

@@ -35,7 +35,7 @@ def _train(
 ) -> tuple[Seen, Any, Any]:
     as_torchrun_does()
     kwargs: Any = DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB)
-    accelerator = Accelerator(kwargs_handlers=[kwargs], gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs], gradient_accumulation_steps=accumulate)
     model = net()
     ddp, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(dataset(), batch_size=BATCH))
     session = attach(accelerator, ddp, SCHEME, **options)
@@ -71,7 +71,7 @@ def test_accelerate_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
 
 def _follow() -> bool:
     as_torchrun_does()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=True)
     model = net()
     optimizer, loader = accelerator.prepare(sgd(model), DataLoader(dataset(), batch_size=BATCH))
     follower = laconic.follow(model, optimizer, OUTER)

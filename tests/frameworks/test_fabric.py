@@ -20,6 +20,7 @@ from frameworks.common import (
     as_torchrun_does,
     check,
     dataset,
+    devices_and_nodes,
     followed,
     net,
     sgd,
@@ -31,7 +32,7 @@ from workers import WorkerPool
 
 def _fabric() -> Fabric:
     as_torchrun_does()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(bucket_cap_mb=BUCKET_MB))
+    fabric = Fabric(accelerator="cpu", **devices_and_nodes(), strategy=DDPStrategy(bucket_cap_mb=BUCKET_MB))
     fabric.launch()
     return fabric
 

@@ -19,6 +19,7 @@ from frameworks.common import (
     as_torchrun_does,
     check,
     dataset,
+    devices_and_nodes,
     followed,
     net,
     sgd,
@@ -57,7 +58,7 @@ def _train(
     strategy = LaconicStrategy(scheme, options=options, bucket_cap_mb=BUCKET_MB)
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        **devices_and_nodes(),
         strategy=strategy,
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
@@ -72,11 +73,14 @@ def _train(
     trainer.fit(module, DataLoader(dataset(), batch_size=BATCH), ckpt_path=load)
     if epochs == 1:
         trainer.save_checkpoint(folder / "one.ckpt")
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))  # wraps the model anew
     return seen, module.net, strategy.session
 
 
 def _all(folder: Path) -> dict[str, Any]:
-    _train(folder, epochs=1)
+    _, _, twice = _train(folder, epochs=1)
+    assert twice.stats().steps == 8  # its session went on
     return what_shows(
         {
             "whole": _train(folder),
@@ -95,10 +99,10 @@ def test_lightning_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
 def _follow(folder: Path) -> tuple[bool, bool]:
     seen, model, follower = _train(folder, scheme=OUTER)
     same = torch.equal(vector(model), followed(seen.batches))
-    resumed = _train(folder, scheme=OUTER, epochs=1)[2].state_dict()["step"]
+    twice = _train(folder, scheme=OUTER, epochs=1)[2].state_dict()["step"]
     again = _train(folder, scheme=OUTER, load=folder / "one.ckpt")[2].state_dict()["step"]
     follower.close()
-    return same, (resumed, again) == (4, 8)
+    return same, (twice, again) == (8, 8)
 
 
 def test_lightning_follows(two_workers: WorkerPool, tmp_path: Path) -> None:

@@ -14,11 +14,28 @@ from laconic.outer import OuterFollower
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 
+Joined = Attached | Follower | OuterFollower
+
 
 def join(
-    ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: AnyScheme | str, **options: Any
-) -> Attached | Follower | OuterFollower:
-    """What attach() returns, or follow() of the model in `ddp`, which then exchanges nothing by itself."""
+    ddp: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: AnyScheme | str,
+    before: Joined | None = None,
+    **options: Any,
+) -> Joined:
+    """What attach() returns, or follow() of the model in `ddp`, which then exchanges nothing by itself.
+
+    It goes on from what the same model kept `before` it was wrapped anew, and closes that.
+    """
+    joined = _join(ddp, optimizer, scheme, options)
+    if before is not None:
+        joined.load_state_dict(before.state_dict())
+        before.close()
+    return joined
+
+
+def _join(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: AnyScheme | str, options: dict[str, Any]) -> Joined:
     scheme = parse(scheme) if isinstance(scheme, str) else scheme
     ddp = unwrapped(ddp)
     if not isinstance(scheme, GossipScheme | OuterScheme) or not isinstance(ddp, DistributedDataParallel):

@@ -8,8 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from laconic.attach.ddp import Attached
-from laconic.attach.join import join
+from laconic.attach.join import Joined, join
 from laconic.errors import SchemeError
 from laconic.gossip import Follower
 from laconic.outer import OuterFollower
@@ -28,7 +27,7 @@ class LaconicStrategy(DDPStrategy):
 
     def __init__(self, scheme: AnyScheme | str, *, options: Mapping[str, Any] | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
-        self.session: Attached | Follower | OuterFollower | None = None  # while it fits, and after
+        self.session: Joined | None = None  # while it fits, and after
         self._scheme = scheme
         self._options = dict(options or {})
         self._saved: Sequence[Mapping[str, Any]] | None = None
@@ -39,19 +38,14 @@ class LaconicStrategy(DDPStrategy):
         saved, self._saved = self._saved, None
         if trainer.state.fn != TrainerFn.FITTING or self.model is None:
             return
-        if len(self.optimizers) != 1:
-            raise SchemeError(f"there are {len(self.optimizers)} optimizers; LaconicStrategy takes one")
         scaler = getattr(self.precision_plugin, "scaler", None)
-        before, self.session = (
-            self.session,
-            join(self.model, self.optimizers[0], self._scheme, grad_scaler=scaler, **self._options),
+        self.session = join(
+            self.model, next(iter(self.optimizers)), self._scheme, self.session, grad_scaler=scaler, **self._options
         )
+        if isinstance(self.session, Follower | OuterFollower) and len(self.optimizers) > 1:
+            raise SchemeError(f"there are {len(self.optimizers)} optimizers; a model that follows others has one")
         if saved is not None:
             self.session.scatter_state(saved)
-        elif before is not None:  # a second fit() goes on
-            self.session.load_state_dict(before.state_dict())
-        if before is not None:
-            before.close()
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, and let a model that follows others do so."""

@@ -8,8 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from laconic.attach.ddp import Attached
-from laconic.attach.join import join
+from laconic.attach.join import Joined, join
 from laconic.gossip import Follower
 from laconic.outer import OuterFollower
 from laconic.scheme import AnyScheme
@@ -32,7 +31,7 @@ class LaconicMixin:
         self.add_callback(self.exchange)  # type: ignore[attr-defined]
 
     @property
-    def session(self) -> Attached | Follower | OuterFollower | None:
+    def session(self) -> Joined | None:
         """What attach() or follow() returned, once training began."""
         return self.exchange.session
 
@@ -49,19 +48,21 @@ class _Exchange(TrainerCallback):
     """Begins once the model is wrapped, and keeps a file beside what the trainer saves."""
 
     def __init__(self, trainer: Any, scheme: AnyScheme | str, options: dict[str, Any]) -> None:
-        self.session: Attached | Follower | OuterFollower | None = None
+        self.session: Joined | None = None
         self.resumes_from: Path | None = None
         self._trainer = trainer
+        self._wrapped: Any = None
         self._scheme = scheme
         self._options = options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to the model as it is wrapped now; one that is trained on is as before."""
+        """Attach to the model as it is wrapped now, unless it is as before."""
         trainer = self._trainer
-        if self.session is None:
+        if self.session is None or trainer.model_wrapped is not self._wrapped:
+            self._wrapped = trainer.model_wrapped
             scaler = trainer.accelerator.scaler
             self.session = join(
-                trainer.model_wrapped, trainer.optimizer, self._scheme, grad_scaler=scaler, **self._options
+                self._wrapped, trainer.optimizer, self._scheme, self.session, grad_scaler=scaler, **self._options
             )
         if self.resumes_from is not None:
             file = self.resumes_from / _FILE
