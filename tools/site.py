@@ -2,6 +2,8 @@
 
 Where a page says `<!-- names of laconic.select -->` or `<!-- options of laconic train -->`, these are put in, as are
 `<!-- plot of RECORD -->` and `<!-- age of RECORD -->`, which says whether the sources have changed since.
+`<!-- script of NAME -->` is a script in examples/ as a diff, in which the lines that hold laconic are new, and
+`<!-- text of FILE -->` a file there.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ from laconic.measure.results import changed_sources, read_result, with_figures
 
 ROOT = Path(__file__).parents[1]
 _LINE = 80
-_MADE = re.compile(r"<!-- (names|options|plot|age) of ([\w. -]+) -->")
+_MADE = re.compile(r"<!-- (names|options|plot|age|script|text) of ([\w./ -]+) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as it is built: mkdocs calls this for each."""
-    made = {"names": names_of, "options": options_of, "plot": plot_of, "age": age_of}
+    made = {
+        "names": names_of,
+        "options": options_of,
+        "plot": plot_of,
+        "age": age_of,
+        "script": script_of,
+        "text": text_of,
+    }
     return _MADE.sub(lambda found: made[found[1]](found[2]), with_figures(markdown, ROOT / "results"))
 
 
@@ -169,3 +178,18 @@ def age_of(name: str) -> str:
     """A line where the sources of a record are no longer those that it measured."""
     changed = changed_sources(read_result(ROOT / "results" / f"{name}.json"))
     return f"*Measured before {', '.join(f'`{one}`' for one in changed)} changed.*" if changed else ""
+
+
+def script_of(name: str) -> str:
+    """What a script says of itself, and the script as a diff."""
+    source = (ROOT / "examples" / f"with_{name}.py").read_text()
+    words = ast.get_docstring(ast.parse(source)) or ""
+    lines = source.split('"""\n', 1)[1].strip().splitlines()
+    marked = [f"{'+' if 'laconic' in line.lower() else ' '}{line.removesuffix('  # laconic')}" for line in lines]
+    return "\n".join([words, "", "```diff", *marked, "```"])
+
+
+def text_of(name: str) -> str:
+    """A file of examples/ as it is."""
+    path = ROOT / "examples" / name
+    return f"```{path.suffix[1:]}\n{path.read_text().rstrip()}\n```"
