@@ -24,7 +24,7 @@ from torch import Tensor
 from laconic.measure.train.worker_group import EndFacts
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
-CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo", "torch.distributed.fsdp"])
 
 
 class WorkerPool:

@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, AutoFollower, AutoSession, HookSession, attach, follow, hook, plan
+from laconic.attach import Attached, AutoFollower, AutoSession, HookSession, PerRank, attach, follow, hook, plan
 from laconic.errors import (
     FrameError,
     KernelError,
@@ -45,6 +45,7 @@ __all__ = [
     "OuterScheme",
     "OuterStats",
     "PeerError",
+    "PerRank",
     "Plan",
     "Scheme",
     "SchemeError",

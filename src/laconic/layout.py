@@ -62,6 +62,13 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, without its graph: the shard of a DTensor, and else all of it."""
+    here = tensor.detach()
+    shard: Tensor = here.to_local() if hasattr(here, "to_local") else here
+    return shard
+
+
 def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What a model's state holds besides parameters and workers average: the running means of norms, and the like.
 

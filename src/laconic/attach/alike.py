@@ -1,13 +1,16 @@
 """What all ranks must have in common before they exchange anything."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.layout import plain_name
+from laconic.errors import StateError
+from laconic.layout import local, plain_name
 from laconic.scheme import AnyScheme
-from laconic.transport import ProcessGroup, check_alike, release
+from laconic.transport import Group, ProcessGroup, check_alike, ranks_that_differ, release
 
 
 def check_common(
@@ -21,3 +24,32 @@ def check_common(
         for name, tensor in tensors
     ]
     check_alike(group, device, [release(), f"the scheme {scheme}", *layout])
+
+
+def check_names(states: Sequence[Mapping[str, Any]], known: Collection[str]) -> None:
+    """StateError unless all that these states keep belongs to parameters of these names."""
+    names = {name for state in states for kept in state.get("memory", {}).values() for name in kept}
+    strange = sorted(names - set(known))
+    if strange:
+        raise StateError(f"the state holds {strange[0]!r}, which the model does not; load the state of the same model")
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """What of a model's parameters and buffers lies on this rank."""
+    here = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return [tensor for tensor in here if tensor.numel()]
+
+
+@torch.no_grad()
+def begin_alike_(model: nn.Module, group: ProcessGroup, meeting: Group, device: torch.device) -> None:
+    """Overwrite every parameter and buffer with those of the first rank, unless all ranks of the group have them."""
+    tensors = tensors_of(model)
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    if not ranks_that_differ(group, device, digest.hexdigest()):  # those of one seed do not, and slow links are spared
+        return
+    for tensor in tensors:
+        whole = tensor.to(device).contiguous()
+        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
+        tensor.copy_(whole)

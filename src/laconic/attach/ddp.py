@@ -11,11 +11,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
-from laconic.attach.alike import check_common
+from laconic.attach.alike import check_common, check_names
 from laconic.attach.switch import HookSwitch, check_free
 from laconic.attach.torch_hooks import TorchHookSession
 from laconic.attach.unwrap import unwrapped
-from laconic.errors import SchemeError, StateError
+from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
@@ -94,6 +94,7 @@ def attach(
     ddp: nn.Module,
     scheme: AnyScheme | str,
     *,
+    group: ProcessGroup | None = None,
     grad_scaler: GradScaler | None = None,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
@@ -113,16 +114,31 @@ def attach(
     which some worker saw Inf or NaN becomes zero on all ranks, not NaN; ten such steps in a row are an error.
     Every `drift_every` steps (0: never) the ranks compare eight bytes of their parameters; where some differ, that is a
     warning, an error on all ranks, or ("heal") they take over what most have.
+    A model under fully_shard() exchanges each shard with its replicas on other nodes, who are `group`; without servers,
+    and inside the backward pass, which waits.
     With the scheme "auto" the first steps run under bf16, then under what a plan on them picks.
     """
     chooses = scheme == "auto"
-    ddp, scheme = _checked(unwrapped(ddp), "bf16" if chooses else scheme)
+    ddp = unwrapped(ddp)
+    scheme = of_gradients("bf16" if chooses else scheme)
     check_options(scheme, grad_scaler, on_nonfinite, on_drift)
-    group: ProcessGroup = ddp.process_group
+    if hasattr(ddp, "set_all_reduce_hook"):
+        if chooses:
+            raise SchemeError("auto does not choose for FSDP2 yet; plan by hand, or give a scheme like bf16")
+        if servers or pipeline:
+            raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
+        from laconic.attach.fsdp import attach_shards  # after this file, whose GradScaler it takes
+
+        zeroes = on_nonfinite == "zero"
+        return attach_shards(ddp, scheme, group, grad_scaler, timeout_s, zeroes, on_drift, drift_every)
+    if group is not None:
+        raise SchemeError("DDP knows its ranks; leave group= out")
+    ddp = _checked(ddp)
+    ranks: ProcessGroup = ddp.process_group
     named = dict(ddp.module.named_parameters())
     device = only_device(named)
     # Or ranks would wait for each other until the group's timeout.
-    check_common(ddp.module, "auto" if chooses else scheme, group, device)
+    check_common(ddp.module, "auto" if chooses else scheme, ranks, device)
     options: dict[str, Any] = {
         "grad_scaler": grad_scaler,
         "holds_idle": ddp.find_unused_parameters,
@@ -135,8 +151,8 @@ def attach(
         from laconic.attach.auto import AutoSession, check_auto  # which imports this
 
         check_auto(servers)
-        end = Group(own_group(group, device, timeout_s), device)
-        everyone = Everyone(group)
+        end = Group(own_group(ranks, device, timeout_s), device)
+        everyone = Everyone(ranks)
         return AutoSession(
             ddp, end, everyone, lambda chosen: DdpAdapter(named, chosen, end, everyone, device, **options), device
         )
@@ -146,13 +162,13 @@ def attach(
         longest = longest_message([*ddp.parameters(), *ddp.buffers()])
         terms = greeting(scheme, undoes=grad_scaler is not None, holds_idle=ddp.find_unused_parameters, longest=longest)
         addresses = exchange_addresses(servers, None)
-        transport = ServerClient(group.rank(), group.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
+        transport = ServerClient(ranks.rank(), ranks.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
     else:
-        own = own_group(group, device, timeout_s)
+        own = own_group(ranks, device, timeout_s)
         if isinstance(scheme, TorchHook):
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
-    adapter = DdpAdapter(named, scheme, transport, Everyone(group), device, **options)
+    adapter = DdpAdapter(named, scheme, transport, Everyone(ranks), device, **options)
     HookSwitch.of(ddp).listener = adapter.submit
     if transport.rank == 0:
         for remark in adapter.remarks():
@@ -191,9 +207,8 @@ def of_gradients(scheme: AnyScheme | str) -> Scheme | TorchHook:
     return scheme
 
 
-def _checked(ddp: nn.Module, scheme: AnyScheme | str) -> tuple[DistributedDataParallel, Scheme | TorchHook]:
-    """Both, if the scheme is one and `ddp` can take it."""
-    scheme = of_gradients(scheme)
+def _checked(ddp: nn.Module) -> DistributedDataParallel:
+    """The module, if it is one of DDP's and can take a hook."""
     if not isinstance(ddp, DistributedDataParallel):
         raise SchemeError(
             f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
@@ -205,7 +220,7 @@ def _checked(ddp: nn.Module, scheme: AnyScheme | str) -> tuple[DistributedDataPa
             raise SchemeError(
                 f"{name or 'the model'} makes sparse gradients, which laconic cannot add; set sparse=False"
             )
-    return ddp, scheme
+    return ddp
 
 
 def only_device(named: Mapping[str, Tensor]) -> torch.device:
@@ -317,13 +332,7 @@ class DdpAdapter(SavedTogether):
         return self.session.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        states = [saved] if isinstance(saved, Mapping) else saved
-        names = {name for state in states for kept in state.get("memory", {}).values() for name in kept}
-        strange = sorted(names - set(self._names.values()))
-        if strange:
-            raise StateError(
-                f"the state holds {strange[0]!r}, which the model does not; load the state of the same model"
-            )
+        check_names([saved] if isinstance(saved, Mapping) else saved, self._names.values())
         self.session.load_state_dict(saved)
 
     def stop(self) -> None:

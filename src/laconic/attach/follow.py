@@ -1,13 +1,13 @@
 """follow(model, optimizer, scheme): a model that trains alone, and agrees with the others or gossips."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from laconic.attach.alike import check_common
+from laconic.attach.alike import begin_alike_, check_common, tensors_of
+from laconic.attach.shards import check_replicas, shard_of
 from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.gossip import Follower
@@ -53,9 +53,10 @@ def follow(
     """Let `model`, which is in no DDP, follow others under `scheme`; a call that all ranks of `group`, or all, make.
 
     All models begin as rank 0's. What the optimizer keeps stays local; under gossip momentum of SGD may heed what peers
-    do. For outer steps: `outer` makes their optimizer from the anchors, instead of the scheme's own. `within` is the
-    group of a node's processes, who share one model by DDP: bytes between nodes then go once. `on_host` keeps anchor,
-    outer momentum and residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
+    do. Of a model under fully_shard() each shard follows its replicas on other nodes, who are `group`. For outer steps:
+    `outer` makes their optimizer from the anchors, instead of the scheme's own. `within` is the group of a node's
+    processes, who share one model by DDP: bytes between nodes then go once. `on_host` keeps anchor, outer momentum and
+    residual in the host's memory. With `servers`, ranks that call serve() meanwhile and are not in
     `group`, those answer, and the others outlive a worker that dies.
     Who says nothing for `timeout_s` is gone; it is a minute under gossip and servers, and else that of `group`.
     After every `drift_every`-th turn of outer steps (0: never) the ranks compare eight bytes of their anchors; where
@@ -84,12 +85,12 @@ def follow(
         raise SchemeError("servers answer single processes, and within= makes nodes of several; give one of the two")
     if servers:
         served_scheme(scheme)  # refused before anyone waits
+    is_sharded = check_replicas(model, group)
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
     check_common(model, scheme, group, device)
     meeting = Group(own_group(group, device, timeout_s), device)
-    if ranks_that_differ(group, device, _digest(model)):  # those of one seed do not, and slow links are spared
-        _begin_alike_(model, meeting)
+    begin_alike_(model, group, meeting, device)
     if isinstance(scheme, OuterScheme):
         inside = None
         if within is not None:
@@ -108,15 +109,16 @@ def follow(
             home=home,
             on_drift=on_drift,
             drift_every=drift_every,
+            shard=shard_of(model),
         )
-        follower.everyone = Everyone(group)
+        follower.everyone = Everyone(world() if is_sharded else group)
         if strangers := ranks_that_differ(group, device, follower.outer):
             follower.close()
             raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
         return follower
     gossip_end: Group | TcpMailbox = meeting
     if scheme.exchange.mode != "matched":
-        longest = longest_message(_tensors(model))
+        longest = longest_message(tensors_of(model))
         gossip_end = open_mailbox(meeting, scheme.exchange.patience, timeout_s or TIMEOUT_S, longest)
         meeting.close()
     gossiper = Follower(model, optimizer, scheme, gossip_end)
@@ -135,6 +137,8 @@ def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterS
         )
     if hasattr(model, "register_comm_hook"):
         raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+    if isinstance(scheme, GossipScheme) and any(hasattr(p, "to_local") for p in model.parameters()):
+        raise SchemeError(f"{scheme} takes whole models, and this one is sharded; use one like streaming")
     if next(model.parameters(), None) is None:
         raise SchemeError("the model has no parameters; follow one that has")
     return scheme
@@ -147,27 +151,7 @@ def _end(
     if not servers:
         return meeting
     meeting.close()
-    longest = longest_message(_tensors(model))
+    longest = longest_message(tensors_of(model))
     terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
     addresses = exchange_addresses(servers, None)
     return ServerClient(meeting.rank, meeting.num_workers, addresses, terms, timeout_s, longest)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for tensor in _tensors(model):
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-@torch.no_grad()
-def _begin_alike_(model: nn.Module, meeting: Group) -> None:
-    """Overwrite every parameter and buffer with rank 0's."""
-    for tensor in _tensors(model):
-        whole = tensor.detach().contiguous()
-        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
-        tensor.copy_(whole)

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
-from laconic.layout import Bucket
+from laconic.layout import Bucket, local
 from laconic.outer import state
 from laconic.outer.fragments import Buffers, Fragment, Share, fragments_of, trained_of
 from laconic.outer.stats import OuterStats
@@ -33,7 +33,7 @@ class OuterFollower(SavedTogether):
 
     `within` joins the processes of a node, whose models are the same: each exchanges its share with its counterparts in
     other nodes, over `transport`, and passes on what it heard. Anchor, outer momentum and what is kept lie at `home`,
-    beside the model if none is given.
+    beside the model if none is given. Of a model in shards this worker has the one with this number.
 
     The clock counts calls of `step()`, which all workers make equally often. Every worker's result is applied after the
     same step, waiting for it if need be, so a run can be had again bit for bit, in the background or not.
@@ -52,6 +52,7 @@ class OuterFollower(SavedTogether):
         outer: MakeOptimizer | None = None,
         within: Collectives | None = None,
         home: torch.device | None = None,
+        shard: int = 0,
         in_background: bool = True,
         on_drift: OnDrift = "warn",
         drift_every: int = 100,
@@ -63,6 +64,7 @@ class OuterFollower(SavedTogether):
         self._inner = optimizer
         self._transport = transport
         self._within = within
+        self._shard = shard if within is None else within.rank
         self._share = Share() if within is None else Share(within.rank, within.num_workers)
         self._fragments = fragments_of(model, scheme.trigger.fragments, home, self._share)
         anchors = [anchor for fragment in self._fragments.values() for anchor in fragment.anchors]
@@ -271,7 +273,7 @@ class OuterFollower(SavedTogether):
         if spoils_buffers:
             self._buffers.write_(self._agreed)
         for parameter, kept in list(self._inner.state.items()):
-            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in kept.values()):
+            if any(isinstance(value, Tensor) and not bool(local(value).isfinite().all()) for value in kept.values()):
                 del self._inner.state[parameter]
         if spoiled or spoils_buffers:
             warnings.warn(f"the model of rank {self.rank} is not finite; it goes back to the anchor", stacklevel=5)
@@ -382,7 +384,7 @@ class OuterFollower(SavedTogether):
         self._wait_for_all()
         progress = state.Progress(self._steps, self._num_turns, self._skipped, self._late_turns)
         return {
-            **state.save(self.scheme, self.rank, self.num_workers, self._share.number, progress),
+            **state.save(self.scheme, self.rank, self.num_workers, self._shard, progress),
             "anchor": self._named(lambda fragment: fragment.anchor),
             "buffers": self._agreed.to("cpu", copy=True),
             "outer": state.save_optimizer(self._optimizer, self._names),
@@ -407,7 +409,7 @@ class OuterFollower(SavedTogether):
         Among another number of workers anchor and outer momentum go on, in pairs each rank's own and the first one's
         for whoever is new, and so does the sum of what was kept.
         """
-        states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers, self._share.number)
+        states, own, progress = state.load(saved, self.scheme, self.rank, self.num_workers, self._shard)
         shapes = {name: anchor.shape for name, anchor in self._named(lambda fragment: fragment.anchor).items()}
         if {name: anchor.shape for name, anchor in own["anchor"].items()} != shapes:
             raise StateError("the state is of another model; load the state of the same model")

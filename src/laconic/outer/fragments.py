@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import SchemeError
-from laconic.layout import Bucket, Layout, averaged_buffers, plain_name
+from laconic.layout import Bucket, Layout, averaged_buffers, local, plain_name
 
 _BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is chosen and encoded
 
@@ -36,8 +36,8 @@ class Fragment:
         self._layout = _layout_of(named)
         dealt = _dealt(named, share.among)
         self._bucket_layouts = [_layout_of(run) for run in _runs(dealt[share.number])]
-        start = sum(p.numel() for part in dealt[: share.number] for p in part.values())
-        self.own = slice(start, start + sum(p.numel() for p in dealt[share.number].values()))
+        start = sum(local(p).numel() for part in dealt[: share.number] for p in part.values())
+        self.own = slice(start, start + sum(local(p).numel() for p in dealt[share.number].values()))
         self.anchor = torch.empty(self._layout.num_entries, device=home)
         self.anchors = self.views(self.anchor)  # by parameter
         self.anchor.copy_(self.read())
@@ -46,6 +46,11 @@ class Fragment:
     def num_entries(self) -> int:
         return self.anchor.numel()
 
+    @property
+    def _here(self) -> list[Tensor]:
+        """The parameters, or their shards on this rank."""
+        return [local(p) for p in self.parameters]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """A vector like the anchor, by parameter."""
         return views_of(flat, self._layout)
@@ -53,7 +58,7 @@ class Fragment:
     def read(self) -> Tensor:
         """The model as it is, in float32."""
         flat = torch.empty_like(self.anchor)
-        torch._foreach_copy_(self.views(flat), [p.detach() for p in self.parameters])
+        torch._foreach_copy_(self.views(flat), self._here)
         return flat
 
     def drift(self, now: Tensor) -> Tensor:
@@ -79,17 +84,17 @@ class Fragment:
     @torch.no_grad()
     def write_(self, values: Tensor) -> None:
         """Overwrite the model."""
-        torch._foreach_copy_([p.detach() for p in self.parameters], self._like_model(values))
+        torch._foreach_copy_(self._here, self._like_model(values))
 
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
         """Move the model by this."""
-        torch._foreach_add_([p.detach() for p in self.parameters], self._beside_model(values))
+        torch._foreach_add_(self._here, self._beside_model(values))
 
     @torch.no_grad()
     def mix_(self, values: Tensor, kept: float) -> None:
         """x = kept*x + (1-kept)*values."""
-        torch._foreach_lerp_([p.detach() for p in self.parameters], self._like_model(values), 1 - kept)
+        torch._foreach_lerp_(self._here, self._like_model(values), 1 - kept)
 
     def _beside_model(self, values: Tensor) -> list[Tensor]:
         """By parameter, where those are."""
@@ -116,18 +121,19 @@ def fragments_of(model: nn.Module, count: int, home: torch.device | None, share:
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
-    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    """The parameters that are trained and have entries on this rank, by name."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and local(p).numel()}
 
 
 def _dealt(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
     """Neighbours in so many parts of about equal size; a parameter belongs to the part that its middle lies in."""
-    num_entries = sum(p.numel() for p in named.values())
+    num_entries = sum(local(p).numel() for p in named.values())
     parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
     start = 0
     for name, p in named.items():
-        parts[(2 * start + p.numel()) * count // (2 * num_entries)][name] = p
-        start += p.numel()
+        here = local(p).numel()
+        parts[(2 * start + here) * count // (2 * num_entries)][name] = p
+        start += here
     return parts
 
 
@@ -164,14 +170,14 @@ def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def _layout_of(named: Mapping[str, Tensor]) -> Layout:
-    return Layout.of(list(named), [tensor.shape for tensor in named.values()])
+    return Layout.of(list(named), [local(tensor).shape for tensor in named.values()])
 
 
 def _runs(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
     """Neighbours, as many as fit a bucket; a larger one has one of its own."""
     run: dict[str, nn.Parameter] = {}
     for name, p in named.items():
-        if run and sum(q.numel() for q in run.values()) + p.numel() > _BUCKET_ENTRIES:
+        if run and sum(local(q).numel() for q in run.values()) + local(p).numel() > _BUCKET_ENTRIES:
             yield run
             run = {}
         run[name] = p

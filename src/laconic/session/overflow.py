@@ -31,7 +31,7 @@ class OverflowRule:
         self._in_a_row = 0
         self._undoes = undoes
         self._undo = Undo()
-        self._overflowed = False
+        self.overflowed = False  # in the step that is under way
 
     def remember(self, tensors: Sequence[Tensor]) -> None:
         """Note what a bucket is about to change."""
@@ -40,7 +40,7 @@ class OverflowRule:
 
     def overflow_(self, work: Work) -> None:
         """Nobody applies this bucket: what was taken out of its account goes back."""
-        self._overflowed = True
+        self.overflowed = True
         if work.taken is not None:
             work.account.refund_(work.taken.positions, work.taken.values)
         work.flat.fill_(0.0 if self.zeroes else torch.nan)
@@ -53,12 +53,12 @@ class OverflowRule:
 
     def end_step_(self) -> bool:
         """Take the step back if that is asked for; whether it overflowed."""
-        overflowed = self._overflowed
+        overflowed = self.overflowed
         if overflowed:
             self.skipped_steps += 1
             self._undo.restore_()
         self._undo.forget()
-        self._overflowed = False
+        self.overflowed = False
         self._in_a_row = self._in_a_row + 1 if overflowed else 0
         if self.zeroes and self._in_a_row == _MOST_ZEROED:
             raise LaconicError(

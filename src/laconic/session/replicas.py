@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
+from laconic.layout import local
 from laconic.server.client import ServerClient
 from laconic.transport import Collectives, Transport, rows_of
 
@@ -73,10 +74,11 @@ class Replicas:
 
     def _copy_(self, parameter: Tensor, speaker: int) -> None:
         """Overwrite a parameter with what it is on another worker."""
-        mine = parameter.detach().contiguous()
+        here = local(parameter.data)  # of which autograd need not know
+        mine = here.contiguous()
         frame = mine.view(-1).view(torch.uint8) if self._transport.rank == speaker else None
         heard = self._transport.broadcast(frame, speaker, mine.nbytes).clone()  # a word may not begin anywhere
-        parameter.data.copy_(heard.view(mine.dtype).view(mine.shape))  # of which autograd need not know
+        here.copy_(heard.view(mine.dtype).view(mine.shape))
 
     def _told(self, mine: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Everyone's numbers of 64 bits, by rank."""
@@ -103,7 +105,7 @@ def check_on_drift(on_drift: str) -> None:
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Eight bytes that tell whether two tensors hold the same bits, int64, on the tensor's device."""
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw = local(tensor).reshape(-1).view(torch.uint8)
     if raw.numel() % 4 or raw.storage_offset() % 4:
         raw = pad(raw, (0, -raw.numel() % 4))  # a copy
     return kernels.check_sum(raw.view(torch.int32))

@@ -160,6 +160,17 @@ class Session:
         """Whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
         return not self._last_overflowed and all(map(kernels.all_finite, self._last_unlooked))
 
+    @property
+    def finite_so_far(self) -> bool:
+        """Whether no worker gave Inf or NaN to the step that is under way."""
+        return not self._overflow.overflowed and all(map(kernels.all_finite, self._unlooked))
+
+    def end_step_(self, *, finite: bool) -> None:
+        """End a step none of whose buckets was said to be the last; it overflowed where others say so."""
+        self._overflow.overflowed |= not finite
+        self._unlooked = []
+        self._end_step()
+
     def _end_step(self) -> None:
         self._last_overflowed = self._overflow.end_step_()
         if self._last_overflowed:
