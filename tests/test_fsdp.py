@@ -19,7 +19,7 @@ import laconic
 from laconic.attach.fsdp import FsdpAdapter
 from laconic.layout import local
 from laconic.paths import bytes_out
-from workers import WorkerPool, equal_everywhere
+from workers import WorkerPool, equal_everywhere, run_script
 
 
 class Spoiled(torch.autograd.Function):
@@ -486,3 +486,15 @@ def test_wrong_use_is_one_line_with_the_cure(fresh_workers: WorkerPool) -> None:
     for said in fresh_workers.run(_refusals):
         assert [want for want, got in zip(wanted, said, strict=True) if want not in got] == [], said
         assert all("\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_example_runs(tmp_path: Path, num_ranks: int) -> None:
+    """Also with one process on each node, where a shard is all of it."""
+    script = tmp_path / "example.py"
+    example = Path(__file__).parents[1] / "examples" / "with_fsdp.py"
+    script.write_text(f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n{example.read_text()}")
+    codes, said = run_script(script, num_ranks)
+    assert codes == [0] * num_ranks, said
+    assert said.count("topk:rho=0.01: 20 steps (0 skipped), 2 workers") == num_ranks
+    assert len([*(tmp_path / "with-fsdp").glob("*.distcp")]) == num_ranks

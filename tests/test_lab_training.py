@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from laconic.errors import LabError
 from laconic.measure import cli
-from laconic.measure.lab import labs, netlink
+from laconic.measure.lab import Lab, LabSpec, labs, netlink, run
 from test_cli import laconic
 
 try:
@@ -84,3 +85,57 @@ def test_a_wrong_lab_is_one_line(words: list[str], said: str, capsys: pytest.Cap
     assert cli.main(words) == 2
     talk = capsys.readouterr().err
     assert said in talk and len(talk.splitlines()) == 1
+
+
+SHARDED = """\
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import laconic
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+for module in (*model, model):
+    fully_shard(module, mesh=mesh["shard"])
+session = laconic.attach(model, sys.argv[1], group=mesh.get_group("replicate"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+wire = Path("/sys/class/net/eth0/statistics/tx_bytes")
+dist.barrier()
+before = int(wire.read_text())
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+sent = int(wire.read_text()) - before
+print(f"{dist.get_rank() // 2} of {session.stats().bytes_out} sent {sent};")
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["bf16", "topk:rho=0.05"])
+def test_between_nodes_of_shards_goes_what_is_counted(
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What FSDP2 says inside a node stays there."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", str(script), text]
+    with Lab.create(LabSpec(2)) as lab:
+        assert run(lab, torchrun, []) == 0
+    # Lines of two processes may run into each other.
+    told = [[*map(int, found)] for found in re.findall(r"(\d+) of (\d+) sent (\d+);", capfd.readouterr().out)]
+    assert len(told) == 4
+    for node in (0, 1):
+        counted = sum(bytes_out for place, bytes_out, _ in told if place == node)
+        sent = max(sent for place, _, sent in told if place == node)
+        assert 1 <= sent / counted < 1.1  # headers and acknowledgements
