@@ -63,7 +63,7 @@ def test_pages_of_trainers_show_what_their_script_adds() -> None:
     made = runpy.run_path(str(ROOT / "tools" / "site.py"))
     pages = [page.read_text() for page in PAGES if page.name.startswith("with-")]
     names = [name for page in pages for name in re.findall(r"<!-- script of (\w+) -->", page)]
-    assert len(names) == len(pages) == 4
+    assert len(names) == len(pages) == 5
     for name in names:
         shown = made["script_of"](name)
         script = (ROOT / "examples" / f"with_{name}.py").read_text()

@@ -29,7 +29,14 @@ MOST_QUESTIONS = 20
 WHOLE = ("paths", "transport", "server", "session")
 
 NOT_THE_LIBRARY = {"kernels", "measure", "planning", "inspect.py", "__main__.py"}
-COUNTED_APART = {"transport/faulty.py", "select/chunked.py", "attach/plan.py", "attach/auto.py"}
+COUNTED_APART = {
+    "transport/faulty.py",
+    "select/chunked.py",
+    "attach/plan.py",
+    "attach/auto.py",
+    "attach/own_steps.py",
+    "attach/rehearsals.py",
+}
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

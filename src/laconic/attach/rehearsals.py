@@ -3,13 +3,14 @@
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from laconic.attach.follow import follow
 from laconic.layout import Layout, plain_name
-from laconic.planning import Candidate, Compute, Links, Rehearsal, rehearse
+from laconic.planning import Candidate, Compute, Links, Rehearsal, rehearse, slowest
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.transport import Group, ProcessGroup
 
@@ -30,23 +31,27 @@ def rehearse_all(
     """Each candidate's exchange; those that say the same are rehearsed once."""
     known: dict[object, Rehearsal] = {}
     found = {}
+    pass_s = slowest(transport, _pass_s(gradients))
     for asked in candidates:
         scheme = asked.scheme
         if isinstance(scheme, GossipScheme):
-            found[asked] = _rehearse_gossip(scheme, gradients, model, compute, links, group)
+            found[asked] = _rehearse_gossip(scheme, gradients, model, compute, transport, links, group)
             continue
         assert isinstance(scheme, Scheme | OuterScheme)
         said = scheme.said if isinstance(scheme, OuterScheme) else scheme
         key = said.select, said.quantize, said.memory, said.exchange, said.trigger
         if key not in known:
             known[key] = rehearse(scheme, gradients, transport, links)
-        found[asked] = known[key] if scheme.of_what == "gradients" else _with_outer_step(known[key], gradients)
+        found[asked] = known[key]
+        if scheme.of_what == "drift":
+            outer_s = _OUTER_PASSES * pass_s
+            found[asked] = replace(known[key], apply_s=known[key].apply_s + outer_s)
     return found
 
 
-def _with_outer_step(rehearsal: Rehearsal, gradients: Sequence[tuple[Layout, Tensor]]) -> Rehearsal:
-    """With what reading a drift, stepping the anchor and writing the model take: passes over memory."""
-    flat = gradients[0][1]
+def _pass_s(gradients: Sequence[tuple[Layout, Tensor]]) -> float:
+    """Seconds of a pass over memory that adds one model to another."""
+    flat = max((flat for _, flat in gradients), key=Tensor.numel)
     other = flat.clone()
     found = []
     for _ in range(3):
@@ -55,9 +60,7 @@ def _with_outer_step(rehearsal: Rehearsal, gradients: Sequence[tuple[Layout, Ten
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
         found.append(time.perf_counter() - start)
-    pass_s = min(found) * rehearsal.num_entries / flat.numel()
-    changed = {**rehearsal.as_dict(), "apply_s": rehearsal.apply_s + _OUTER_PASSES * pass_s}
-    return Rehearsal(**changed)
+    return min(found) * sum(layout.num_entries for layout, _ in gradients) / flat.numel()
 
 
 def _rehearse_gossip(
@@ -65,6 +68,7 @@ def _rehearse_gossip(
     gradients: Sequence[tuple[Layout, Tensor]],
     model: nn.Module,
     compute: Compute,
+    transport: Group,
     links: Links,
     group: ProcessGroup,
 ) -> Rehearsal:
@@ -80,13 +84,13 @@ def _rehearse_gossip(
                 parameter.grad = by_name[plain_name(name)].view_as(parameter).to(parameter.dtype)
         optimizer.step()
         follower.step()
-    stats = follower.stats()
+    own_s = slowest(transport, sum(follower.stats().seconds.values()) / _GOSSIP_STEPS)
     follower.close()
     num_entries = sum(layout.num_entries for layout, _ in gradients)
     whole = Layout.of([name for name in by_name], [flat.numel() for flat in by_name.values()])
     bytes_out = scheme.bytes_out(whole, group.size())
     return Rehearsal(
-        choose_s=sum(stats.seconds.values()) / _GOSSIP_STEPS,
+        choose_s=own_s,
         talk_s=links.frames.seconds(bytes_out),
         apply_s=0.0,
         bytes_out=bytes_out,
