@@ -57,6 +57,7 @@ def _train(
     accumulate: int = 1,
     load: Path | None = None,
     scheme: str = SCHEME,
+    saves: bool = True,
     inf_at: int = -1,
     **options: Any,
 ) -> tuple[Seen, Any, Any]:
@@ -70,6 +71,7 @@ def _train(
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=accumulate,
         max_grad_norm=0,
+        save_strategy="steps" if saves else "no",
         save_steps=4,
         report_to=[],
         disable_tqdm=True,
