@@ -32,7 +32,7 @@ class _Job:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(40, 80), nn.BatchNorm1d(80), nn.ReLU(), nn.Linear(80, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.net: nn.Module = DistributedDataParallel(self.model) if in_ddp else self.model
+        self.net: nn.Module = DistributedDataParallel(self.model, bucket_cap_mb=0.001) if in_ddp else self.model
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -74,6 +74,7 @@ def test_a_plan_leaves_the_job_as_it_was_and_all_ranks_agree(two: WorkerPool, in
     assert {row["scheme"] for row in first["rows"]} == {str(candidate(text)) for text in SCHEMES}
     assert all(row["step_ms"] > 0 for row in first["rows"])
     assert any(row["tried"] for row in first["rows"]) is in_ddp
+    assert (len(first["compute"]["arrivals_s"]) > 1) is in_ddp  # as many as DDP has buckets
 
 
 def _after() -> tuple[list[float], list[float], int]:

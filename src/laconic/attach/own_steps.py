@@ -60,6 +60,8 @@ class OwnSteps:
                 self._timed()
             first_s = self._slowest(self._timed())
             number = max(2, min(_MOST_STEPS, round(_MEASURED_S / first_s)))
+            with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
+                alone = [self._plain() for _ in range(max(3, number // 2))][1:]
             own: list[float] = []
             arrivals: list[list[float]] = []
             for _ in range(number):
@@ -67,8 +69,6 @@ class OwnSteps:
                 arrivals.append(list(self._arrivals))
             with busy(self._device):
                 beside = [self._timed() for _ in range(max(2, number // 3))]
-            with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
-                alone = [self._plain() for _ in range(max(3, number // 2))][1:]
         everyone = self._everyone(own)
         alone_s = statistics.median(statistics.fmean(row) for row in self._everyone(alone))
         own_s = statistics.median(statistics.fmean(row) for row in everyone)
