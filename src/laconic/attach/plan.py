@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.attach.alike import check_common
 from laconic.attach.own_steps import OwnSteps, busy
 from laconic.attach.rehearsals import rehearse_all
+from laconic.attach.switch import check_free
 from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
@@ -52,7 +53,10 @@ def plan(
     start = time.perf_counter()
     candidates = [candidate(text) for text in schemes or CANDIDATES]
     model = unwrapped(model)
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = model
+    if isinstance(model, DistributedDataParallel):
+        check_free(model)  # before anyone waits
+        bare = model.module
     if group is None:
         group = model.process_group if isinstance(model, DistributedDataParallel) else world()
     trained = {plain_name(name): p for name, p in bare.named_parameters() if p.requires_grad}
