@@ -113,6 +113,16 @@ def test_a_row_can_be_asked_for_again_and_its_text_makes_it() -> None:
     assert {"scheme", "step_ms", "bytes_out", "steps_factor", "seconds_to_target"} <= set(said["rows"][0])
 
 
+def test_what_was_tried_is_compared_elsewhere_as_here() -> None:
+    tried = ((candidate("bf16"), 0.5), (candidate("dense"), 0.6))
+    here = answer(_measured(tried_s=tried))
+    same = here.what_if(bits_per_s=LINKS.bits_per_s)
+    assert {row.scheme: row.step_ms for row in same.rows} == pytest.approx(
+        {row.scheme: row.step_ms for row in here.rows}
+    )
+    assert same.pick == here.pick and not any(row.tried for row in same.rows)
+
+
 def test_more_workers_send_what_their_schemes_say() -> None:
     more = answer(_measured()).what_if(workers=16)
     by_name = {row.scheme: row.bytes_out for row in more.rows}

@@ -33,6 +33,7 @@ class Measured:
     kind: str  # of model
     optimizer: str
     device: str
+    beyond_s: tuple[tuple[Candidate, float], ...] = ()  # that tried steps took elsewhere beyond what was predicted
 
     def among(self, num_workers: int) -> "Measured":
         """The same job on other numbers of workers: bytes by each scheme's own formula, the rest in proportion."""
@@ -40,7 +41,7 @@ class Measured:
         sums = replace(self.links.sums, latency_s=self.links.sums.latency_s * moved)
         rehearsals = tuple((asked, self._grown(asked, one, num_workers, moved)) for asked, one in self.rehearsals)
         links = Links(sums, self.links.frames)
-        return replace(self, links=links, rehearsals=rehearsals, tried_s=(), num_workers=num_workers)
+        return replace(self._elsewhere(), links=links, rehearsals=rehearsals, num_workers=num_workers)
 
     def _grown(self, asked: Candidate, one: Rehearsal, num_workers: int, moved: float) -> Rehearsal:
         sent = _bytes(asked, self.layouts, num_workers) / max(1, _bytes(asked, self.layouts, self.num_workers))
@@ -51,7 +52,13 @@ class Measured:
         """The same job on links of another rate."""
         links = self.links.at(bits_per_s)
         rehearsals = tuple((asked, one.on(self.links, links)) for asked, one in self.rehearsals)
-        return replace(self, links=links, rehearsals=rehearsals, tried_s=())
+        return replace(self._elsewhere(), links=links, rehearsals=rehearsals)
+
+    def _elsewhere(self) -> "Measured":
+        """Without tried steps, of which stays by how much predictions were wrong: else what was tried would lose."""
+        rehearsals = dict(self.rehearsals)
+        found = {asked: s - predict(asked, self.compute, rehearsals[asked]).step_s for asked, s in self.tried_s}
+        return replace(self, tried_s=(), beyond_s=tuple({**dict(self.beyond_s), **found}.items()))
 
 
 def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
@@ -148,7 +155,8 @@ def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int)
     predicted: Prediction = predict(asked, measured.compute, rehearsal)
     penalty: Penalty | None = penalty_of(asked, measured.kind, measured.optimizer)
     tried_s = dict(measured.tried_s).get(asked)
-    step_s = predicted.step_s if tried_s is None else tried_s
+    foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(asked, 0.0))
+    step_s = foretold_s if tried_s is None else tried_s
     is_known = penalty is not None and math.isfinite(penalty.factor)
     return Row(
         scheme=str(asked),
@@ -197,7 +205,7 @@ def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, ste
     if pick is plain or pick.scheme == "dense":
         said.append(f"do not compress: the network is {100 * waits:.0f} % of a step under {plain.scheme}")
     else:
-        said.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; {limit} limits it")
+        said.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
         if plain.seconds_to_target and pick.seconds_to_target:
             sooner = plain.seconds_to_target / pick.seconds_to_target
             said.append(
@@ -240,7 +248,7 @@ def _table(plan: Plan) -> list[str]:
     head = ("scheme", "step ms", "waits ms", "MB out", "x steps", "seconds")
     lines = [head]
     for row in plan.rows:
-        factor = "-"
+        factor = "not reached" if row.steps_source else "-"
         if row.steps_factor is not None and row.steps_range is not None:
             factor = f"{row.steps_factor:.2f} ({row.steps_range[0]:.2f}-{row.steps_range[1]:.2f})"
         seconds = "-" if row.seconds_to_target is None else f"{row.seconds_to_target:,.0f}"
