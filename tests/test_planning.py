@@ -123,6 +123,17 @@ def test_what_was_tried_is_compared_elsewhere_as_here() -> None:
     assert same.pick == here.pick and not any(row.tried for row in same.rows)
 
 
+def test_curves_go_down_to_what_no_link_can_hasten() -> None:
+    found = answer(_measured())
+    assert found.curves().keys() == {row.scheme for row in found.rows}
+    for points in found.curves().values():
+        rates, steps_ms = zip(*points, strict=True)
+        assert rates[0] == pytest.approx(1e6) and rates[-1] == pytest.approx(1e11)
+        assert list(steps_ms) == sorted(steps_ms, reverse=True) and steps_ms[-1] >= 100
+    slow = {row.scheme: row.step_ms for row in found.what_if(bits_per_s=1e6).rows}
+    assert {scheme: points[0][1] for scheme, points in found.curves().items()} == pytest.approx(slow)
+
+
 def test_more_workers_send_what_their_schemes_say() -> None:
     more = answer(_measured()).what_if(workers=16)
     by_name = {row.scheme: row.bytes_out for row in more.rows}

@@ -332,6 +332,58 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path: Path) -> None:
     refused(empty, "no evaluation")
 
 
+def _plan_row(scheme: str, step_ms: float, factor: float | None) -> dict[str, Any]:
+    return {
+        "scheme": scheme, "step_ms": step_ms, "bytes_out": 2_400_000, "memory_bytes": 4_800_000, "waits_ms": 7.25,
+        "steps_factor": factor, "steps_range": None if factor is None else [0.97, None],
+        "steps_source": "" if factor is None else "a record", "seconds_to_target": factor and step_ms * factor,
+        "tried": scheme == "bf16",
+    }  # fmt: skip
+
+
+def make_plan(folder: Path, **instead: Any) -> Path:
+    """A plan's folder: of eleven schemes, one of which nobody would take."""
+    names = ["streaming:every=64", "bf16", HOSTILE, *(f"topk:rho=0.0{i}" for i in range(1, 8)), "silent"]
+    rows = [_plan_row(name, 40.0 + i, None if name == "silent" else 1.0 + i / 10) for i, name in enumerate(names)]
+    rates = [10 ** (6 + place / 4) for place in range(21)]
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = {
+        "pick": "streaming:every=64", "limit": "link", "line": 'laconic.follow(model, optimizer, "streaming:every=64")',
+        "reasons": ["the network is 98 % of a step under bf16"], "workers": 4, "steps": 1000, "seconds": 21.4,
+        "bits_per_s": 94.1e6, "rows": rows, "what_if": {"16 workers": {"pick": "bf16"}},
+        "curves": {row["scheme"]: [[rate, row["step_ms"] + 2e9 / rate] for rate in rates] for row in rows},
+    }  # fmt: skip
+    (folder / "plan.json").write_text(json.dumps({**plan, **instead}))
+    return folder
+
+
+def test_a_plans_page_holds_its_answer_rows_and_picture(tmp_path: Path) -> None:
+    page = _page(make_plan(tmp_path))
+    read = _Reader(page)
+    assert 'laconic.follow(model, optimizer, "streaming:every=64")' in read.text
+    for said in ("98 % of a step", "4 workers", "94.1mbit", "limits: link", "with 16 workers it would be bf16"):
+        assert said in read.text
+    rows, numbers = read.tables
+    assert [row[0] for row in rows[1:]] == [
+        row["scheme"] for row in json.loads((tmp_path / "plan.json").read_text())["rows"]
+    ]
+    assert rows[2] == ["bf16", "41.0", "7.2", "2.400", "4.8", "1.10 (0.97 to inf)", "45", "a record"]
+    assert rows[-1][1] == "50.0*" and rows[-1][5:] == ["-", "-", "-"]
+    assert read.bold == ["streaming:every=64", "40.0*"]
+    assert numbers[0][:3] == ["link", "streaming:every=64", "bf16"] and len(numbers[0]) == 1 + 8
+    assert len(numbers) == 1 + 21 and numbers[1][:2] == ["1mbit", "2,040.0"]
+    assert len(read.drawings) == 1 and "yours: 94.1mbit" in page and "<script" not in page
+
+
+def test_a_plan_that_is_broken_is_said_in_one_line(tmp_path: Path) -> None:
+    folder = make_plan(tmp_path, rows=[])
+    with pytest.raises(TaskError, match="cannot be made from the records"):
+        write_report(folder)
+    (folder / "plan.json").write_text('{"pick": ')
+    with pytest.raises(TaskError, match="cannot be made from the records"):
+        write_report(folder)
+
+
 # In a real browser.
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -402,11 +454,11 @@ def test_a_browser_draws_it_without_complaint(folder: Path, tmp_path: Path) -> N
 
 @in_a_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_a_phone_and_a_desk(folder: Path, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("is_plan", [False, True])
+def test_it_fits_a_phone_and_a_desk(folder: Path, tmp_path: Path, width: int, is_plan: bool) -> None:
+    page = html.escape(_page(make_plan(tmp_path / "plan") if is_plan else folder))
     wrapper = tmp_path / "wrapper.html"
-    wrapper.write_text(
-        MEASURE.replace("WIDTH", str(width)).replace("PAGE", html.escape(_page(folder))), encoding="utf-8"
-    )
+    wrapper.write_text(MEASURE.replace("WIDTH", str(width)).replace("PAGE", page), encoding="utf-8")
     dumped, console = _browse(wrapper, tmp_path / "profile")
     found_text = re.search(r'<pre id="found">(.*?)</pre>', dumped)
     assert found_text is not None and console == []

@@ -17,7 +17,8 @@ from laconic.scheme import OuterScheme, Scheme
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
-_RATES = tuple(10**6 * 10 ** (tenth / 8) for tenth in range(49))  # bits a second, 1mbit to 1tbit
+_RATES = tuple(10**6 * 10 ** (eighth / 8) for eighth in range(49))  # bits a second, 1mbit to 1tbit
+_CURVE_RATES = _RATES[:41:2]  # to 100gbit
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,14 @@ class Plan:
             measured = measured.at(bits_per_s)
         return answer(measured, steps=self.steps)
 
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """By scheme (bits a second, milliseconds of a step): what links from 1mbit to 100gbit would make of them."""
+        found: dict[str, list[tuple[float, float]]] = {row.scheme: [] for row in self.rows}
+        for rate in _CURVE_RATES:
+            for row in _rows(self.measured.at(rate), self.steps):
+                found[row.scheme].append((rate, row.step_ms))
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "pick": self.pick,
@@ -128,7 +137,9 @@ class Plan:
             "seconds": self.seconds,
             "compute": self.measured.compute.as_dict(),
             "links": self.measured.links.as_dict(),
+            "bits_per_s": self.measured.links.bits_per_s,
             "rows": [row.as_dict() for row in self.rows],
+            "curves": self.curves(),
         }
 
     def __str__(self) -> str:
@@ -137,7 +148,7 @@ class Plan:
 
 def answer(measured: Measured, *, steps: int = 1000, seconds: float = 0.0) -> Plan:
     """Rank the candidates by the time to where bf16 is after so many steps; of nearly equal ones the simpler wins."""
-    rows = [_row(asked, one, measured, steps) for asked, one in measured.rehearsals]
+    rows = _rows(measured, steps)
     pick = _picked(rows)
     limit = _limit(measured)
     return Plan(
@@ -149,6 +160,11 @@ def answer(measured: Measured, *, steps: int = 1000, seconds: float = 0.0) -> Pl
         seconds=seconds,
         measured=measured,
     )
+
+
+def _rows(measured: Measured, steps: int) -> list[Row]:
+    """In the order of their simplicity."""
+    return [_row(asked, rehearsal, measured, steps) for asked, rehearsal in measured.rehearsals]
 
 
 def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> Row:
@@ -227,8 +243,7 @@ def _turning_points(measured: Measured, pick: Row, steps: int) -> list[str]:
         ([rate for rate in reversed(_RATES) if rate < here], "below"),
     ):
         for rate in rates:
-            moved = measured.at(rate)
-            other = _picked([_row(asked, one, moved, steps) for asked, one in moved.rehearsals])
+            other = _picked(_rows(measured.at(rate), steps))
             if other.scheme != pick.scheme:
                 said.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
                 break

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 from laconic.errors import LaconicError, TaskError
 from laconic.measure.cli.job_options import add_job_options
 from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher
 from laconic.measure.lab.spec import Link
-from laconic.measure.records import to_json
+from laconic.measure.records import RECORDS, make_writable, to_json
+from laconic.measure.report import write_report
+from laconic.measure.report.planned import PLAN
 from laconic.measure.train import Job, is_worker
 from laconic.measure.train.planned import NOT_PLANNED, PlanJob
 from laconic.measure.train.worker import work_plan
@@ -40,6 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="RATE",
         help="also say what links of this rate would pick; repeat it",
     )
+    parser.add_argument(
+        "--out", dest="folder", type=Path, metavar="DIR", help="write DIR/plan.json and DIR/report.html, a page"
+    )
     add_lab_options(parser)
     add_job_options(parser, without=NOT_PLANNED)
     parser.set_defaults(run=run)
@@ -55,16 +61,22 @@ def run(asked: argparse.Namespace) -> int:
     more = [word for text in schemes for word in ("--scheme", text)]
     more += [word for number in asked.if_workers or () for word in ("--if-workers", str(number))]
     more += [word for link in asked.if_link or () for word in ("--if-link", str(link))]
+    more += ["--out", str(asked.folder)] if asked.folder else []
     given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
     job = PlanJob(**{**given, "scheme": "bf16"}, more_words=tuple(more))
     if not is_worker():
         job.load_data()  # what is missing is said once
+        if asked.folder:
+            _check_folder(asked.folder)
         with launcher(lab_spec(asked)) as start:
             return start(job)
 
     def tell(found: Plan) -> None:
         others = {f"{number} workers": found.what_if(workers=number) for number in asked.if_workers or ()}
         others |= {rate: found.what_if(bits_per_s=bits) for rate, bits in rates.items()}
+        if asked.folder:
+            (asked.folder / PLAN).write_text(_json(found, others) + "\n", encoding="utf-8")
+            print(f"laconic: the page is {write_report(asked.folder)}", file=sys.stderr, flush=True)
         print(_json(found, others) if job.json else _text(found, others), flush=True)
 
     try:
@@ -72,6 +84,12 @@ def run(asked: argparse.Namespace) -> int:
     except LaconicError as error:
         print(f"laconic: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def _check_folder(folder: Path) -> None:
+    make_writable(folder)
+    if (folder / RECORDS).exists():
+        raise TaskError(f"{folder} holds a run's records, whose page this would replace; give --out another folder")
 
 
 def _json(found: Plan, others: dict[str, Plan]) -> str:

@@ -1,4 +1,4 @@
-"""laconic report: a comparison's page, made again from its records."""
+"""laconic report: the page of a comparison or a plan, made again from its records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `laconic report`."""
     parser = commands.add_parser(
         "report",
-        help="write DIR/report.html from the records of a comparison",
-        description="Write DIR/report.html from the records that `laconic compare --out DIR` left there. "
+        help="write DIR/report.html from the records of a comparison, or from a plan",
+        description="Write DIR/report.html from what `laconic compare` or `laconic plan` left there by --out DIR. "
         "The page holds everything it needs and works offline.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what was given to `laconic compare --out`")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what was given to --out")
     parser.set_defaults(run=run)
 
 

@@ -37,6 +37,14 @@ class Level:
     shades_below: bool = False
 
 
+@dataclass(frozen=True)
+class Upright:
+    """A dashed line from top to bottom, at a value of x."""
+
+    x: float
+    name: str
+
+
 def plot_places(above: float) -> tuple[float, float]:
     """The bottom and the top of a plot under the axis's name and what else stands above it."""
     return 26 + above + _HEIGHT, 26 + above
@@ -98,7 +106,15 @@ def side_width(curves: Sequence[Curve]) -> float:
     return max(map(_name_width, curves)) + 22
 
 
-def line_chart(label: str, x: Axis, y: Axis, curves: Sequence[Curve], levels: Sequence[Level], names: str) -> str:
+def line_chart(
+    label: str,
+    x: Axis,
+    y: Axis,
+    curves: Sequence[Curve],
+    levels: Sequence[Level],
+    names: str,
+    uprights: Sequence[Upright] = (),
+) -> str:
     """The drawing: grid, levels, rounds, lines with marks, names."""
     parts = [_level(level, x, y) for level in levels if level.shades_below]
     parts += [grid(x, y)] + [_level(level, x, y) for level in levels if not level.shades_below]
@@ -108,7 +124,7 @@ def line_chart(label: str, x: Axis, y: Axis, curves: Sequence[Curve], levels: Se
     for curve in curves:
         look = f'class="line {marks.colour(curve.number)}"{marks.dash(curve.number)}'
         parts.append(f'<path {look} d="{_path(curve.points, x, y)}"/>')
-    parts += [_marks(curve, x, y) for curve in curves]
+    parts += [_marks(curve, x, y) for curve in curves] + [_upright(upright, x, y) for upright in uprights]
     return svg(label, y.start + 44, "".join(parts) + names)
 
 
@@ -118,6 +134,18 @@ def _level(level: Level, x: Axis, y: Axis) -> str:
     return (
         f'{below * level.shades_below}<path class="level" d="M{x.start} {at:.1f}H{x.end:.1f}"/>'
         f'<text x="{x.start + 6}" y="{at + (18 if level.shades_below else -6):.1f}">{text(level.name)}</text>'
+    )
+
+
+def _upright(upright: Upright, x: Axis, y: Axis) -> str:
+    """Its name stands where there is more room, and above all lines."""
+    at = x.at(upright.x)
+    to_the_left = at > (x.start + x.end) / 2
+    place = f'x="{at - 6 if to_the_left else at + 6:.1f}" y="{y.end + 14}"'
+    anchor = "end" if to_the_left else "start"
+    return (
+        f'<path class="level" d="M{at:.1f} {y.end}V{y.start}"/>'
+        f'<text class="halo" {place} text-anchor="{anchor}">{text(upright.name)}</text>'
     )
 
 

@@ -15,6 +15,7 @@ from laconic.measure.report.figures import link_use, over_bytes, over_time, step
 from laconic.measure.report.fits import fits_page
 from laconic.measure.report.inspected import holds_inspection
 from laconic.measure.report.markup import frame
+from laconic.measure.report.planned import PLAN, plan_page
 from laconic.measure.report.sweep import over_links
 from laconic.measure.report.table import other_figures, table
 from laconic.measure.report.unions import holds_unions, unions_page
@@ -39,6 +40,8 @@ def write_report(folder: Path, *, running: str = "") -> Path:
 
     `running` says how far a comparison is that goes on; its page is loaded again every few seconds.
     """
+    if (folder / PLAN).is_file():
+        return _write(folder, lambda: plan_page(folder / PLAN))
     if not (folder / records.RECORDS).is_file():
         raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
     return _write(folder, lambda: _page_of(folder, running))
@@ -63,7 +66,7 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TaskError(f"{path} cannot be made from the records ({why}); run `laconic compare` again") from error
+        raise TaskError(f"{path} cannot be made from the records ({why}); run what wrote them again") from error
     return path
 
 
