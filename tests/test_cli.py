@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +186,34 @@ def test_an_older_torch_gets_the_store_that_it_can_make(monkeypatch: pytest.Monk
     assert store.get("place") == b"here" and asked == [True, False]
 
 
+def test_plan_prints_one_object_and_leaves_a_page(tmp_path: Path) -> None:
+    asked = ["--scheme", "bf16", "--scheme", "local:every=8", "--if-workers", "16"]
+    ran = laconic("plan", "--workers", "2", "--batch", "4", *asked, "--json", "--out", str(tmp_path / "a b"))
+    assert ran.returncode == 0, ran.stderr
+    (line,) = ran.stdout.splitlines()
+    found = json.loads(line)
+    assert {row["scheme"] for row in found["rows"]} == {"bf16", "local:every=8"}
+    assert found["pick"] in found["line"] and found["limit"] and found["what_if"]["16 workers"]["workers"] == 16
+    by_name = {row["scheme"]: row for row in found["rows"]}
+    assert by_name["bf16"]["tried"] and by_name["bf16"]["bytes_out"] > by_name["local:every=8"]["bytes_out"] > 0
+    assert all(row["seconds_to_target"] == row["step_ms"] * row["steps_factor"] for row in found["rows"])  # 1000 steps
+    assert json.loads((tmp_path / "a b" / "plan.json").read_text()) == found
+    assert found["line"] in html.unescape((tmp_path / "a b" / "report.html").read_text())
+
+
+@pytest.mark.slow
+def test_auto_trains_under_what_it_picks_and_so_does_a_resume(tmp_path: Path) -> None:
+    words = ["train", *SMALL, "--scheme", "auto", "--json", "--out", str(tmp_path)]
+    ran = laconic(*words)
+    assert ran.returncode == 0, ran.stderr
+    told = re.findall("^laconic: auto picks (.*?): ", ran.stderr, re.M)
+    assert told == [json.loads(ran.stdout.splitlines()[-1])["scheme"]]
+    again = laconic(*words, "--resume", "--steps", "8")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout.splitlines()[-1])["scheme"] == told[0]
+    assert "auto picks" not in again.stderr
+
+
 def test_compare_prints_rows(tmp_path: Path) -> None:
     schemes = ["--scheme", "dense", "--scheme", "topk:rho=0.05"]
     ran = laconic("compare", *SMALL, *schemes, "--json", "--target", "0.01", "--in-process")
@@ -281,6 +311,13 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--target", "0.8", "--target-loss", "2"], "two targets; give one"),
         (["compare", "--target-loss", "0"], "give a number above 0"),
         (["compare", "--scheme", "dense", "--scheme", "sign", "--clip-norm", "1"], "leave --clip-norm out"),
+        (["plan", "--scheme", "nothing"], "no scheme is called 'nothing'"),
+        (["plan", "--scheme", "torch-powersgd"], "try it with `laconic compare`"),
+        (["plan", "--scheme", "bf16 --accumulate 0"], "one like 'bf16 --accumulate 4'"),
+        (["plan", "--if-workers", "1"], "--if-workers is 1; give 2 or more"),
+        (["plan", "--if-link", "fast"], "'fast' is no link"),
+        (["plan", "--out", "/dev/null"], "give --out a folder that can be written"),
+        (["train", "--scheme", "auto", "--servers", "1"], "leave --servers and --in-process out"),
         (["bench", "wire", "--n", "0"], "--n is 0"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),

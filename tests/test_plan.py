@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.measure.train import Job, worker
 from laconic.planning import candidate
 from workers import WorkerPool
 
@@ -147,3 +149,20 @@ def test_auto_chooses_once_says_so_and_a_resume_keeps_the_choice(two: WorkerPool
     assert candidate(first[0]).scheme.of_what in (("gradients",) if kind == "gradients" else ("drift", "models"))
     assert first[1][1] == 1 and second[1][1] == 0  # told by rank 0
     assert first[2] and second[2]
+
+
+def _trained() -> tuple[str, bool, bool]:
+    job = Job(scheme="auto", batch=4)
+    usual = worker.CANDIDATES
+    worker.CANDIDATES = ("bf16", "bf16 --accumulate 2", "local:every=8")
+    try:
+        chosen = worker._chosen(job, job.load_data(), torch.device("cpu"))
+    finally:
+        worker.CANDIDATES = usual
+    return chosen.scheme, chosen.auto, replace(chosen, scheme="bf16", auto=True) == job
+
+
+def test_a_job_under_auto_becomes_one_of_what_is_picked(two: WorkerPool) -> None:
+    first, second = two.run(_trained)
+    assert first == second and first[0] in ("bf16", "local:every=8")  # a job cannot be told to accumulate
+    assert not first[1] and first[2]

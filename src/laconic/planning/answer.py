@@ -202,7 +202,7 @@ def _limit(measured: Measured) -> str:
     asked, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
     predicted = predict(asked, compute, rehearsal)
     link: Link = measured.links.sums if rehearsal.adds else measured.links.frames
-    latency_s = min(predicted.talk_s, rehearsal.num_messages * link.latency_s)
+    latency_s = min(predicted.talk_s, link.fixed_s(rehearsal.bytes_out, rehearsal.num_messages))
     parts = {
         "latency": latency_s,
         "link": predicted.talk_s - latency_s,

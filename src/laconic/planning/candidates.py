@@ -7,7 +7,7 @@ from laconic.errors import SchemeError
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, TorchHook
 
-CANDIDATES = (
+CANDIDATES: tuple[str, ...] = (
     "dense",
     "bf16",
     "bf16 --accumulate 2",

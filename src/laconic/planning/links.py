@@ -7,26 +7,41 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic.transport import Collectives
 
-_LONG_ENOUGH_S = 0.2  # of a message beyond its latency, for its rate to be that of long ones
+_LONG_ENOUGH_S = 0.8  # of a message, for its rate to be that of long ones
+_OFTEN_S = 0.1  # up to which messages are repeated
 _SIZES = tuple(1 << power for power in range(13, 27, 2))  # bytes of a worker's message
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of a message = latency_s + bytes that leave a worker / bytes_per_s."""
+    """Seconds of a message = latency_s + ramp(bytes) + bytes that leave a worker / bytes_per_s.
+
+    The ramp is what TCP takes on a long link until it sends at the full rate, and a ring for its hops.
+    """
 
     latency_s: float
     busy_latency_s: float  # where all workers compute meanwhile
     bytes_per_s: float
+    ramp: tuple[tuple[int, float], ...] = ()  # (bytes, seconds), ascending
 
     def seconds(self, bytes_out: float, messages: float = 1) -> float:
-        return messages * self.latency_s + bytes_out / self.bytes_per_s
+        """Of messages of equal lengths that come to so many bytes."""
+        return self.fixed_s(bytes_out, messages) + bytes_out / self.bytes_per_s
+
+    def fixed_s(self, bytes_out: float, messages: float = 1) -> float:
+        """What of it a faster link would not save."""
+        if not messages:
+            return 0.0
+        sizes = [0, *(size for size, _ in self.ramp)]
+        seconds = [0.0, *(extra_s for _, extra_s in self.ramp)]
+        return messages * (self.latency_s + float(np.interp(bytes_out / messages, sizes, seconds)))
 
 
 @dataclass(frozen=True)
@@ -72,18 +87,21 @@ def measure_links(transport: Collectives, busy: Callable[[], AbstractContextMana
 def _measured(
     transport: Collectives, talk: Callable[[Tensor], None], busy: Callable[[], AbstractContextManager[None]]
 ) -> Link:
-    """The latency of next to nothing, and the rate at the largest message that is quick."""
+    """The latency of next to nothing, the rate from one long message to a longer one, and how it is reached."""
     talk(torch.zeros(8, dtype=torch.uint8))  # connections are opened with the first
     latency_s, _ = _timed(transport, talk, 8)
-    rate = 0.0
+    found = []
     for size in _SIZES:
-        seconds, bytes_out = _timed(transport, talk, size)
-        rate = bytes_out / max(seconds - latency_s, 0.05 * seconds)
-        if seconds - latency_s > _LONG_ENOUGH_S:
+        found.append(_timed(transport, talk, size))
+        if found[-1][0] > _LONG_ENOUGH_S / 4:  # the next takes up to four times as long, and is the last
+            found.append(_timed(transport, talk, 4 * size))
             break
+    (before_s, before_bytes), (last_s, last_bytes) = found[-2:]
+    rate = (last_bytes - before_bytes) / max(last_s - before_s, 0.05 * last_s)
+    ramp = [(num_bytes, max(0.0, seconds - latency_s - num_bytes / rate)) for seconds, num_bytes in found]
     with busy():
         busy_latency_s, _ = _timed(transport, talk, 8)
-    return Link(latency_s, max(latency_s, busy_latency_s), rate)
+    return Link(latency_s, max(latency_s, busy_latency_s), rate, tuple(ramp))
 
 
 def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: int) -> tuple[float, int]:
@@ -92,7 +110,7 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
     before = bytes_out_of(transport)
     found: list[float] = []
     for _ in range(_REPEATS):
-        if found and slowest(transport, found[-1]) > _LONG_ENOUGH_S:
+        if found and slowest(transport, found[-1]) > _OFTEN_S:
             break  # what takes long varies little
         meet(transport)
         start = time.perf_counter()

@@ -49,7 +49,7 @@ class Rehearsal:
         rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.num_messages))
         return self._with(
             talk_s=new.seconds(self.bytes_out, self.num_messages) + rest,
-            fixed_s=self.num_messages * new.latency_s + rest,
+            fixed_s=new.fixed_s(self.bytes_out, self.num_messages) + rest,
             busy_talk_s=self.num_messages * (new.busy_latency_s - new.latency_s),
         )
 
@@ -79,7 +79,7 @@ def rehearse(
     bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
     if parts is not gradients:
         messages *= len(gradients)  # as many for each bucket
-    fixed_s = messages * link.latency_s
+    fixed_s = link.fixed_s(num_bytes, messages)
     talk_s = spent["exchange"] if parts is gradients else link.seconds(num_bytes, messages)
     return Rehearsal(
         choose_s=(spent["select"] + spent["encode"]) / entries_share,
