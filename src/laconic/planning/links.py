@@ -93,8 +93,7 @@ def _measured(
     found = []
     for size in _SIZES:
         found.append(_timed(transport, talk, size))
-        if found[-1][0] > _LONG_ENOUGH_S / 4:  # the next takes up to four times as long, and is the last
-            found.append(_timed(transport, talk, 4 * size))
+        if len(found) > 1 and found[-1][0] > _LONG_ENOUGH_S:
             break
     (before_s, before_bytes), (last_s, last_bytes) = found[-2:]
     rate = (last_bytes - before_bytes) / max(last_s - before_s, 0.05 * last_s)
