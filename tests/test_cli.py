@@ -202,6 +202,16 @@ def test_plan_prints_one_object_and_leaves_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_probe_trains_under_the_soonest_and_says_so() -> None:
+    asked = ["--scheme", "local:every=8", "--scheme", "gossip", "--scheme", "bf16 --accumulate 2"]
+    ran = laconic("plan", "--workers", "2", "--batch", "8", *asked, "--probe", "24", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert len(re.findall("^laconic: probes ", ran.stderr, re.M)) == 1 + 3
+    rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
+    assert len(rows) == 3 and all(row["steps_source"] == "probed on this job, 24 steps" for row in rows)
+
+
+@pytest.mark.slow
 def test_auto_trains_under_what_it_picks_and_so_does_a_resume(tmp_path: Path) -> None:
     words = ["train", *SMALL, "--scheme", "auto", "--json", "--out", str(tmp_path)]
     ran = laconic(*words)
@@ -315,6 +325,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--scheme", "torch-powersgd"], "try it with `laconic compare`"),
         (["plan", "--scheme", "bf16 --accumulate 0"], "one like 'bf16 --accumulate 4'"),
         (["plan", "--if-workers", "1"], "--if-workers is 1; give 2 or more"),
+        (["plan", "--probe", "3"], "give 24 or more steps"),
         (["plan", "--if-link", "fast"], "'fast' is no link"),
         (["plan", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--scheme", "auto", "--servers", "1"], "leave --servers and --in-process out"),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from laconic.measure import penalties
-from laconic.measure.penalties import KINDS, Run, runs, steps_to, summary, target_of
+from laconic.measure.losses import steps_to
+from laconic.measure.penalties import KINDS, Run, runs, summary, target_of
 from laconic.measure.records import to_json
 from laconic.measure.results import read_result
 

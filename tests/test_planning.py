@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import nn, optim
 
 from laconic import SchemeError
 from laconic.layout import Layout
+from laconic.measure.train import Job
+from laconic.measure.train.probe import factor_of, probe
 from laconic.planning import (
     CANDIDATES,
     Compute,
@@ -132,6 +135,42 @@ def test_curves_go_down_to_what_no_link_can_hasten() -> None:
         assert list(steps_ms) == sorted(steps_ms, reverse=True) and steps_ms[-1] >= 100
     slow = {row.scheme: row.step_ms for row in found.what_if(bits_per_s=1e6).rows}
     assert {scheme: points[0][1] for scheme, points in found.curves().items()} == pytest.approx(slow)
+
+
+def _falling(speed: float, num_steps: int, every: int) -> list[tuple[float, float]]:
+    return [(step, 3 * 0.97 ** (speed * step)) for step in range(0, num_steps + 1, every)]
+
+
+def test_what_learns_half_as_fast_needs_twice_the_steps() -> None:
+    plain = _falling(1.0, 60, 5)
+    half = factor_of(_falling(0.5, 60, 5), plain, "here")
+    assert half.factor == pytest.approx(2, rel=0.02) and half.low <= half.factor <= half.high and half.source == "here"
+    assert factor_of(_falling(2.0, 60, 5), plain, "").factor == 1
+    assert factor_of([*plain[:3], (15, math.inf)], plain, "").factor == math.inf
+    uneven = [*plain, (65, 2.5), (70, 2.0)]  # its end was reached before
+    same = factor_of(uneven, uneven, "")
+    assert (same.low, same.factor, same.high) == pytest.approx((1, 1, 1))
+
+
+def test_a_probe_takes_the_place_of_records() -> None:
+    texts = ("bf16", "bf16 --accumulate 2", "local:every=16", "gossip")
+    found = answer(_measured(rehearsals=tuple((candidate(text), REHEARSAL) for text in texts)))
+    assert found.rows[0].scheme == "gossip"
+    jobs: list[Job] = []
+
+    def train(job: Job) -> list[tuple[float, float]]:
+        jobs.append(job)
+        return _falling(0.25 if job.scheme == "gossip" else job.accumulate, job.steps or 0, job.eval_every)
+
+    again = probe(Job(batch=8), found, 60, train)
+    assert jobs[0].scheme == "bf16" and len(jobs) == 4
+    accumulated = {(job.scheme, job.batch, job.accumulate, job.steps) for job in jobs if job.batch != 8}
+    assert accumulated == {("bf16", 16, 2, 30)}
+    by_name = {row.scheme: row for row in again.rows}
+    assert all("probed on this job" in row.steps_source for row in again.rows)
+    assert by_name["gossip"].steps_factor == pytest.approx(4, rel=0.05) and again.rows[-1] is by_name["gossip"]
+    assert by_name["bf16"].steps_factor == by_name["bf16 --accumulate 2"].steps_factor == 1
+    assert any("from short runs" in reason for reason in again.reasons)
 
 
 def test_more_workers_send_what_their_schemes_say() -> None:

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from laconic.errors import TaskError
+from laconic.measure.losses import smoothed, steps_to
 from laconic.measure.records import RECORDS, make_writable, read
 from laconic.measure.results import RESULTS, this_machine, write_result
 from laconic.measure.tasks import TASKS
@@ -166,23 +166,6 @@ def runs(kinds: Sequence[Kind], seeds: int) -> Iterator[Run]:
         if scheme != "sign" or kind.lr is None  # a vote has an optimizer of its own
     ]
     yield from sorted(made, key=lambda run: (run.kind.lr is not None, not run.is_base))
-
-
-def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each loss but the first and last as the mean of itself and its neighbours."""
-    return [
-        (losses[i][0], statistics.fmean(loss for _, loss in losses[i - 1 : i + 2])) for i in range(1, len(losses) - 1)
-    ]
-
-
-def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | None:
-    """Where the smoothed loss first reaches a target, between two evaluations; None where it does not."""
-    for (before, higher), (after, lower) in pairwise(smoothed(losses)):
-        if lower <= target:
-            if higher <= target:
-                return before
-            return before + (after - before) * (higher - target) / (higher - lower)
-    return None
 
 
 def target_of(kind: Kind, seeds: int, home: Path) -> float | None:

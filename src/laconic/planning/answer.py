@@ -34,6 +34,7 @@ class Measured:
     kind: str  # of model
     optimizer: str
     device: str
+    probed: tuple[tuple[Candidate, Penalty], ...] = ()  # what candidates cost in steps on this job itself
     beyond_s: tuple[tuple[Candidate, float], ...] = ()  # that tried steps took elsewhere beyond what was predicted
 
     def among(self, num_workers: int) -> "Measured":
@@ -169,7 +170,7 @@ def _rows(measured: Measured, steps: int) -> list[Row]:
 
 def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> Row:
     predicted: Prediction = predict(asked, measured.compute, rehearsal)
-    penalty: Penalty | None = penalty_of(asked, measured.kind, measured.optimizer)
+    penalty = dict(measured.probed).get(asked) or penalty_of(asked, measured.kind, measured.optimizer)
     tried_s = dict(measured.tried_s).get(asked)
     foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(asked, 0.0))
     step_s = foretold_s if tried_s is None else tried_s
@@ -228,6 +229,10 @@ def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, ste
                 f"{pick.scheme} is {sooner:.1f}x sooner than {plain.scheme}: {pick.step_ms:.0f} ms a step instead of "
                 f"{plain.step_ms:.0f}, {pick.steps_factor:.2f} times the steps"
             )
+    if measured.probed:
+        said.append(
+            f"x steps of {', '.join(str(asked) for asked, _ in measured.probed)} is of this job, from short runs"
+        )
     said += _turning_points(measured, pick, steps)
     if measured.compute.waits_for_slowest > _WORTH_NAMING:
         said.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")

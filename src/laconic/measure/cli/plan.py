@@ -16,10 +16,12 @@ from laconic.measure.report import write_report
 from laconic.measure.report.planned import PLAN
 from laconic.measure.train import Job, is_worker
 from laconic.measure.train.planned import NOT_PLANNED, PlanJob
+from laconic.measure.train.probe import LEAST_STEPS
 from laconic.measure.train.worker import work_plan
 from laconic.planning import CANDIDATES, Plan, candidate
 
 _DEFAULT_STEPS = 1000
+_PROBE_STEPS = 60
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,6 +46,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="also say what links of this rate would pick; repeat it",
     )
     parser.add_argument(
+        "--probe",
+        type=int,
+        nargs="?",
+        const=_PROBE_STEPS,
+        default=0,
+        metavar="N",
+        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the soonest three, to see what they cost in steps",
+    )
+    parser.add_argument(
         "--out", dest="folder", type=Path, metavar="DIR", help="write DIR/plan.json and DIR/report.html, a page"
     )
     add_lab_options(parser)
@@ -58,9 +69,12 @@ def run(asked: argparse.Namespace) -> int:
     for number in asked.if_workers or ():
         if number < 2:
             raise TaskError(f"--if-workers is {number}; give 2 or more")
+    if asked.probe and asked.probe < LEAST_STEPS:
+        raise TaskError(f"--probe is {asked.probe}; give {LEAST_STEPS} or more steps, or chance decides")
     more = [word for text in schemes for word in ("--scheme", text)]
     more += [word for number in asked.if_workers or () for word in ("--if-workers", str(number))]
     more += [word for link in asked.if_link or () for word in ("--if-link", str(link))]
+    more += ["--probe", str(asked.probe)] if asked.probe else []
     more += ["--out", str(asked.folder)] if asked.folder else []
     given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
     job = PlanJob(**{**given, "scheme": "bf16"}, more_words=tuple(more))
@@ -80,7 +94,7 @@ def run(asked: argparse.Namespace) -> int:
         print(_json(found, others) if job.json else _text(found, others), flush=True)
 
     try:
-        return work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell)
+        return work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=asked.probe)
     except LaconicError as error:
         print(f"laconic: {error}", file=sys.stderr, flush=True)
         return 1

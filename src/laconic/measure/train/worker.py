@@ -27,10 +27,11 @@ from laconic.measure.train.course import Course
 from laconic.measure.train.ddp import DdpLearner
 from laconic.measure.train.following import FollowingLearner
 from laconic.measure.train.job import DEFAULT_STEPS, Job
-from laconic.measure.train.loop import TrainingLoop
+from laconic.measure.train.loop import NoObserver, TrainingLoop
 from laconic.measure.train.measured import interface_bytes, link_bytes_since
 from laconic.measure.train.mps import uses_mps
 from laconic.measure.train.planned import plan_here
+from laconic.measure.train.probe import Losses, probe
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
@@ -81,17 +82,43 @@ def work(job: Job, tell: Callable[[Result], None]) -> int:
         return 0 if result.diverged_at is None else DIVERGED
 
 
-def work_plan(job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None]) -> int:
-    """Plan instead of training; the first worker tells."""
+def work_plan(
+    job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None], *, probe_steps: int = 0
+) -> int:
+    """Plan instead of training, or train as many steps under each of the soonest; the first worker tells."""
     _end_with_the_launcher()
     torch.manual_seed(job.seed)
     device = device_of(job)
     data = job.load_data()
     with _process_group(job.backend):
         found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
+        if probe_steps:
+            found = probe(job, found, probe_steps, lambda short: _losses(short, data, device))
         if dist.get_rank() == 0:
             tell(found)
     return 0
+
+
+def _losses(job: Job, data: Data, device: torch.device) -> Losses:
+    """(step, validation loss) of a run that leaves nothing behind."""
+    if dist.get_rank() == 0:
+        print(f"laconic: probes {job.scheme} for {job.steps} steps", file=sys.stderr, flush=True)
+    torch.manual_seed(job.seed)
+    learner = make_learner(job, data, device)
+    observer = _LossObserver()
+    TrainingLoop(job, learner.course, learner, learner.group).run_(observer)
+    learner.session.close()
+    return observer.losses
+
+
+class _LossObserver(NoObserver):
+    """Notes evaluations alone."""
+
+    def __init__(self) -> None:
+        self.losses: Losses = []
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        self.losses.append((fact["step"], fact["loss"]))
 
 
 def _chosen(job: Job, data: Data, device: torch.device) -> Job:
