@@ -9,9 +9,9 @@ from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.planning.candidates import Candidate, candidate
 from laconic.planning.compute import Compute
-from laconic.planning.links import Link, Links
+from laconic.planning.links import Links
 from laconic.planning.penalties import Penalty, penalty_of
-from laconic.planning.prediction import Prediction, predict
+from laconic.planning.prediction import predict
 from laconic.planning.rehearsal import Rehearsal
 from laconic.scheme import OuterScheme, Scheme
 
@@ -86,9 +86,6 @@ class Row:
     seconds_to_target: float | None
     tried: bool  # whether its steps were really taken, not predicted
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -136,10 +133,10 @@ class Plan:
             "workers": self.measured.num_workers,
             "steps": self.steps,
             "seconds": self.seconds,
-            "compute": self.measured.compute.as_dict(),
-            "links": self.measured.links.as_dict(),
+            "compute": asdict(self.measured.compute),
+            "links": asdict(self.measured.links),
             "bits_per_s": self.measured.links.bits_per_s,
-            "rows": [row.as_dict() for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
             "curves": self.curves(),
         }
 
@@ -169,22 +166,22 @@ def _rows(measured: Measured, steps: int) -> list[Row]:
 
 
 def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> Row:
-    predicted: Prediction = predict(asked, measured.compute, rehearsal)
+    predicted = predict(asked, measured.compute, rehearsal)
     penalty = dict(measured.probed).get(asked) or penalty_of(asked, measured.kind, measured.optimizer)
     tried_s = dict(measured.tried_s).get(asked)
     foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(asked, 0.0))
     step_s = foretold_s if tried_s is None else tried_s
-    is_known = penalty is not None and math.isfinite(penalty.factor)
+    reached = penalty if penalty is not None and math.isfinite(penalty.factor) else None
     return Row(
         scheme=str(asked),
         step_ms=1e3 * step_s,
         bytes_out=round(predicted.bytes_out),
         memory_bytes=predicted.memory_bytes,
         waits_ms=1e3 * max(0.0, predicted.talk_s + step_s - predicted.step_s),
-        steps_factor=penalty.factor if penalty is not None and is_known else None,
-        steps_range=(penalty.low, penalty.high) if penalty is not None and is_known else None,
-        steps_source=penalty.source if penalty is not None else "",
-        seconds_to_target=steps * step_s * penalty.factor if penalty is not None and is_known else None,
+        steps_factor=reached.factor if reached else None,
+        steps_range=(reached.low, reached.high) if reached else None,
+        steps_source=penalty.source if penalty else "",
+        seconds_to_target=steps * step_s * reached.factor if reached else None,
         tried=tried_s is not None,
     )
 
@@ -202,7 +199,7 @@ def _limit(measured: Measured) -> str:
     computes = "host cores" if measured.device == "cpu" else "device"
     asked, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
     predicted = predict(asked, compute, rehearsal)
-    link: Link = measured.links.sums if rehearsal.adds else measured.links.frames
+    link = measured.links.sums if rehearsal.adds else measured.links.frames
     latency_s = min(predicted.talk_s, link.fixed_s(rehearsal.bytes_out, rehearsal.num_messages))
     parts = {
         "latency": latency_s,

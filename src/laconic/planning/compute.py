@@ -1,7 +1,6 @@
 """What a training step costs where nothing is exchanged."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,3 @@ class Compute:
     def waits_for_slowest(self) -> float:
         """The share of a step for which workers wait for the slowest of them."""
         return max(0.0, 1 - self.alone_s / self.together_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

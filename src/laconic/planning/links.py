@@ -4,8 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -63,9 +62,6 @@ class Links:
             replace(self.sums, bytes_per_s=factor * self.sums.bytes_per_s),
             replace(self.frames, bytes_per_s=factor * self.frames.bytes_per_s),
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_links(transport: Collectives, busy: Callable[[], AbstractContextManager[None]]) -> Links:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,6 @@ class Penalty:
     low: float
     high: float
     source: str  # whose figure it is
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def kind_of(model: nn.Module) -> str:
@@ -77,7 +74,7 @@ def _distance(one: Candidate, other: Candidate) -> float:
 @cache
 def _rows() -> list[dict[str, Any]]:
     rows = []
-    for row in json.loads(_RECORD.read_text())["rows"] if _RECORD.exists() else []:
+    for row in json.loads(_RECORD.read_text())["rows"]:
         accumulate = row.get("accumulate") or 1
         text = row["scheme"] if accumulate == 1 else f"{row['scheme']} --accumulate {accumulate}"
         if not text.startswith("torch-"):

@@ -1,7 +1,7 @@
 """A step's time from its parts: what is computed, what is exchanged, and how much of the one hides the other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
 from laconic.planning.candidates import Candidate
@@ -16,7 +16,6 @@ class Prediction:
 
     step_s: float
     talk_s: float  # for which a step waits for the network alone
-    work_s: float  # for which it waits for choosing, encoding, decoding and applying
     bytes_out: float
     memory_bytes: int  # beyond model, gradients and optimizer
 
@@ -24,13 +23,11 @@ class Prediction:
 def predict(candidate: Candidate, compute: Compute, rehearsal: Rehearsal) -> Prediction:
     """What a user's step takes, sends and keeps under a candidate."""
     step_s, talk_s, period = _step(candidate.scheme, compute, rehearsal, candidate.accumulate)
-    vectors = _num_vectors(candidate.scheme)
     return Prediction(
         step_s=step_s,
         talk_s=talk_s,
-        work_s=max(0.0, step_s - talk_s - compute.alone_s),
         bytes_out=rehearsal.bytes_out / period,
-        memory_bytes=4 * vectors * rehearsal.num_entries,
+        memory_bytes=4 * _num_vectors(candidate.scheme) * rehearsal.num_entries,
     )
 
 
@@ -47,7 +44,7 @@ def _(scheme: Scheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -
     Without an exchange every micro-batch but the last takes a step alone.
     """
     with_it = _exposed(compute, rehearsal)
-    without = _exposed(compute, Rehearsal(**{**rehearsal.as_dict(), "talk_s": 0.0, "busy_talk_s": 0.0, "fixed_s": 0.0}))
+    without = _exposed(compute, replace(rehearsal, talk_s=0.0, busy_talk_s=0.0, fixed_s=0.0))
     talk_s = with_it - without
     together_s = compute.together_s + with_it
     step_s = ((accumulate - 1) * compute.alone_s + together_s) / accumulate

@@ -3,8 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,17 +46,12 @@ class Rehearsal:
         old = here.sums if self.adds else here.frames
         new = there.sums if self.adds else there.frames
         rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.num_messages))
-        return self._with(
+        return replace(
+            self,
             talk_s=new.seconds(self.bytes_out, self.num_messages) + rest,
             fixed_s=new.fixed_s(self.bytes_out, self.num_messages) + rest,
             busy_talk_s=self.num_messages * (new.busy_latency_s - new.latency_s),
         )
-
-    def _with(self, **changed: Any) -> "Rehearsal":
-        return Rehearsal(**{**asdict(self), **changed})
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rehearse(
