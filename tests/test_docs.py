@@ -26,11 +26,16 @@ MEASURED = re.compile(r"\d (?:ms a step|times (?:faster|as fast|sooner)|points|%
 
 
 def _blocks() -> dict[str, str]:
-    """Every piece of Python by the page that it is on; the same piece on two pages once."""
+    """Every piece of Python by the page that it is on, or is put in by the build; the same piece on two pages once."""
     found = {
         code: f"{page.name}-{number}"
         for page in PAGES
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    }
+    found |= {
+        (ROOT / "examples" / name).read_text(): f"{page.name}-{name}"
+        for page in PAGES
+        for name in re.findall(r"<!-- text of (docs/\w+\.py) -->", page.read_text())
     }
     return {name: code for code, name in found.items()}
 
