@@ -203,12 +203,12 @@ def test_plan_prints_one_object_and_leaves_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_probe_trains_under_the_soonest_and_says_so() -> None:
-    asked = ["--scheme", "local:every=8", "--scheme", "gossip", "--scheme", "bf16 --accumulate 2"]
+    asked = ["--scheme", "local:every=8", "--scheme", "bf16 --accumulate 2"]
     ran = laconic("plan", "--workers", "2", "--batch", "8", *asked, "--probe", "24", "--json")
     assert ran.returncode == 0, ran.stderr
-    assert len(re.findall("^laconic: probes ", ran.stderr, re.M)) == 1 + 3
+    assert len(re.findall("^laconic: probes ", ran.stderr, re.M)) == 1 + 2
     rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
-    assert len(rows) == 3 and all(row["steps_source"] == "probed on this job, 24 steps" for row in rows)
+    assert len(rows) == 2 and all(row["steps_source"] == "probed on this job, 24 steps" for row in rows)
 
 
 @pytest.mark.slow

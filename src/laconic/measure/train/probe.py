@@ -26,7 +26,9 @@ def probe(job: Job, found: Plan, num_steps: int, train: Callable[[Job], Losses])
     """
     start = time.perf_counter()
     plain = candidate("bf16")
-    asked = [one for row in found.rows if (one := candidate(row.scheme)) != plain][:_PROBED]
+    # Not gossip, in which nobody waits for all: a worker that is done would count as gone.
+    others = [one for row in found.rows if (one := candidate(row.scheme)).scheme.of_what != "models" and one != plain]
+    asked = others[:_PROBED]
     losses_of = {one: _trained(job, one, num_steps, train) for one in (plain, *asked)}
     source = f"probed on this job, {num_steps} steps"
     probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
