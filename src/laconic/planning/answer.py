@@ -17,6 +17,7 @@ from laconic.scheme import OuterScheme, Scheme
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
+_LITTLE = 0.25  # of a step, that a network takes where nothing need be done about it
 _RATES = tuple(10**6 * 10 ** (eighth / 8) for eighth in range(49))  # bits a second, 1mbit to 1tbit
 _CURVE_RATES = _RATES[:41:2]  # to 100gbit
 
@@ -217,7 +218,8 @@ def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, ste
     plain = by_name.get("bf16") or by_name.get("dense") or pick
     waits = plain.waits_ms / plain.step_ms
     if pick is plain or pick.scheme == "dense":
-        said.append(f"do not compress: the network is {100 * waits:.0f} % of a step under {plain.scheme}")
+        share = f"the network is {100 * waits:.0f} % of a step under {plain.scheme}"
+        said.append(f"do not compress: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
     else:
         said.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
         if plain.seconds_to_target and pick.seconds_to_target:
