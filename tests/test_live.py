@@ -119,6 +119,7 @@ def test_a_page_grows_while_runs_go_on(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.glob("report*")] == ["report.html"]
 
 
+@pytest.mark.slow  # a whole comparison; the page itself is tested above
 def test_the_page_of_a_comparison_is_loaded_again_until_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
