@@ -216,12 +216,15 @@ def _check_ways(found: Callable[[Job], dict[str, Any]], job: Job) -> None:
         assert mixed["loss"] == pytest.approx(whole["loss"], rel=0.02) and mixed["skipped_steps"] == 0
 
 
-@pytest.mark.parametrize("scheme", ["topk:rho=0.05", "gossip:mode=matched,rate=1"])
+@pytest.mark.parametrize(
+    "scheme", ["topk:rho=0.05", pytest.param("gossip:mode=matched,rate=1", marks=pytest.mark.slow)]
+)
 def test_micro_batches_and_mixed_precision_train_alike(two_workers: WorkerPool, tmp_path: Path, scheme: str) -> None:
     job = _small_job(scheme=scheme, data=_text(tmp_path))
     _check_ways(lambda one: two_workers.run(_over_processes, one)[0], job)
 
 
+@pytest.mark.slow  # half a minute where bf16 is emulated; over processes it is tested above
 def test_so_they_do_among_virtual_workers(tmp_path: Path) -> None:
     job = _small_job(data=_text(tmp_path), in_process=True, eval_every=100)
     _check_ways(lambda one: _result_in_process(one).as_dict(), job)
