@@ -4,7 +4,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,31 +14,28 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.ddp import WORTH_A_PIPELINE, DdpAdapter
-from laconic.attach.own_steps import cut
-from laconic.attach.rehearsals import rehearse_all
+from laconic.attach.rehearsals import measure_exchanges
 from laconic.attach.switch import HookSwitch
 from laconic.errors import SchemeError, StateError
 from laconic.gossip import Follower
 from laconic.layout import Layout, plain_name
 from laconic.outer import OuterFollower
+from laconic.outer.fragments import bucket_layouts, trained_of
 from laconic.planning import (
     CANDIDATES,
     Compute,
-    Measured,
     Plan,
     answer,
     candidate,
     kind_of,
-    measure_links,
     optimizer_name,
     slowest,
 )
 from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import SavedTogether, Stats
-from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
+from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
-AUTO = "auto"
 _PLAIN = "bf16"  # what gradients begin under, and go back to
 _FIRST_DRIFT = "local:every=8"
 _PLANS_AT = 6  # the step of gradients; DDP cuts its buckets anew after the first
@@ -109,7 +106,7 @@ class AutoSession(SavedTogether):
     def _end_step(self, last: Future[Tensor]) -> None:
         begun_at = self._landed_at
         settled = self._steps >= _UNSETTLED
-        if settled:
+        if settled and self._choice is None:
             self._arrivals_by_step.append(self._arrivals)
         steps_s = self._step_s
 
@@ -133,32 +130,18 @@ class AutoSession(SavedTogether):
             landed.wait()
         asked = [candidate(text) for text in CANDIDATES]
         asked = [one for one in asked if isinstance(one.scheme, Scheme) and one.accumulate == 1]
-        kind = kind_of(self._model)
+        # Who trains what is not known here; most train transformers so.
+        optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
-            links = measure_links(self.transport, nullcontext)
             places = [statistics.median(column) for column in zip(*self._arrivals_by_step, strict=True)]
             arrivals = [slowest(self.transport, place) for place in places]
-            compute = Compute(
-                alone_s=arrivals[-1],  # the optimizer's step, forward and backward lie between two exchanges
-                together_s=arrivals[-1],
-                arrivals_s=tuple(arrivals),
-                num_entries=tuple(layout.num_entries for layout, _ in self._gradients),
-                pipelined=sum(layout.num_entries for layout, _ in self._gradients) >= WORTH_A_PIPELINE,
-                beside=0.0 if self._device.type == "cuda" else 1.0,
+            # The optimizer's step, forward and backward lie between two exchanges.
+            compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
+            measured = measure_exchanges(
+                asked, self._gradients, self._model, optimizer, compute, self.transport, self._group
             )
-            rehearsals = rehearse_all(asked, self._gradients, self._model, compute, self.transport, links, self._group)
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
-        measured = Measured(
-            compute=compute,
-            links=links,
-            rehearsals=tuple(rehearsals.items()),
-            tried_s=((candidate(_PLAIN), self._plain_s),),
-            layouts=tuple(layout for layout, _ in self._gradients),
-            num_workers=self.transport.num_workers,
-            kind=kind,
-            optimizer="adamw" if kind == "transformer" else "sgd",  # as most are trained
-            device=self._device.type,
-        )
+        measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
         self._gradients = []
         self.plan = answer(measured)
         self._choice = self.plan.pick
@@ -255,8 +238,8 @@ class AutoFollower(SavedTogether):
 
     def step(self) -> None:
         """Count a step; after the first agreement, plan, and go on under the choice."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._choice is None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a plan needs each step's own time; later many even out
         self._alone_s.append(time.perf_counter() - self._left_at)
         del self._alone_s[:-_RECENT]
         self._follower.step()
@@ -267,47 +250,29 @@ class AutoFollower(SavedTogether):
 
     def _plan(self) -> None:
         """Measure and choose; after an agreement all models are the same."""
-        named = [(p, plain_name(name)) for name, p in self._model.named_parameters() if p.requires_grad]
-        drift = self._drifts(named)
+        drift = self._drifts()
         asked = [candidate(text) for text in CANDIDATES]
         asked = [one for one in asked if one.scheme.of_what != "gradients"]
         transport = Group(own_group(self._group, self._device), self._device)
         try:
             alone_s = slowest(transport, statistics.median(self._alone_s[_UNSETTLED:]))
-            compute = Compute(
-                alone_s=alone_s,
-                together_s=alone_s,
-                arrivals_s=(alone_s,) * len(drift),
-                num_entries=tuple(layout.num_entries for layout, _ in drift),
-                pipelined=True,
-                beside=0.0 if self._device.type == "cuda" else 1.0,
+            compute = _compute(alone_s, [alone_s] * len(drift), drift, self._device)
+            measured = measure_exchanges(
+                asked, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
             )
-            links = measure_links(transport, nullcontext)
-            rehearsals = rehearse_all(asked, drift, self._model, compute, transport, links, self._group)
         finally:
             transport.close()
-        measured = Measured(
-            compute=compute,
-            links=links,
-            rehearsals=tuple(rehearsals.items()),
-            tried_s=(),
-            layouts=tuple(layout for layout, _ in drift),
-            num_workers=self._group.size(),
-            kind=kind_of(self._model),
-            optimizer=optimizer_name(self._optimizer),
-            device=self._device.type,
-        )
         self.plan = answer(measured)
         self._begin_at = torch.empty(0)
         _say(self._group.rank(), f"auto goes on under {self.plan.pick}: {self.plan.reasons[0]}")
         self._turn_to(self.plan.pick)
 
-    def _drifts(self, named: Sequence[tuple[Tensor, str]]) -> list[tuple[Layout, Tensor]]:
+    def _drifts(self) -> list[tuple[Layout, Tensor]]:
         """How far the model came since the beginning, in buckets."""
         drift = (self._begin_at - self._follower.read()).to(self._device)
         found = []
         start = 0
-        for layout in cut(named):
+        for layout in bucket_layouts(trained_of(self._model)):
             found.append((layout, drift[start : start + layout.num_entries].clone()))
             start += layout.num_entries
         return found
@@ -320,7 +285,8 @@ class AutoFollower(SavedTogether):
 
     def advice(self) -> str:
         """One line where steps have become so slow that another scheme would pay now; else nothing."""
-        waited = self._follower.stats().seconds["exchange"] / max(1, self._follower.stats().steps_here)
+        stats = self._follower.stats()
+        waited = stats.seconds["exchange"] / stats.steps_here
         return _advice(self.plan, self._choice, [alone_s + waited for alone_s in self._alone_s])
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,6 +301,21 @@ class AutoFollower(SavedTogether):
 
     def close(self) -> None:
         self._follower.close()
+
+
+def _compute(
+    step_s: float, arrivals_s: Sequence[float], vectors: Sequence[tuple[Layout, Tensor]], device: torch.device
+) -> Compute:
+    """What is known of a step in the midst of training: how long it is, not what work beside it would cost."""
+    num_entries = tuple(layout.num_entries for layout, _ in vectors)
+    return Compute(
+        alone_s=step_s,
+        together_s=step_s,
+        arrivals_s=tuple(arrivals_s),
+        num_entries=num_entries,
+        pipelined=sum(num_entries) >= WORTH_A_PIPELINE,
+        beside=0.0 if device.type == "cuda" else 1.0,
+    )
 
 
 def _of_gradients(text: str) -> Scheme:
@@ -382,4 +363,3 @@ def check_auto(*given: object) -> None:
     """SchemeError where an option leaves auto no choice."""
     if any(given):
         raise SchemeError("auto chooses among what workers do by themselves; leave servers=, outer= and within= out")
-    world()

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.attach.ddp import WORTH_A_PIPELINE, DdpAdapter
 from laconic.attach.switch import HookSwitch, Listener, kept_as_they_are
 from laconic.layout import Layout
-from laconic.planning import Candidate, Compute, Plan, candidate, meet
+from laconic.outer.fragments import bucket_layouts
+from laconic.planning import Candidate, Compute, Plan, candidate, meet, slowest
 from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group
 
@@ -27,7 +28,6 @@ _MEASURED_S = 4.0  # for which steps are measured, two of them at least
 _MOST_STEPS = 10
 _TRIED_S = 2.5  # for which steps of a scheme are taken
 _LEAST_TRIED = 4
-_BUCKET_ENTRIES = 25 * (1 << 20) // 4  # of DDP's default
 _BURNT = 1 << 18  # entries of what is computed beside a step, to see what that costs
 
 
@@ -58,7 +58,7 @@ class OwnSteps:
         with self._listening():
             for _ in range(_FIRST_STEPS):
                 self._timed()
-            first_s = self._slowest(self._timed())
+            first_s = slowest(self._transport, self._timed())
             number = max(2, min(_MOST_STEPS, round(_MEASURED_S / first_s)))
             with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
                 alone = [self._plain() for _ in range(max(3, number // 2))][1:]
@@ -83,7 +83,7 @@ class OwnSteps:
             Compute(
                 alone_s=alone_s,
                 together_s=together_s,
-                arrivals_s=tuple(self._everyone_max(arrivals_s)),
+                arrivals_s=tuple(max(row) for row in self._everyone(arrivals_s)),
                 num_entries=tuple(layout.num_entries for layout, _ in gradients),
                 pipelined=sum(layout.num_entries for layout, _ in gradients) >= WORTH_A_PIPELINE,
                 beside=min(1.0, max(0.0, slowed_s / own_s - 1)),
@@ -105,7 +105,7 @@ class OwnSteps:
             if not isinstance(asked.scheme, Scheme) or asked.accumulate > 1:
                 continue
             expected_s = (_FIRST_STEPS + _LEAST_TRIED) * row.step_ms / 1e3
-            if self._slowest(time.perf_counter() + expected_s - until) < 0:
+            if slowest(self._transport, time.perf_counter() + expected_s - until) < 0:
                 tried[asked] = self._try(asked.scheme, row.step_ms / 1e3)
         for asked, _ in foretold.measured.rehearsals:
             once = Candidate(asked.scheme)
@@ -186,7 +186,7 @@ class OwnSteps:
         by_name = {self._names[p]: gradient for p, gradient in self._gradient.items()}
         shapes = {name: p.shape for p, name in self._names.items()}
         found = []
-        for layout in self._layouts or cut(list(reversed(self._names.items()))):
+        for layout in self._layouts or bucket_layouts({name: p for p, name in reversed(self._names.items())}):
             parts = [by_name.get(name, torch.zeros(shapes[name].numel(), device=self._device)) for name in layout.names]
             found.append((layout, torch.cat(parts)))
         return found
@@ -197,27 +197,6 @@ class OwnSteps:
         rows: Tensor = self._transport.tell_all(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
         return by_step
-
-    def _everyone_max(self, mine: Sequence[float]) -> list[float]:
-        return [max(row) for row in self._everyone(mine)]
-
-    def _slowest(self, mine: float) -> float:
-        return self._everyone_max([mine])[0]
-
-
-def cut(named: Sequence[tuple[Tensor, str]]) -> list[Layout]:
-    """Buckets of about DDP's size."""
-    layouts: list[Layout] = []
-    names: list[str] = []
-    shapes: list[torch.Size] = []
-    for parameter, name in named:
-        names.append(name)
-        shapes.append(parameter.shape)
-        if sum(shape.numel() for shape in shapes) >= _BUCKET_ENTRIES:
-            layouts.append(Layout.of(names, shapes))
-            names = []
-            shapes = []
-    return [*layouts, Layout.of(names, shapes)] if names else layouts
 
 
 @contextmanager

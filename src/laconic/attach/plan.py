@@ -14,21 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.alike import check_common
 from laconic.attach.own_steps import OwnSteps, busy
-from laconic.attach.rehearsals import rehearse_all
+from laconic.attach.rehearsals import measure_exchanges
 from laconic.attach.switch import check_free
 from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
-from laconic.planning import (
-    CANDIDATES,
-    Measured,
-    Plan,
-    answer,
-    candidate,
-    kind_of,
-    measure_links,
-    optimizer_name,
-)
+from laconic.planning import CANDIDATES, Plan, answer, candidate, optimizer_name
 from laconic.transport import Group, ProcessGroup, own_group, world
 
 _PLANNING_S = 45.0  # after which no more is tried
@@ -69,18 +60,15 @@ def plan(
         with _as_before(bare, optimizer):
             own_steps = OwnSteps(model, optimizer, step, trained, transport)
             compute, gradients = own_steps.measure()
-            links = measure_links(transport, lambda: busy(device))
-            rehearsals = rehearse_all(candidates, gradients, bare, compute, transport, links, group)
-            measured = Measured(
-                compute=compute,
-                links=links,
-                rehearsals=tuple(rehearsals.items()),
-                tried_s=(),
-                layouts=tuple(layout for layout, _ in gradients),
-                num_workers=group.size(),
-                kind=kind_of(bare),
-                optimizer=optimizer_name(optimizer),
-                device=device.type,
+            measured = measure_exchanges(
+                candidates,
+                gradients,
+                bare,
+                optimizer_name(optimizer),
+                compute,
+                transport,
+                group,
+                busy=lambda: busy(device),
             )
             foretold = answer(measured, steps=steps)
             tried = own_steps.try_all(foretold, start + _PLANNING_S)

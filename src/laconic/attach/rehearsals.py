@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,17 @@ from torch import Tensor, nn
 
 from laconic.attach.follow import follow
 from laconic.layout import Layout, plain_name
-from laconic.planning import Candidate, Compute, Links, Rehearsal, rehearse, slowest
+from laconic.planning import (
+    Candidate,
+    Compute,
+    Links,
+    Measured,
+    Rehearsal,
+    kind_of,
+    measure_links,
+    rehearse,
+    slowest,
+)
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.transport import Group, ProcessGroup
 
@@ -19,7 +30,32 @@ _GOSSIP_STEPS = 10
 _GOSSIP_STEP_S = 0.1  # at most, between two of them
 
 
-def rehearse_all(
+def measure_exchanges(
+    candidates: Sequence[Candidate],
+    gradients: Sequence[tuple[Layout, Tensor]],
+    model: nn.Module,
+    optimizer: str,
+    compute: Compute,
+    transport: Group,
+    group: ProcessGroup,
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Measured:
+    """Measure the links and each candidate's exchange over them; a call that all ranks make."""
+    links = measure_links(transport, busy)
+    return Measured(
+        compute=compute,
+        links=links,
+        rehearsals=tuple(_rehearse_all(candidates, gradients, model, compute, transport, links, group).items()),
+        tried_s=(),
+        layouts=tuple(layout for layout, _ in gradients),
+        num_workers=transport.num_workers,
+        kind=kind_of(model),
+        optimizer=optimizer,
+        device=gradients[0][1].device.type,
+    )
+
+
+def _rehearse_all(
     candidates: Sequence[Candidate],
     gradients: Sequence[tuple[Layout, Tensor]],
     model: nn.Module,
@@ -38,7 +74,7 @@ def rehearse_all(
             found[asked] = _rehearse_gossip(scheme, gradients, model, compute, transport, links, group)
             continue
         assert isinstance(scheme, Scheme | OuterScheme)
-        said = scheme.said if isinstance(scheme, OuterScheme) else scheme
+        said = scheme.said
         key = said.select, said.quantize, said.memory, said.exchange, said.trigger
         if key not in known:
             known[key] = rehearse(scheme, gradients, transport, links)

@@ -35,7 +35,7 @@ class Fragment:
         self.parameters = list(named.values())
         self._layout = _layout_of(named)
         dealt = _dealt(named, share.among)
-        self._bucket_layouts = [_layout_of(run) for run in _runs(dealt[share.number])]
+        self._bucket_layouts = bucket_layouts(dealt[share.number])
         start = sum(local(p).numel() for part in dealt[: share.number] for p in part.values())
         self.own = slice(start, start + sum(local(p).numel() for p in dealt[share.number].values()))
         self.anchor = torch.empty(self._layout.num_entries, device=home)
@@ -173,9 +173,13 @@ def _layout_of(named: Mapping[str, Tensor]) -> Layout:
     return Layout.of(list(named), [local(tensor).shape for tensor in named.values()])
 
 
-def _runs(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+def bucket_layouts(named: Mapping[str, Tensor]) -> list[Layout]:
     """Neighbours, as many as fit a bucket; a larger one has one of its own."""
-    run: dict[str, nn.Parameter] = {}
+    return [_layout_of(run) for run in _runs(named)]
+
+
+def _runs(named: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    run: dict[str, Tensor] = {}
     for name, p in named.items():
         if run and sum(local(q).numel() for q in run.values()) + local(p).numel() > _BUCKET_ENTRIES:
             yield run

@@ -67,8 +67,7 @@ class Measured:
 def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
     scheme = asked.scheme
     if isinstance(scheme, Scheme | OuterScheme):
-        said = scheme.said if isinstance(scheme, OuterScheme) else scheme
-        return sum(bytes_out(said, layout, num_workers) for layout in layouts)
+        return sum(bytes_out(scheme.said, layout, num_workers) for layout in layouts)
     return 1  # a gossip's do not depend on how many there are
 
 

@@ -62,7 +62,7 @@ def rehearse(
     Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
     proportion: its stations by entries, its talk by what the link takes for the bytes.
     """
-    said = scheme.said if isinstance(scheme, OuterScheme) else scheme
+    said = scheme.said
     num_entries = sum(layout.num_entries for layout, _ in gradients)
     num_bytes = _bytes_out(said, gradients, transport.num_workers)
     link = links.sums if said.exchange.adds_in_flight else links.frames

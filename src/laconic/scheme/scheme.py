@@ -104,6 +104,11 @@ class Scheme(SchemeBase):
             raise SchemeError(f"{name} of one level loses too much to be kept; use levels=2 or more, or Nothing()")
 
     @property
+    def said(self) -> "Scheme":
+        """How a gradient is said: a scheme of drift has another one for that."""
+        return self
+
+    @property
     def server(self) -> Server:
         """What owners do, where entries have any."""
         if not isinstance(self.exchange, Server):
