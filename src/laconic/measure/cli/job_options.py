@@ -29,8 +29,12 @@ def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...]
 
 def job_of(asked: argparse.Namespace, **instead: Any) -> Job:
     """The job that was asked for, with some fields replaced."""
-    given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
-    return Job(**{**given, **instead})
+    return Job(**{**given_options(asked), **instead})
+
+
+def given_options(asked: argparse.Namespace) -> dict[str, Any]:
+    """What was said of a job, by the name of its field."""
+    return {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
 
 
 def setting(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from laconic.errors import LabError, LaunchError
+from laconic.errors import LabError, LaconicError, LaunchError
 from laconic.measure.cli.lab import add_spec, is_shaped, spec_of
 from laconic.measure.lab import Lab, LabSpec, noted_signals
 from laconic.measure.lab import run as run_in_lab
@@ -63,6 +63,19 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
         yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
+
+
+def as_worker(work: Callable[[], int]) -> int:
+    """Do a rank's work; what goes wrong is one line of its own, and the launcher says which rank was first."""
+    try:
+        return work()
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {first_line}"
+        say(f"laconic: rank {os.environ['RANK']}: {cause}")
+        if os.environ.get("LACONIC_TRACEBACK"):
+            raise
+        return 1
 
 
 def say(text: str) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-from laconic.errors import LaconicError, TaskError
-from laconic.measure.cli.job_options import add_job_options
-from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher
+from laconic.errors import TaskError
+from laconic.measure.cli.job_options import add_job_options, given_options
+from laconic.measure.cli.launching import add_lab_options, as_worker, lab_spec, launcher
 from laconic.measure.lab.spec import Link
 from laconic.measure.records import RECORDS, make_writable, to_json
 from laconic.measure.report import write_report
 from laconic.measure.report.planned import PLAN
-from laconic.measure.train import Job, is_worker
+from laconic.measure.train import is_worker
 from laconic.measure.train.planned import NOT_PLANNED, PlanJob
 from laconic.measure.train.probe import LEAST_STEPS
 from laconic.measure.train.worker import work_plan
@@ -76,8 +75,7 @@ def run(asked: argparse.Namespace) -> int:
     more += [word for link in asked.if_link or () for word in ("--if-link", str(link))]
     more += ["--probe", str(asked.probe)] if asked.probe else []
     more += ["--out", str(asked.folder)] if asked.folder else []
-    given = {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
-    job = PlanJob(**{**given, "scheme": "bf16"}, more_words=tuple(more))
+    job = PlanJob(**{**given_options(asked), "scheme": "bf16"}, more_words=tuple(more))
     if not is_worker():
         job.load_data()  # what is missing is said once
         if asked.folder:
@@ -93,11 +91,7 @@ def run(asked: argparse.Namespace) -> int:
             print(f"laconic: the page is {write_report(asked.folder)}", file=sys.stderr, flush=True)
         print(_json(found, others) if job.json else _text(found, others), flush=True)
 
-    try:
-        return work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=asked.probe)
-    except LaconicError as error:
-        print(f"laconic: {error}", file=sys.stderr, flush=True)
-        return 1
+    return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=asked.probe))
 
 
 def _check_folder(folder: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from laconic.errors import LaconicError, TaskError
+from laconic.errors import TaskError
 from laconic.measure.cli.job_options import add_job_options, job_of
-from laconic.measure.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
+from laconic.measure.cli.launching import add_lab_options, as_worker, lab_spec, launcher, link_bits_per_s, num_workers
 from laconic.measure.cli.live import Runs, can_show, watched
 from laconic.measure.figures import sentences
 from laconic.measure.measures import MEASURES
@@ -58,16 +57,7 @@ def run(asked: argparse.Namespace) -> int:
                 runs = Runs({job.scheme: [Path(shown.out or "")]}, num_steps, job.measure, rate)
                 stack.enter_context(watched(runs))
             return start(shown)
-    try:
-        return work(job, lambda result: _tell(result, job))
-    except Exception as error:
-        # One line from each worker that fails; the launcher says which was first.
-        first_line = next(iter(str(error).splitlines()), "")
-        cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {first_line}"
-        print(f"laconic: rank {os.environ['RANK']}: {cause}", file=sys.stderr, flush=True)
-        if os.environ.get("LACONIC_TRACEBACK"):
-            raise
-        return 1
+    return as_worker(lambda: work(job, lambda result: _tell(result, job)))
 
 
 def advice(job: Job) -> str:
