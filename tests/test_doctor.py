@@ -16,7 +16,7 @@ from laconic.errors import LabError
 from laconic.measure import cli
 from laconic.measure.doctor import CHECKS, Finding, Seen, examine
 from laconic.measure.doctor.between import ClockOffset, Talk
-from laconic.measure.doctor.facts import Facts, facts_here
+from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
 from laconic.measure.doctor.links import Links, PairLink
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.xdist_group("lab")
 GBIT = 1e9 / 8
 ETH0 = Interface("eth0", "10.0.0.1", "", 1500, 1e9)
 ETH1 = replace(ETH0, name="eth1", address="10.1.0.1")
-HOST = Facts(
+HOST = HostFacts(
     host="host0",
     machine="host0",
     versions={"laconic": "1", "torch": "2.13.0", "Python": "3.11.1"},
@@ -132,7 +132,7 @@ def test_clocks_that_an_echo_cannot_tell_apart_are_no_finding() -> None:
 
 def test_facts_are_told_and_read_the_same() -> None:
     mine = facts_here(work=lambda: None)
-    assert Facts.from_dict(json.loads(json.dumps(mine.as_dict()))) == mine
+    assert HostFacts.from_dict(json.loads(json.dumps(mine.as_dict()))) == mine
     assert mine.interfaces and "lo" in mine.interfaces and mine.num_cores > 0
 
 

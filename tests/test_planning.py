@@ -17,8 +17,8 @@ from laconic.measure.train.probe import factor_of, probe
 from laconic.planning import (
     CANDIDATES,
     Compute,
-    Link,
-    Links,
+    LinkCost,
+    LinkCosts,
     Measured,
     Rehearsal,
     answer,
@@ -33,8 +33,8 @@ from laconic.planning import penalties as room
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
 )
-LINK = Link(latency_s=0.001, busy_latency_s=0.001, bytes_per_s=1e6)
-LINKS = Links(LINK, LINK)
+LINK = LinkCost(latency_s=0.001, busy_latency_s=0.001, bytes_per_s=1e6)
+LINKS = LinkCosts(LINK, LINK)
 REHEARSAL = Rehearsal(
     choose_s=0.004,
     talk_s=0.02,

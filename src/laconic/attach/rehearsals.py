@@ -14,11 +14,11 @@ from laconic.layout import Layout, plain_name
 from laconic.planning import (
     Candidate,
     Compute,
-    Links,
+    LinkCosts,
     Measured,
     Rehearsal,
     kind_of,
-    measure_links,
+    measure_link_costs,
     rehearse,
     slowest,
 )
@@ -41,7 +41,7 @@ def measure_exchanges(
     busy: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Measured:
     """Measure the links and each candidate's exchange over them; a call that all ranks make."""
-    links = measure_links(transport, busy)
+    links = measure_link_costs(transport, busy)
     return Measured(
         compute=compute,
         links=links,
@@ -61,7 +61,7 @@ def _rehearse_all(
     model: nn.Module,
     compute: Compute,
     transport: Group,
-    links: Links,
+    links: LinkCosts,
     group: ProcessGroup,
 ) -> dict[Candidate, Rehearsal]:
     """Each candidate's exchange; those that say the same are rehearsed once."""
@@ -105,7 +105,7 @@ def _rehearse_gossip(
     model: nn.Module,
     compute: Compute,
     transport: Group,
-    links: Links,
+    links: LinkCosts,
     group: ProcessGroup,
 ) -> Rehearsal:
     """Some steps of a copy of the model, with pauses where it would train."""

@@ -36,7 +36,7 @@ _NEVER_OVER = 0.3
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """A model on some hosts and links."""
 
     model: str
@@ -57,13 +57,13 @@ class Place:
         return [*jobs[self.model], *where]
 
 
-def draw(seed: int, num_places: int, cells_each: int, models: Sequence[str]) -> list[tuple[Place, list[str]]]:
+def draw(seed: int, num_places: int, cells_each: int, models: Sequence[str]) -> list[tuple[Site, list[str]]]:
     """Places of these models, and recipes at each."""
     chance = random.Random(seed)
-    found: list[tuple[Place, list[str]]] = []
+    found: list[tuple[Site, list[str]]] = []
     while len(found) < num_places:
         model = models[len(found) % len(models)]
-        place = Place(
+        place = Site(
             model, 4 if model == "gpt2" else chance.choice((2, 4)), chance.choice(LINKS), chance.choice(DELAYS)
         )
         if place not in [other for other, _ in found]:
@@ -83,7 +83,7 @@ def _laconic(command: str, words: Sequence[str]) -> dict[str, Any] | None:
     return found
 
 
-def run(place: Place, recipes: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
+def run(place: Site, recipes: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
     """Plan, then train under each recipe; one line a cell."""
     start = time.perf_counter()
     schemes = dict.fromkeys(["bf16", *recipes])

@@ -9,7 +9,7 @@ from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.planning.candidates import Candidate, candidate
 from laconic.planning.compute import Compute
-from laconic.planning.links import Links
+from laconic.planning.link_costs import LinkCosts
 from laconic.planning.penalties import Penalty, penalty_of
 from laconic.planning.prediction import predict
 from laconic.planning.rehearsal import Rehearsal
@@ -27,7 +27,7 @@ class Measured:
     """What was measured of a model, its optimizer and its network, from which any number of answers follows."""
 
     compute: Compute
-    links: Links
+    links: LinkCosts
     rehearsals: tuple[tuple[Candidate, Rehearsal], ...]  # in order, the simpler first
     tried_s: tuple[tuple[Candidate, float], ...]  # steps of candidates that were really taken
     layouts: tuple[Layout, ...]
@@ -43,7 +43,7 @@ class Measured:
         moved = (num_workers - 1) / max(1, self.num_workers - 1)
         sums = replace(self.links.sums, latency_s=self.links.sums.latency_s * moved)
         rehearsals = tuple((asked, self._grown(asked, one, num_workers, moved)) for asked, one in self.rehearsals)
-        links = Links(sums, self.links.frames)
+        links = LinkCosts(sums, self.links.frames)
         return replace(self._elsewhere(), links=links, rehearsals=rehearsals, num_workers=num_workers)
 
     def _grown(self, asked: Candidate, one: Rehearsal, num_workers: int, moved: float) -> Rehearsal:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.layout import Bucket, Layout
 from laconic.paths import bytes_out
-from laconic.planning.links import Links, bytes_out_of, meet, slowest
+from laconic.planning.link_costs import LinkCosts, bytes_out_of, meet, slowest
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import PHASES, Session
 from laconic.transport import Collectives
@@ -41,7 +41,7 @@ class Rehearsal:
         """What this worker's own cores or device do."""
         return self.choose_s + self.apply_s
 
-    def on(self, here: Links, there: Links) -> "Rehearsal":
+    def on(self, here: LinkCosts, there: LinkCosts) -> "Rehearsal":
         """The same exchange over other links: what was waited for beyond bytes and latency stays."""
         old = here.sums if self.adds else here.frames
         new = there.sums if self.adds else there.frames
@@ -55,7 +55,7 @@ class Rehearsal:
 
 
 def rehearse(
-    scheme: Scheme | OuterScheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, links: Links
+    scheme: Scheme | OuterScheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, links: LinkCosts
 ) -> Rehearsal:
     """Exchange copies of `gradients` a few times under a scheme of gradients or drift; a call that all workers make.
 

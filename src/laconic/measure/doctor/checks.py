@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from laconic.measure.doctor.between import ClockOffset
-from laconic.measure.doctor.facts import Facts
+from laconic.measure.doctor.facts import HostFacts
 from laconic.measure.doctor.finding import Finding
 from laconic.measure.doctor.interfaces import Interface
 from laconic.measure.doctor.links import Links, PairLink
@@ -30,7 +30,7 @@ _DOCKERS_OWN = ipaddress.ip_network("172.17.0.0/16")
 class Seen:
     """Everything that was seen: facts by rank, and what was measured between the first ranks of hosts."""
 
-    facts: tuple[Facts, ...]
+    facts: tuple[HostFacts, ...]
     links: Links | None = None
     clocks: Mapping[int, ClockOffset] = field(default_factory=dict)  # by rank
     narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
@@ -43,7 +43,7 @@ class Seen:
         return [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
 
     @property
-    def hosts(self) -> list[Facts]:
+    def hosts(self) -> list[HostFacts]:
         """The facts of each host's first rank."""
         return [self.facts[rank] for rank in self.leaders]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from laconic.measure.doctor.between import ClockOffset, Talk
 from laconic.measure.doctor.checks import CHECKS, Seen
-from laconic.measure.doctor.facts import Facts, facts_here
+from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.finding import Finding
 from laconic.measure.doctor.links import device_of, measure_links
 
@@ -37,7 +37,7 @@ def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, cl
     talk = Talk(group, device_of(group))
     talk.everyones(None)  # so that there are connections to look at
     mine = facts_here(work)
-    facts = tuple(Facts.from_dict(told) for told in talk.everyones(mine.as_dict()))
+    facts = tuple(HostFacts.from_dict(told) for told in talk.everyones(mine.as_dict()))
     leaders = Seen(facts).leaders
     offsets = {leader: talk.clock_offset(leader, clock) for leader in leaders}
     told = talk.everyones([[rank, one.offset_s, one.error_s] for rank, one in offsets.items() if one])

@@ -31,7 +31,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """One process and its host."""
 
     host: str
@@ -51,19 +51,19 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Facts:
+    def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
         """What as_dict told."""
         ends = {name: Interface(**told[name]) if told[name] else None for name in ("used", "towards")}
         return cls(**{**told, **ends, "interfaces": tuple(told["interfaces"])})
 
 
-def facts_here(work: Callable[[], object] | None = None) -> Facts:
+def facts_here(work: Callable[[], object] | None = None) -> HostFacts:
     """This process and its host; after the group has talked, if there is one."""
     towards = interface_at(address_towards(os.environ.get("MASTER_ADDR", "")))
     used = interface_at(address_in_use() or address_to_be_used())
     if used is None or used.name == "lo":  # nobody else is there, or nobody else yet
         used = towards
-    return Facts(
+    return HostFacts(
         host=socket.gethostname(),
         machine=_machine(),
         versions={"laconic": __version__, "torch": torch.__version__, "Python": platform.python_version()},

@@ -19,7 +19,7 @@ _REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """Seconds of a message = latency_s + ramp(bytes) + bytes that leave a worker / bytes_per_s.
 
     The ramp is what TCP takes on a long link until it sends at the full rate, and a ring for its hops.
@@ -44,27 +44,27 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkCosts:
     """By the way of talking: sums that the backend makes, and frames that go to all."""
 
-    sums: Link
-    frames: Link
+    sums: LinkCost
+    frames: LinkCost
 
     @property
     def bits_per_s(self) -> float:
         """What leaves a worker at best."""
         return 8 * max(self.sums.bytes_per_s, self.frames.bytes_per_s)
 
-    def at(self, bits_per_s: float) -> "Links":
+    def at(self, bits_per_s: float) -> "LinkCosts":
         """The same network with links of another rate, as well used as these."""
         factor = bits_per_s / self.bits_per_s
-        return Links(
+        return LinkCosts(
             replace(self.sums, bytes_per_s=factor * self.sums.bytes_per_s),
             replace(self.frames, bytes_per_s=factor * self.frames.bytes_per_s),
         )
 
 
-def measure_links(transport: Collectives, busy: Callable[[], AbstractContextManager[None]]) -> Links:
+def measure_link_costs(transport: Collectives, busy: Callable[[], AbstractContextManager[None]]) -> LinkCosts:
     """The links of all workers at once, as a step uses them; a call that all of them make.
 
     Inside `busy()` this worker computes, as it does in a backward pass.
@@ -77,12 +77,12 @@ def measure_links(transport: Collectives, busy: Callable[[], AbstractContextMana
         transport.all_gather(message, "measured")
 
     with transport.traffic.uncounted():
-        return Links(_measured(transport, add, busy), _measured(transport, gather, busy))
+        return LinkCosts(_measured(transport, add, busy), _measured(transport, gather, busy))
 
 
 def _measured(
     transport: Collectives, talk: Callable[[Tensor], None], busy: Callable[[], AbstractContextManager[None]]
-) -> Link:
+) -> LinkCost:
     """The latency of next to nothing, the rate from one long message to a longer one, and how it is reached."""
     talk(torch.zeros(8, dtype=torch.uint8))  # connections are opened with the first
     latency_s, _ = _timed(transport, talk, 8)
@@ -96,7 +96,7 @@ def _measured(
     ramp = [(num_bytes, max(0.0, seconds - latency_s - num_bytes / rate)) for seconds, num_bytes in found]
     with busy():
         busy_latency_s, _ = _timed(transport, talk, 8)
-    return Link(latency_s, max(latency_s, busy_latency_s), rate, tuple(ramp))
+    return LinkCost(latency_s, max(latency_s, busy_latency_s), rate, tuple(ramp))
 
 
 def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: int) -> tuple[float, int]:
