@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,6 +133,18 @@ def check(results: Sequence[dict[str, Any]]) -> None:
         assert result["accumulated"] == as_bare_ddp(4)
         assert result["resumed"] and result["finite"]
     assert results[0]["kept"] != results[1]["kept"]  # so what rank 1 resumed with was not rank 0's
+
+
+def what_four_show(train: Callable[..., tuple[Seen, nn.Module, Any]], place: Path) -> dict[str, Any]:
+    """What `check` looks at, of a loop of one's own that saves and loads at a place when told."""
+    return what_shows(
+        {
+            "whole": train(save=place),
+            "resumed": train(load=place),
+            "accumulated": train(accumulate=2),
+            "spoiled": train(inf_at=3, on_nonfinite="zero"),
+        }
+    )
 
 
 def what_shows(runs: dict[str, tuple[Seen, nn.Module, Any]]) -> dict[str, Any]:

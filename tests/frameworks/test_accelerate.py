@@ -24,7 +24,7 @@ from frameworks.common import (
     net,
     sgd,
     vector,
-    what_shows,
+    what_four_show,
 )
 from laconic.accelerate import attach
 from workers import WorkerPool
@@ -54,14 +54,7 @@ def _train(
 
 
 def _all(folder: Path) -> dict[str, Any]:
-    return what_shows(
-        {
-            "whole": _train(save=folder),
-            "resumed": _train(load=folder),
-            "accumulated": _train(accumulate=2),
-            "spoiled": _train(inf_at=3, on_nonfinite="zero"),
-        }
-    )
+    return what_four_show(_train, folder)
 
 
 def test_accelerate_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:

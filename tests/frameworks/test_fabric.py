@@ -25,7 +25,7 @@ from frameworks.common import (
     net,
     sgd,
     vector,
-    what_shows,
+    what_four_show,
 )
 from workers import WorkerPool
 
@@ -62,14 +62,7 @@ def _train(
 
 
 def _all(file: Path) -> dict[str, Any]:
-    return what_shows(
-        {
-            "whole": _train(save=file),
-            "resumed": _train(load=file),
-            "accumulated": _train(accumulate=2),
-            "spoiled": _train(inf_at=3, on_nonfinite="zero"),
-        }
-    )
+    return what_four_show(_train, file)
 
 
 def test_fabric_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
