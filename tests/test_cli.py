@@ -28,7 +28,7 @@ from laconic.measure.measures import MEASURES
 from laconic.measure.records import Recorder
 from laconic.measure.train import DIVERGED, Job, resume
 from laconic.measure.train.checkpoint import save_checkpoint
-from laconic.measure.train.launch import _first_failure, _local_store
+from laconic.measure.train.launch import _first_failure, local_store
 from laconic.measure.train.result import beside_dense
 from workers import FewWorkers, exit_code, start_forked
 
@@ -181,7 +181,7 @@ def test_an_older_torch_gets_the_store_that_it_can_make(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("LACONIC_SECRET", "0" * 32)  # else it would stay
     monkeypatch.setattr("torch.distributed.TCPStore", of_torch_2_6)
-    store = _local_store()
+    store = local_store()
     store.set("place", "here")
     assert store.get("place") == b"here" and asked == [True, False]
 

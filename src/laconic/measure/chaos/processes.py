@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from laconic.measure.chaos.outcome import Outcome
 from laconic.measure.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case
 from laconic.measure.lab import Lab
 from laconic.measure.train.job import Job
-from laconic.measure.train.launch import rank_variables
+from laconic.measure.train.launch import local_store, rank_variables, store_variables
 
 TIMEOUT_S = 6.0  # that a worker waits for a silent one
 _TIMEOUTS = 10  # after which a process that has neither ended nor gone on is late
@@ -152,11 +151,12 @@ def _undisturbed(family: str, scheme: str, num_ranks: int, timeout_s: float) -> 
 def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
     """Run all ranks of a job, and see to it that a stopped one goes on in the end."""
     num_ranks = job.servers + job.workers
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    if lab is not None:
-        common |= {name: lab.hosts[0].variables[name] for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")}
+    common = {"OMP_NUM_THREADS": "1"}
+    if lab is None:
+        store = local_store()  # for as long as they run
+        common |= store_variables(store)
+    else:
+        common |= {name: lab.hosts[0].variables[name] for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")}
     from laconic.measure.chaos.victim import be_rank
 
     processes = []

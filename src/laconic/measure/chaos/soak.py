@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 from laconic.errors import LaunchError
 from laconic.measure.chaos import virtual
 from laconic.measure.chaos.schedule import NUM_WORKERS, draw
-from laconic.measure.train.launch import rank_variables
+from laconic.measure.train.launch import local_store, rank_variables, store_variables
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["laconic.measure.chaos.soaked"])
@@ -78,9 +77,8 @@ def _ranks() -> Iterator[Sequence[Any]]:
     """Processes that train until the end of the block."""
     from laconic.measure.chaos.soaked import train_on
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    store = local_store()  # for as long as they run
+    common = {"OMP_NUM_THREADS": "1", **store_variables(store)}
     with tempfile.TemporaryDirectory(prefix="laconic-soak-") as folder:
         processes = [
             _CONTEXT.Process(target=train_on, args=({**common, **rank_variables(rank, NUM_WORKERS, rank)}, folder))

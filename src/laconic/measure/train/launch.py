@@ -87,6 +87,16 @@ def rank_variables(rank: int, num_ranks: int, local_rank: int) -> dict[str, str]
     return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(local_rank)}
 
 
+def store_variables(store: TCPStore) -> dict[str, str]:
+    """What ranks that are all here meet by, as under torchrun: no rank makes a store of its own."""
+    return {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 def worker_command(job: Job) -> list[str]:
     """What a rank runs."""
     return [sys.executable, "-c", _WORKER, *job.words()]
@@ -94,9 +104,8 @@ def worker_command(job: Job) -> list[str]:
 
 def _launch_apart(job: Job) -> int:
     num_ranks = job.servers + job.workers
-    store = _local_store()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
-    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: no rank makes one
+    store = local_store()
+    common = store_variables(store)
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     processes = [
         subprocess.Popen(worker_command(job), env={**os.environ, **common, **rank_variables(rank, num_ranks, rank)})
@@ -114,7 +123,7 @@ def _launch_apart(job: Job) -> int:
     return code
 
 
-def _local_store() -> TCPStore:
+def local_store() -> TCPStore:
     """Where workers that are all here meet: on the loopback alone, where torch's own would listen to all the world.
 
     Their secret comes with their environment, which other users cannot read.
@@ -174,7 +183,7 @@ def _config(num_workers: int) -> tuple[TCPStore | None, LaunchConfig]:
     if num_nodes == 1:
         # All workers are here, so their traffic need not find its way through the machine's outer interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = _local_store()
+        store = local_store()
         master = f"127.0.0.1:{store.port}"
     return store, LaunchConfig(
         min_nodes=num_nodes,
