@@ -59,12 +59,12 @@ def test_one_low_evaluation_is_not_there() -> None:
 
 
 def test_the_target_waits_for_all_seeds(home: Path) -> None:
-    assert target_of(CNN, 2, home) == pytest.approx(1.0)
-    assert target_of(CNN, 3, home) is None
+    assert target_of(CNN, range(2), home) == pytest.approx(1.0)
+    assert target_of(CNN, range(3), home) is None
 
 
 def test_a_folder_sums_up(home: Path) -> None:
-    rows = {(row["scheme"], row["accumulate"]): row for row in summary([CNN], 2, home)}
+    rows = {(row["scheme"], row["accumulate"]): row for row in summary([CNN], range(2), home)}
     assert rows["bf16", 1]["factor"] == 1 and rows["topk:rho=0.01", 1]["steps"] == pytest.approx([200, 200])
     assert rows["bf16", 2]["factor"] == pytest.approx(1.5)  # in micro-steps
     assert rows["dgc:rho=0.01", 1]["steps"] == [None, None] and rows["dgc:rho=0.01", 1]["factor_low"] is None
@@ -85,15 +85,17 @@ def test_what_is_there_is_not_run_again(home: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(penalties.subprocess, "Popen", Process)
     for run in (Run(CNN, scheme, 1, seed) for scheme in ("bf16", "topk:rho=0.01", "dgc:rho=0.01") for seed in range(2)):
-        penalties.train(run, home=home, data=None, device="cpu", seeds=2, deadline=math.inf)
-    penalties.train(Run(CNN, "dgc:rho=0.01", 1, 2), home=home, data=None, device="cpu", seeds=2, deadline=math.inf)
+        penalties.train(run, home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf)
+    penalties.train(
+        Run(CNN, "dgc:rho=0.01", 1, 2), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf
+    )
     assert not started  # of dgc two seeds have failed
-    penalties.train(Run(CNN, "dense", 1, 0), home=home, data=None, device="cpu", seeds=2, deadline=math.inf)
+    penalties.train(Run(CNN, "dense", 1, 0), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf)
     assert len(started) == 1 and "dense" in started[0]
 
 
 def test_every_run_is_a_job_and_bf16_comes_first(tmp_path: Path) -> None:
-    made = list(runs(list(KINDS.values()), 1))
+    made = list(runs(list(KINDS.values()), range(1)))
     assert all(run.job(tmp_path, tmp_path / "text", "cpu").schedule == "constant" for run in made)
     assert made[0].is_base and made[1].is_base
     larger = Run(KINDS["gpt-tiny-adamw"], "bf16", 4, 0).job(tmp_path, tmp_path / "text", "cpu")

@@ -152,7 +152,7 @@ class Run:
         return not self.is_base and self.steps(home, target) is not None
 
 
-def runs(kinds: Sequence[Kind], seeds: int) -> Iterator[Run]:
+def runs(kinds: Sequence[Kind], seeds: range) -> Iterator[Run]:
     """All of them: the base first, then seed by seed, so that what is cut short has whole seeds.
 
     Kinds under an optimizer that is not the model's own come last.
@@ -160,7 +160,7 @@ def runs(kinds: Sequence[Kind], seeds: int) -> Iterator[Run]:
     everything = [(scheme, 1) for scheme in _RECIPES] + [(_BASE, number) for number in _ACCUMULATED]
     made = [
         Run(kind, scheme, accumulate, seed)
-        for seed in range(seeds)
+        for seed in seeds
         for scheme, accumulate in everything
         for kind in kinds
         if scheme != "sign" or kind.lr is None  # a vote has an optimizer of its own
@@ -168,10 +168,10 @@ def runs(kinds: Sequence[Kind], seeds: int) -> Iterator[Run]:
     yield from sorted(made, key=lambda run: (run.kind.lr is not None, not run.is_base))
 
 
-def target_of(kind: Kind, seeds: int, home: Path) -> float | None:
+def target_of(kind: Kind, seeds: range, home: Path) -> float | None:
     """The mean over seeds of bf16's smoothed loss after the kind's steps; None until all of them are there."""
     found = []
-    for seed in range(seeds):
+    for seed in seeds:
         at = dict(smoothed(Run(kind, _BASE, 1, seed).losses(home)))
         if kind.steps not in at:
             return None
@@ -179,12 +179,12 @@ def target_of(kind: Kind, seeds: int, home: Path) -> float | None:
     return statistics.fmean(found)
 
 
-def train(run: Run, *, home: Path, data: Path | None, device: str, seeds: int, deadline: float) -> None:
+def train(run: Run, *, home: Path, data: Path | None, device: str, seeds: range, deadline: float) -> None:
     """Train one run as far as it is needed, or till the clock is at `deadline`, unless it is there."""
     folder = run.folder(home)
     start = time.monotonic()
     target = target_of(run.kind, seeds, home)
-    earlier = [replace(run, seed=seed) for seed in range(min(run.seed, _HOPELESS))]
+    earlier = [replace(run, seed=seed) for seed in seeds[:_HOPELESS] if seed < run.seed]
     failed = [one for one in earlier if one.is_over(home, target) and one.steps(home, target) is None]
     if start > deadline or run.is_over(home, target) or len(failed) == _HOPELESS:
         return
@@ -202,18 +202,18 @@ def train(run: Run, *, home: Path, data: Path | None, device: str, seeds: int, d
     print(f"{folder.relative_to(home)}: {took}, loss {loss:.4f} at step {step}", file=sys.stderr, flush=True)
 
 
-def summary(kinds: Sequence[Kind], seeds: int, home: Path) -> list[dict[str, Any]]:
+def summary(kinds: Sequence[Kind], seeds: range, home: Path) -> list[dict[str, Any]]:
     """A row for each recipe on each kind; a seed that was cut short is left out, one that never came there is None."""
     rows = []
     for kind in kinds:
         target = target_of(kind, seeds, home)
         if target is None:
             continue
-        base = [Run(kind, _BASE, 1, seed).steps(home, target) for seed in range(seeds)]
-        for run in [run for run in runs([kind], seeds) if run.seed == 0]:
+        base = {seed: Run(kind, _BASE, 1, seed).steps(home, target) for seed in seeds}
+        for run in [run for run in runs([kind], seeds) if run.seed == seeds[0]]:
             ended = [
                 (one.steps(home, target), base[one.seed])
-                for one in (replace(run, seed=seed) for seed in range(seeds))
+                for one in (replace(run, seed=seed) for seed in seeds)
                 if one.is_over(home, target) and base[one.seed]
             ]
             if ended:
@@ -244,6 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("home", type=Path, help="folder of all runs")
     parser.add_argument("--kind", action="append", choices=KINDS, help="all, unless some are named")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--name", default=NAME, help="of the record")
     parser.add_argument("--data", type=Path, help="the text that chars learns")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
@@ -251,30 +253,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="after which runs are cut short")
     asked = parser.parse_args(arguments)
     kinds = [KINDS[name] for name in asked.kind or KINDS]
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
     if asked.deed == "run":
-        _run(asked, kinds)
+        _run(asked, kinds, seeds)
     else:
-        _summarize(asked, kinds)
+        _summarize(asked, kinds, seeds)
     return 0
 
 
-def _run(asked: argparse.Namespace, kinds: Sequence[Kind]) -> None:
-    wanted = [run for run in runs(kinds, asked.seeds) if re.search(asked.only, f"{run.scheme}-x{run.accumulate}")]
+def _run(asked: argparse.Namespace, kinds: Sequence[Kind], seeds: range) -> None:
+    wanted = [run for run in runs(kinds, seeds) if re.search(asked.only, f"{run.scheme}-x{run.accumulate}")]
     machine = this_machine()
     if asked.device == "cuda":
         machine += f", {torch.cuda.get_device_name()}"
     make_writable(asked.home)
     command = f"python -m laconic.measure.penalties run DIR --data TEXT --device {asked.device} --seeds {asked.seeds}"
+    if asked.first_seed:
+        command += f" --first-seed {asked.first_seed}"
     (asked.home / _ABOUT).write_text(json.dumps({"machine": machine, "command": command}), encoding="utf-8")
     deadline = time.monotonic() + asked.max_seconds
-    one = partial(train, home=asked.home, data=asked.data, device=asked.device, seeds=asked.seeds, deadline=deadline)
+    one = partial(train, home=asked.home, data=asked.data, device=asked.device, seeds=seeds, deadline=deadline)
     job = Job(device=asked.device)
     with shared_gpu(job, asked.jobs, partial(print, file=sys.stderr)), ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(one, wanted))
 
 
-def _summarize(asked: argparse.Namespace, kinds: Sequence[Kind]) -> None:
-    rows = summary(kinds, asked.seeds, asked.home)
+def _summarize(asked: argparse.Namespace, kinds: Sequence[Kind], seeds: range) -> None:
+    rows = summary(kinds, seeds, asked.home)
     if not rows:
         raise TaskError(f"{asked.home} holds no whole runs of {_BASE}; `penalties run {asked.home}` makes them")
     about = json.loads((asked.home / _ABOUT).read_text(encoding="utf-8"))
@@ -285,7 +290,7 @@ def _summarize(asked: argparse.Namespace, kinds: Sequence[Kind]) -> None:
         f"micro-batches; - is more than {LONGEST} times as many. Where there are fewer steps than seeds, the others "
         "were not tried. sign trains by a vote of its own, without AdamW."
     )
-    print(write_result(RESULTS, NAME, what=what, rows=rows, **about))
+    print(write_result(RESULTS, asked.name, what=what, rows=rows, **about))
 
 
 if __name__ == "__main__":
