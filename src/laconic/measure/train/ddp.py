@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import attach
+from laconic.attach.alike import begin_alike_
 from laconic.errors import LaconicError
 from laconic.measure.train.course import Course
 from laconic.measure.train.job import Job
@@ -19,19 +21,27 @@ from laconic.recipes import parse
 from laconic.scheme import TorchHook
 from laconic.server.client import ServerClient
 from laconic.session import Stats
-from laconic.transport import silence_said
+from laconic.transport import Group, silence_said, world
 
 _ONE_BUCKET_MB = 4096
 _WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
+# Older releases of torch always send rank 0's model when DDP is built.
+_NOT_AT_FIRST: dict[str, Any] = (
+    {"init_sync": False} if "init_sync" in signature(DistributedDataParallel.__init__).parameters else {}
+)
 
 
 def in_ddp(
     model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
 ) -> DistributedDataParallel:
-    """The model as every job trains it under DDP."""
+    """The model as every job trains it under DDP, which would send all of it to all, though one seed has made it."""
+    group = group or world()
+    device = next(model.parameters()).device
+    begin_alike_(model, group, Group(group, device), device)
     return DistributedDataParallel(
         model,
         process_group=group,
+        **_NOT_AT_FIRST,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,  # no copy of what a bucket has become
     )
