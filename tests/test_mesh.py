@@ -9,6 +9,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from itertools import combinations
 
 import pytest
 import torch
@@ -22,6 +24,18 @@ from laconic.transport.connection import Connection
 from laconic.transport.door import Acceptor
 from laconic.transport.mesh import Mesh
 from workers import WorkerPool
+
+ADDED = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 
 
 @pytest.fixture
@@ -105,6 +119,69 @@ def test_frames_larger_than_what_a_link_holds_cross_both_ways_at_once() -> None:
     for mesh, rows in zip(meshes, heard, strict=True):
         assert torch.equal(rows, torch.stack(frames))
         mesh.close()
+
+
+def _ends(num_workers: int) -> list[Mesh]:
+    """All ends of a mesh, in this process."""
+    links: list[dict[int, Connection]] = [{} for _ in range(num_workers)]
+    for one, other in combinations(range(num_workers), 2):
+        mine, theirs = map(_Local, socket.socketpair(socket.AF_UNIX))
+        links[one][other], links[other][one] = mine, theirs
+    return [Mesh(rank, links[rank], timeout_s=30) for rank in range(num_workers)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ADDED, ids=str)
+def test_sums_in_hops_are_those_of_virtual_workers_bit_for_bit(dtype: torch.dtype, num_workers: int) -> None:
+    meshes = _ends(num_workers)
+    for count in (1, 5, 30_001):  # fewer than workers, shares that differ
+        torch.manual_seed(count)
+        vectors = [torch.randn(count, dtype=torch.float64).mul(100).to(dtype) for _ in meshes]
+        want = reduce(torch.add, vectors)
+        with ThreadPoolExecutor(num_workers) as pool:
+            list(pool.map(Mesh.add_up_, meshes, vectors))
+        for got in vectors:
+            assert torch.equal(got, want)
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # added natively and by torch
+def test_who_fails_in_a_sum_is_named(pair: tuple[Mesh, socket.socket], dtype: torch.dtype) -> None:
+    mesh, theirs = pair
+    vector = torch.ones(3, dtype=dtype)  # of which two are rank 0's share
+    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):
+        mesh.add_up_(vector)
+    theirs.send(bytes(1))
+    with pytest.raises(PeerError, match=r"rank 1 is not through with a message after 0\.2 s"):
+        mesh.add_up_(vector)
+    theirs.send(bytes(2 * vector.element_size()))
+    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):  # in the second hop
+        mesh.add_up_(vector)
+    theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerError, match="rank 1 is gone, or gave up this step"):
+        mesh.add_up_(vector)
+
+
+def _summed(entries: int, kind: str) -> tuple[Tensor, Tensor, bool]:
+    """A sum by a group and by its backend, and whether connections of our own were opened for it."""
+    cpu = torch.device("cpu")
+    group = Group(own_group(world(), cpu), cpu)
+    ours = torch.randn(entries, generator=torch.Generator().manual_seed(dist.get_rank()))
+    backends = ours.clone()
+    group.all_reduce_(ours, kind)
+    dist.all_reduce(backends)
+    has_mesh = "_mesh" in vars(group)
+    group.close()
+    return ours, backends, has_mesh
+
+
+def test_small_sums_take_hops_and_long_and_dense_ones_are_the_backends(four_workers: WorkerPool) -> None:
+    for entries, kind, in_hops in ((10_001, "factors", True), (100_000, "factors", False), (10_001, "dense", False)):
+        told = four_workers.run(_summed, entries, kind)
+        for ours, backends, has_mesh in told:
+            assert has_mesh == in_hops and torch.equal(ours, told[0][0])
+            torch.testing.assert_close(ours, backends, atol=1e-5 if in_hops else 0, rtol=0)  # ulps of up to 16
 
 
 def test_ports_are_those_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,19 @@ from laconic.transport.transport import Collectives, Push
 _CARD_BYTES = 1024  # in which a rank says what it runs, and a server where it is
 _FACT_BYTES = 1 << 16  # of what a rank has, where two differ
 _PIECE_BYTES = 1 << 26  # of a state: what a GPU has to find room for at once
+# A sum of at most so many bytes goes by two hops of the mesh instead of Gloo's ring. In a lab among 4 at 100mbit that
+# takes 0.61 of the ring's time for 110 kB, 0.81 for 180 kB and 1.2 for 260 kB; at 1gbit it is sooner up to 4 MB.
+_HOPS_BYTES = 3 << 16
+_AS_DDP = "dense"  # a kind of sums that are to be DDP's, bit for bit, and so are added by its backend
 _TIMEOUT_S = 1800.0  # where the backend does not say how long a call waits
 
 
 class Group(Collectives):
     """One process's end of a network.
 
-    Over Gloo frames go through connections of our own (Mesh), which fill a link that Gloo's do not; only sums are the
-    backend's. Messages lie on the host there, and CUDA tensors cross through pinned memory. Over NCCL nothing leaves
-    the device.
+    Over Gloo frames and small sums go through connections of our own (Mesh), which fill a link that Gloo's do not; only
+    long and dense sums are the backend's. Messages lie on the host there, and CUDA tensors cross through pinned memory.
+    Over NCCL nothing leaves the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -51,7 +55,7 @@ class Group(Collectives):
 
     @cached_property
     def _mesh(self) -> Mesh | None:
-        """What frames go through instead of the group; opened with the first of them, by all workers."""
+        """What frames and small sums go through instead of the group; opened with the first of them, by all workers."""
         if not self._over_gloo:
             return None
         try:
@@ -64,8 +68,11 @@ class Group(Collectives):
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
         mine = self._on_wire(tensor)
-        with silence_said(self.rank):
-            dist.all_reduce(mine, group=self._group)
+        if kind != _AS_DDP and 0 < tensor.nbytes <= _HOPS_BYTES and self._mesh is not None:
+            self._mesh.add_up_(mine.view(-1))
+        else:
+            with silence_said(self.rank):
+                dist.all_reduce(mine, group=self._group)
         if mine is not tensor:
             tensor.copy_(mine)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import FrameError, PeerError
 from laconic.transport.connection import Connection
 from laconic.transport.door import TellAll, meet
-from laconic.transport.moving import Deadline, Flow, move
+from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, move
 from laconic.transport.transport import Push
 
 _LENGTH_BYTES = 8  # before a message whose length only its sender knows
@@ -41,9 +41,26 @@ class Mesh:
     def all_to_all(self, outgoing: Tensor, incoming: Tensor) -> None:
         """Give row r of `outgoing` to worker r, and fill row r of `incoming` with what that one gives."""
         incoming[self.rank] = outgoing[self.rank]
-        said = {peer: [_view(outgoing[peer])] for peer in self._links}
-        rooms = {peer: iter([_view(incoming[peer])]) for peer in self._links}
-        deque(self._exchange(said, rooms, as_they_come=False), maxlen=0)
+        self._swap([_view(row) for row in outgoing], [_view(row) for row in incoming])
+
+    def add_up_(self, vector: Tensor) -> None:
+        """Overwrite a vector with its sum over all workers: each adds up a share, in rank order, and tells all.
+
+        Shares differ by an entry at most, and lie where they are: two hops, where a ring of M workers takes 2*(M-1).
+        """
+        if adds_natively(vector.dtype):
+            add_up_(vector, self.rank, self._links, self._timeout_s)
+            return
+        num_workers = len(self._links) + 1
+        shares = vector.tensor_split(num_workers)
+        mine = shares[self.rank]
+        rows = mine.new_empty(num_workers, mine.numel())
+        self._swap([_view(share) for share in shares], [_view(row) for row in rows])
+        rows[self.rank] = mine
+        mine.copy_(rows[0])
+        for row in rows[1:]:
+            mine.add_(row)
+        self._swap([_view(mine)] * num_workers, [_view(share) for share in shares])
 
     def push_pull(self, push: Push) -> tuple[list[Tensor], list[int]]:
         """The answers of all owners, and how many bytes of parts each worker sent here, by rank."""
@@ -67,6 +84,12 @@ class Mesh:
             if answer.numel() > push.longest[rank]:
                 raise _too_long(rank, answer.numel(), push.longest[rank])
         return in_order, [heard[rank].numel() for rank in range(len(push.parts))]
+
+    def _swap(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
+        """Give each other worker its part, and fill its room; by rank."""
+        said = {peer: [outgoing[peer]] for peer in self._links}
+        rooms = {peer: iter([incoming[peer]]) for peer in self._links}
+        deque(self._exchange(said, rooms, as_they_come=False), maxlen=0)
 
     def _exchange_any(self, said: Sequence[Tensor], longest: int, heard: dict[int, Tensor]) -> Iterator[int]:
         """Messages of lengths that only senders know; yields this worker, then each whose message is in `heard`."""

@@ -8,12 +8,24 @@ import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from laconic.errors import PeerError
 from laconic.kernels.cpu.library import level, library
 from laconic.transport.connection import Connection, Cursor
 
 _LATE = -1  # as in kernels/native/exchange.cpp
+_ADDED = {  # as in kernels/native/hops.cpp
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.uint8: 3,
+    torch.int8: 3,
+    torch.int16: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
 
 
 class Deadline:
@@ -57,6 +69,34 @@ def move(flows: Mapping[int, Flow], deadline: Deadline, *, until_any: bool) -> N
         _move(flows, deadline)
 
 
+def adds_natively(dtype: torch.dtype) -> bool:
+    """Whether `add_up_` knows a type; others are added by torch, to the same bits."""
+    return level() is not None and dtype in _ADDED
+
+
+def add_up_(vector: Tensor, rank: int, links: Mapping[int, Connection], timeout_s: float) -> None:
+    """Both hops of a sum over all workers, each with a deadline; PeerError names who fails."""
+    num_workers = len(links) + 1
+    sockets = [links[peer].fileno() if peer != rank else -1 for peer in range(num_workers)]
+    failed = ctypes.c_int64()
+    has_moved = ctypes.c_int()
+    error = library().laconic_add_up(
+        vector.data_ptr(),
+        vector.numel(),
+        _ADDED[vector.dtype],
+        rank,
+        num_workers,
+        (ctypes.c_int32 * num_workers)(*sockets),
+        Deadline(timeout_s).left_ms,
+        ctypes.byref(failed),
+        ctypes.byref(has_moved),
+    )
+    if error == _LATE:
+        raise _late(failed.value, timeout_s, has_moved=bool(has_moved.value))
+    if error:
+        raise _gone(failed.value, OSError(error, os.strerror(error)))
+
+
 def _move_natively(flows: Mapping[int, Flow], deadline: Deadline, until_any: bool) -> None:
     """In one call, which leaves the interpreter to others."""
     sockets = np.array([flow.link.fileno() for flow in flows.values()], dtype=np.int32)
@@ -73,7 +113,7 @@ def _move_natively(flows: Mapping[int, Flow], deadline: Deadline, until_any: boo
     for flow, (_, sent, _, received) in zip(flows.values(), (before - views).T.tolist(), strict=True):
         flow.advance(sent, received)
     if error == _LATE:
-        raise _late(flows, deadline)
+        raise _late_of(flows, deadline)
 
 
 def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
@@ -84,7 +124,7 @@ def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
         waiting.register(socket, (select.POLLOUT if flow.out.view else 0) | (select.POLLIN if flow.into.view else 0))
     ready = waiting.poll(deadline.left_ms)
     if not ready:
-        raise _late(flows, deadline)
+        raise _late_of(flows, deadline)
     for socket, events in ready:
         peer, flow = by_socket[socket]
         try:
@@ -98,10 +138,14 @@ def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
             raise _gone(peer, error) from None
 
 
-def _late(flows: Mapping[int, Flow], deadline: Deadline) -> PeerError:
+def _late_of(flows: Mapping[int, Flow], deadline: Deadline) -> PeerError:
     peer = min(peer for peer, flow in flows.items() if not flow.is_through)
-    what = "is not through with a message after" if flows[peer].has_moved else "has said nothing for"
-    return PeerError(f"rank {peer} {what} {deadline.timeout_s:g} s; see what it says there")
+    return _late(peer, deadline.timeout_s, has_moved=flows[peer].has_moved)
+
+
+def _late(peer: int, timeout_s: float, *, has_moved: bool) -> PeerError:
+    what = "is not through with a message after" if has_moved else "has said nothing for"
+    return PeerError(f"rank {peer} {what} {timeout_s:g} s; see what it says there")
 
 
 def _gone(peer: int, error: OSError) -> PeerError:

@@ -75,5 +75,8 @@ class Traffic:
 
 
 def ring_bytes(payload_bytes: int, num_workers: int) -> int:
-    """What leaves each of M workers in a ring all-reduce: 2*(M-1)/M of the payload (Gloo, and NCCL at size)."""
+    """What leaves each of M workers in an all-reduce: 2*(M-1)/M of the payload (Gloo, the mesh, and NCCL at size).
+
+    It is the mean over workers: whose share of the sum is longer by an entry sends M-2 more than the others.
+    """
     return -(-2 * (num_workers - 1) * payload_bytes // num_workers)

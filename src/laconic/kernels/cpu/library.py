@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 4  # as in native/interface.cpp
+_INTERFACE = 5  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -64,6 +64,7 @@ _SIGNATURES = {
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
     "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, _INT, ctypes.POINTER(_N))),
+    "add_up": (_INT, (_P, _N, _INT, _N, _N, _P, _INT, ctypes.POINTER(_N), ctypes.POINTER(_INT))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),
     "orthonormal": (None, (_P, _P, _P, _N, _N)),
