@@ -28,9 +28,9 @@ from laconic.wire import Bitmap, EliasFano, FrameShape
 from parts import ALL_TEXTS, gossip_texts, outer_texts, talking_schemes
 from test_cli import laconic as run_laconic
 from virtual import gradients, one_step
-from workers import WorkerPool, equal_everywhere, flat_parameters, free_port
+from workers import NO_GPU, WorkerPool, equal_everywhere, flat_parameters, free_port
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = NO_GPU
 
 
 def test_finite_on_the_gpu() -> None:

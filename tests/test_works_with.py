@@ -19,7 +19,7 @@ import laconic
 from ddp_training import TINY_BUCKET_MB, Net, batch, num_buckets, start
 from laconic.layout import Layout
 from laconic.session import background, belongs_on_host
-from workers import WorkerPool, equal_everywhere, flat_parameters
+from workers import DEVICES, WorkerPool, equal_everywhere, flat_parameters
 
 SPARSE = "topk:rho=0.05"
 MANY = 3  # buckets at least
@@ -170,6 +170,50 @@ def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
         assert result["scales"][5] == result["scales"][4] / 2 and result["scales"][-1] > result["scales"][5]
         assert result["skipped"] == 1 and result["skipped_weights"] and result["finite"] and result["equal"]
         assert result["same_weights"] and result["same_residual"]
+
+
+def _in_fp16(text: str, device: str) -> dict[str, Any]:
+    """Train under autocast; at step 5 the inputs of rank 1 are too large for gradients in fp16."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=TINY_BUCKET_MB)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+    session = laconic.attach(ddp, text, grad_scaler=scaler)
+    finite: list[bool] = []  # before the exchange
+    first = next(net.parameters())
+    first.register_hook(lambda gradient: finite.append(bool(gradient.isfinite().all())))  # type: ignore[no-untyped-call]
+    scales = []
+    for number in range(12):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        y = x[:, :10].argmax(1).to(device)
+        x = x.to(device) * (1e4 if number == 5 and dist.get_rank() == 1 else 1)
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = cross_entropy(ddp(x), y)
+        _backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    kept = session.state_dict()["memory"].values()
+    weights = flat_parameters(ddp).cpu()
+    return {
+        "overflowed": [number for number, whether in enumerate(finite) if not whether],
+        "scales": scales,
+        "skipped": session.stats().skipped_steps,
+        "finite": all(bool(t.isfinite().all()) for t in (weights, *(t for tensors in kept for t in tensors.values()))),
+        "equal": equal_everywhere(weights),
+    }
+
+
+@pytest.mark.parametrize("text", [SPARSE, "maxnorm"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp16_that_overflows_on_one_rank_leaves_no_trace(two_workers: WorkerPool, device: str, text: str) -> None:
+    results = two_workers.run(_in_fp16, text, device)
+    assert [result["overflowed"] for result in results] == [[], [5]]
+    for result in results:
+        assert result["skipped"] == 1 and result["finite"] and result["equal"]
+        assert result["scales"] == [1024.0] * 3 + [2048.0] * 2 + [1024.0] * 4 + [2048.0] * 3
 
 
 def _left_out(text: str) -> dict[str, Any]:

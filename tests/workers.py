@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -25,6 +26,8 @@ from laconic.measure.train.worker_group import EndFacts
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo", "torch.distributed.fsdp"])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ("cpu", pytest.param("cuda", marks=NO_GPU))  # where ranks train; several may share a GPU over Gloo
 
 
 class WorkerPool:
