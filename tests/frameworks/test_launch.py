@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import yaml
 
 from workers import free_port
@@ -38,8 +42,21 @@ def test_the_slurm_script_starts_one_group(tmp_path: Path) -> None:
     assert ran.stdout.count("20 steps (0 skipped), 2 workers") == 2
 
 
+def _manifest() -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "launch" / "pytorchjob.yaml").read_text())
+    return job
+
+
 def test_the_manifest_is_one() -> None:
-    job = yaml.safe_load((EXAMPLES / "launch" / "pytorchjob.yaml").read_text())
+    job = _manifest()
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert job["kind"] == "PyTorchJob" and set(replicas) == {"Master", "Worker"}
     assert all(one["template"]["spec"]["containers"][0]["name"] == "pytorch" for one in replicas.values())
+
+
+def test_the_manifest_fits_its_schema() -> None:
+    """The operator's own classes, made from its schema, take all that it says and lack nothing."""
+    kubeflow = pytest.importorskip("kubeflow.training", reason="needs `pip install kubeflow-training`")
+    client = kubeflow.ApiClient()
+    job = client.deserialize(SimpleNamespace(data=json.dumps(_manifest())), "KubeflowOrgV1PyTorchJob")
+    assert client.sanitize_for_serialization(job) == _manifest()  # what is unknown would be dropped
