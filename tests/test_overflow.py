@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -164,3 +165,17 @@ def test_ten_zeroed_steps_in_a_row_are_an_error(text: str) -> None:
 
     with one_core():
         in_process(M, work)
+
+
+@pytest.mark.parametrize(("loss_scale", "num_told"), [(None, M), (lambda: 1.0, 0)], ids=["bare", "under a GradScaler"])
+def test_ten_steps_in_a_row_that_are_not_finite_are_told_once(loss_scale: Any, num_told: int) -> None:
+    def work(transport: InProcess) -> None:
+        session = Session(parse("topk:rho=0.05"), transport, loss_scale=loss_scale)  # type: ignore[arg-type]
+        for step in [*range(9), 10, *range(12)]:
+            given = gradients(transport.rank, step)
+            one_step(session, given if step == 10 else _spoilt(given, "last", transport.rank))
+
+    with warnings.catch_warnings(record=True) as told, one_core():
+        warnings.simplefilter("always")
+        in_process(M, work)
+    assert [str(each.message)[:36] for each in told] == ["10 steps in a row gave Inf or NaN, a"] * num_told

@@ -1,5 +1,6 @@
 """What becomes of a step in which some worker's gradient is Inf, NaN or as good as that: one rule, for all paths."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from laconic.paths import Work
 # The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
 # steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
 TOO_LARGE = 2.0**64
-_MOST_ZEROED = 10  # steps in a row; a model that does not recover in so many does not recover
+_MOST_IN_A_ROW = 10  # steps; a model that does not recover in so many does not recover
 
 
 class OverflowRule:
@@ -60,9 +61,15 @@ class OverflowRule:
         self._undo.forget()
         self.overflowed = False
         self._in_a_row = self._in_a_row + 1 if overflowed else 0
-        if self.zeroes and self._in_a_row == _MOST_ZEROED:
+        if self._in_a_row == _MOST_IN_A_ROW and self.zeroes:
             raise LaconicError(
-                f"{_MOST_ZEROED} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
+                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
                 "with a smaller learning rate"
+            )
+        if self._in_a_row == _MOST_IN_A_ROW and not self._undoes:  # a GradScaler may need more to find its scale
+            warnings.warn(
+                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
+                "checkpoint, and call optimizer.step() only where session.last_step_finite",
+                stacklevel=2,
             )
         return overflowed
