@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from ddp_training import TINY_BUCKET_MB, Net, batch, num_buckets, start
+from laconic.attach.join import join
 from laconic.layout import Layout
 from laconic.session import background, belongs_on_host
 from workers import DEVICES, WorkerPool, equal_everywhere, flat_parameters
@@ -170,6 +171,18 @@ def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
         assert result["scales"][5] == result["scales"][4] / 2 and result["scales"][-1] > result["scales"][5]
         assert result["skipped"] == 1 and result["skipped_weights"] and result["finite"] and result["equal"]
         assert result["same_weights"] and result["same_residual"]
+
+
+def _joined_to_auto() -> bool:
+    run = start(None)
+    joined = join(run.ddp, run.optimizer, "auto")
+    run.step(0)
+    joined.close()
+    return isinstance(joined, laconic.Attached)
+
+
+def test_trainers_take_auto_too(two_workers: WorkerPool) -> None:
+    assert two_workers.run(_joined_to_auto) == [True, True]
 
 
 def _in_fp16(text: str, device: str) -> dict[str, Any]:

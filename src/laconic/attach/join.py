@@ -14,7 +14,8 @@ from laconic.outer import OuterFollower
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 
-Joined = Attached | Follower | OuterFollower
+Following = Follower | OuterFollower
+Joined = Attached | Following
 
 
 def join(
@@ -36,7 +37,7 @@ def join(
 
 
 def _join(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: AnyScheme | str, options: dict[str, Any]) -> Joined:
-    scheme = parse(scheme) if isinstance(scheme, str) else scheme
+    scheme = parse(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme
     ddp = unwrapped(ddp)
     if not isinstance(scheme, GossipScheme | OuterScheme) or not isinstance(ddp, DistributedDataParallel):
         return attach(ddp, scheme, **options)

@@ -8,10 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from laconic.attach.join import Joined, join
+from laconic.attach.join import Following, Joined, join
 from laconic.errors import SchemeError
-from laconic.gossip import Follower
-from laconic.outer import OuterFollower
 from laconic.scheme import AnyScheme
 
 _KEY = "laconic"  # in a checkpoint
@@ -42,7 +40,7 @@ class LaconicStrategy(DDPStrategy):
         self.session = join(
             self.model, next(iter(self.optimizers)), self._scheme, self.session, grad_scaler=scaler, **self._options
         )
-        if isinstance(self.session, Follower | OuterFollower) and len(self.optimizers) > 1:
+        if isinstance(self.session, Following) and len(self.optimizers) > 1:
             raise SchemeError(f"there are {len(self.optimizers)} optimizers; a model that follows others has one")
         if saved is not None:
             self.session.scatter_state(saved)
@@ -50,13 +48,13 @@ class LaconicStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, and let a model that follows others do so."""
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if isinstance(self.session, Follower | OuterFollower):
+        if isinstance(self.session, Following):
             self.session.step()
         return result
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's, which all ranks have alike."""
-        if isinstance(self.session, Follower | OuterFollower):
+        if isinstance(self.session, Following):
             self.session.average_()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state

@@ -8,9 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from laconic.attach.join import Joined, join
-from laconic.gossip import Follower
-from laconic.outer import OuterFollower
+from laconic.attach.join import Following, Joined, join
 from laconic.scheme import AnyScheme
 
 _FILE = "laconic.pt"  # in a checkpoint's folder
@@ -71,12 +69,12 @@ class _Exchange(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let a model that follows others do so."""
-        if isinstance(self.session, Follower | OuterFollower):
+        if isinstance(self.session, Following):
             self.session.step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All ranks have the model alike that is saved next."""
-        if control.should_save and isinstance(self.session, Follower | OuterFollower):
+        if control.should_save and isinstance(self.session, Following):
             self.session.average_()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
