@@ -43,13 +43,13 @@ def main() -> None:
     if "LACONIC_HOST" in os.environ:
         _on_a_host(asked.trainer[0])
         return
-    ratios = []
+    most = 0.0
     for name in asked.trainer:
         for hosts in asked.hosts:
             row = _in_lab(name, hosts)
-            ratios.append(row["interface/stats"])
+            most = max(most, _off(row["interface/stats"]))
             print(json.dumps(row), flush=True)
-    print(json.dumps({"trainer": "furthest of all", "interface/stats": max(ratios, key=_off)}))
+    print(json.dumps({"trainer": "all", "off at most": round(most, 4)}))
 
 
 def _in_lab(name: str, hosts: int) -> dict[str, Any]:
