@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.errors import LabError
+from laconic.errors import LabError, PeerError
 from laconic.measure import cli
 from laconic.measure.doctor import CHECKS, Finding, Seen, examine
-from laconic.measure.doctor.between import ClockOffset, Talk
+from laconic.measure.doctor.between import everyones
 from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
-from laconic.measure.doctor.links import Links, PairLink
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
 from laconic.measure.lab.enter import join
-from laconic.transport import world
+from laconic.transport import Echo, PairLink, own_group, world
 from workers import WorkerPool
 
 try:
@@ -54,13 +54,12 @@ def seen(num_hosts: int = 3, **changes: Any) -> Seen:
     """Hosts on which all is well, but for host 1."""
     facts = [replace(HOST, host=f"host{i}", machine=f"host{i}") for i in range(num_hosts)]
     facts[1] = replace(facts[1], **changes)
-    return Seen(tuple(facts), _links(num_hosts), {1: ClockOffset(0.005, 0.001)})
+    return Seen(tuple(facts), _links(num_hosts), {1: Echo(0.002, 0.005, 0.001)})
 
 
-def _links(num_hosts: int, slow: Sequence[tuple[int, int]] = ()) -> Links:
+def _links(num_hosts: int, slow: Sequence[tuple[int, int]] = ()) -> tuple[PairLink, ...]:
     ends = [(a, b) for a in range(num_hosts) for b in range(num_hosts) if a != b]
-    pairs = (PairLink(*end, 1e-4, GBIT * (0.05 if end in slow else 0.9)) for end in ends)
-    return Links(num_hosts, "gloo", tuple(pairs), {})
+    return tuple(PairLink(*end, 1e-4, GBIT * (0.05 if end in slow else 0.9)) for end in ends)
 
 
 def found(what: Seen) -> list[Finding]:
@@ -108,7 +107,7 @@ FAULTS = {
     "threads of all processes": (Seen((replace(HOST, num_threads=3),) * 2), "host0", "OMP_NUM_THREADS=2"),
     "kernels": (seen(kernels="were not built"), "host1", "compiler"),
     "kernels asked for": (seen(kernels="LACONIC_KERNELS=reference"), "host1", "unset LACONIC_KERNELS"),
-    "clocks": (replace(seen(), clocks={1: ClockOffset(-0.05, 0.001)}), "host1", "NTP"),
+    "clocks": (replace(seen(), clocks={1: Echo(0.002, -0.05, 0.001)}), "host1", "NTP"),
     "versions": (seen(versions={**HOST.versions, "torch": "2.11.0"}), "host1", "install torch 2.13.0"),
 }
 
@@ -127,7 +126,12 @@ def test_each_check_has_a_fault_that_it_finds() -> None:
 
 
 def test_clocks_that_an_echo_cannot_tell_apart_are_no_finding() -> None:
-    assert found(replace(seen(), clocks={1: ClockOffset(0.05, 0.045)})) == []
+    assert found(replace(seen(), clocks={1: Echo(0.09, 0.05, 0.045)})) == []
+
+
+def test_a_link_that_was_measured_too_shortly_for_tcp_is_no_finding() -> None:
+    what = FAULTS["rate that the interface says"][0]
+    assert found(what) and found(replace(what, links=tuple(replace(link, settled=False) for link in what.links))) == []
 
 
 def test_facts_are_told_and_read_the_same() -> None:
@@ -153,15 +157,31 @@ def test_the_command_says_it_as_a_table_and_as_json(
 
 
 def _examined() -> tuple[list[Finding], list[Any]]:
-    talk = Talk(world(), torch.device("cpu"))
-    return examine(world()), talk.everyones({"rank": dist.get_rank(), "more": "x" * 2000 * dist.get_rank()})
+    rank = dist.get_rank()
+    return examine(world()), everyones(world(), [rank, list(range(1000 * rank))])
 
 
 def test_ranks_of_one_host_agree(two_workers: WorkerPool) -> None:
     (first, heard), (second, _) = two_workers.run(_examined)
     assert first == second
-    assert heard == [{"rank": 0, "more": ""}, {"rank": 1, "more": "x" * 2000}]
+    assert heard == [[0, []], [1, list(range(1000))]]
     assert not {"rate", "slow link", "clocks", "versions"} & {finding.name for finding in first}
+
+
+def _examined_alone() -> str:
+    """What the first rank says where the other says nothing."""
+    group = own_group(world(), torch.device("cpu"), timeout_s=1.0)
+    if dist.get_rank() == 1:
+        time.sleep(2.0)  # holds the group, and its connections
+        return ""
+    with pytest.raises(PeerError) as caught:
+        examine(group, work=lambda: None)
+    return str(caught.value)
+
+
+def test_silence_is_one_line_with_a_cure(two_workers: WorkerPool) -> None:
+    said, _ = two_workers.run(_examined_alone)
+    assert "MTU" in said and "\n" not in said
 
 
 def _set(host: Host, device: str, **what: Any) -> None:
@@ -203,7 +223,6 @@ import faulthandler, json, os, time
 faulthandler.dump_traceback_later(240, exit=True)
 fault = json.loads(os.environ["FAULTS"]).get(os.environ["LACONIC_HOST"], {})
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"], **fault.get("env", {}))
-import torch
 import torch.distributed as dist
 from dataclasses import asdict
 from laconic.measure.doctor import examine, facts

@@ -12,6 +12,7 @@ from laconic.transport.collectives import (
     counterparts,
     exchange_addresses,
     own_group,
+    place_of_texts,
     ranks_that_differ,
     release,
     silence_said,
@@ -21,6 +22,7 @@ from laconic.transport.collectives import (
 from laconic.transport.connection import longest_message
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
+from laconic.transport.pairs import Echo, PairLink, PairProbe, measure_pairs
 from laconic.transport.silence import say
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes

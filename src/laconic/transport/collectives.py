@@ -180,7 +180,7 @@ class Everyone:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self._wire = _place_of_texts(group)
+        self._wire = place_of_texts(group)
         self._group = group
         _held.add(self)
 
@@ -341,7 +341,7 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
     try:
-        everyone = _texts(world(), _place_of_texts(world()), json.dumps([release(), mine]), _CARD_BYTES)
+        everyone = _texts(world(), place_of_texts(world()), json.dumps([release(), mine]), _CARD_BYTES)
     except RuntimeError:  # as Gloo tells of a rank that has ended
         if mine is None:
             raise
@@ -356,7 +356,7 @@ def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Add
     return addresses
 
 
-def _place_of_texts(group: dist.ProcessGroup) -> torch.device:
+def place_of_texts(group: dist.ProcessGroup) -> torch.device:
     """Where a group takes tensors from that are nobody's gradients."""
     cpu = torch.device("cpu")
     return cpu if backend_for(group, cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from laconic.errors import LabError, LaconicError, LaunchError
+from laconic.errors import LabError, LaunchError
 from laconic.measure.cli.lab import add_spec, is_shaped, spec_of
-from laconic.measure.cli.launching import AS_RANK
+from laconic.measure.cli.launching import AS_RANK, as_worker
 from laconic.measure.cli.table import table
 from laconic.measure.lab import Lab, Link, noted_signals
 from laconic.measure.lab import run as run_in_lab
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from laconic.measure.doctor import Finding
 
 _FOUND, _FAILED = 1, 2
+_SILENCE_S = 60  # after which a rank that waits for another gives up
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(asked: argparse.Namespace) -> int:
     """Look at this host, at those of the group that this process is in, or at those of a lab."""
     if is_worker():
-        return _be_one(asked)
+        return as_worker(lambda: _be_one(asked), failed=_FAILED)
     if asked.hosts is not None:
         return _in_a_lab(asked)
     if is_shaped(asked):
@@ -65,15 +67,17 @@ def _be_one(asked: argparse.Namespace) -> int:
     if asked.backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        dist.init_process_group(asked.backend)
-        nominal = asked.nominal.bits_per_s if asked.nominal else None
-        found = examine(world(), nominal_bits_per_s=nominal)
-        leads = dist.get_rank() == 0
-        looked_at = f"between {dist.get_world_size()} ranks over {asked.backend}"
-        dist.destroy_process_group()
-    except (LaconicError, RuntimeError) as error:  # one line from each rank that fails
-        print(f"laconic: rank {os.environ['RANK']}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        return _FAILED
+        dist.init_process_group(asked.backend, timeout=timedelta(seconds=_SILENCE_S))
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the ranks did not meet within {_SILENCE_S} s: see that all run, and reach MASTER_ADDR and each other "
+            f"through their firewalls ({' '.join(str(error).split()):.140})"
+        ) from None
+    nominal = asked.nominal.bits_per_s if asked.nominal else None
+    found = examine(world(), nominal_bits_per_s=nominal)
+    leads = dist.get_rank() == 0
+    looked_at = f"between {dist.get_world_size()} ranks over {asked.backend}"
+    dist.destroy_process_group()
     return _tell(found, asked, looked_at) if leads else _code(found, asked)
 
 

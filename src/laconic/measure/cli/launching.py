@@ -65,7 +65,7 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
         yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
 
 
-def as_worker(work: Callable[[], int]) -> int:
+def as_worker(work: Callable[[], int], *, failed: int = 1) -> int:
     """Do a rank's work; what goes wrong is one line of its own, and the launcher says which rank was first."""
     try:
         return work()
@@ -75,7 +75,7 @@ def as_worker(work: Callable[[], int]) -> int:
         say(f"laconic: rank {os.environ['RANK']}: {cause}")
         if os.environ.get("LACONIC_TRACEBACK"):
             raise
-        return 1
+        return failed
 
 
 def say(text: str) -> None:

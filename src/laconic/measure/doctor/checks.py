@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from laconic.measure.doctor.between import ClockOffset
 from laconic.measure.doctor.facts import HostFacts
 from laconic.measure.doctor.finding import Finding
 from laconic.measure.doctor.interfaces import Interface
-from laconic.measure.doctor.links import Links, PairLink
+from laconic.transport import Echo, PairLink
 
 _USUAL_MTU = 1500
 _TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %
@@ -31,8 +30,8 @@ class Seen:
     """Everything that was seen: facts by rank, and what was measured between the first ranks of hosts."""
 
     facts: tuple[HostFacts, ...]
-    links: Links | None = None
-    clocks: Mapping[int, ClockOffset] = field(default_factory=dict)  # by rank
+    links: tuple[PairLink, ...] = ()
+    clocks: Mapping[int, Echo] = field(default_factory=dict)  # by rank, as the first one sees them
     narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
     nominal_bits_per_s: float | None = None  # of every link, where somebody says so
 
@@ -49,11 +48,11 @@ class Seen:
 
     @property
     def pairs(self) -> list[PairLink]:
-        """Every link between hosts."""
+        """Every link between hosts whose rate is known, not only that it is no less."""
         return [
             pair
-            for pair in (self.links.pairs if self.links else ())
-            if self.facts[pair.source].machine != self.facts[pair.target].machine
+            for pair in self.links
+            if pair.settled and self.facts[pair.source].machine != self.facts[pair.target].machine
         ]
 
     def nominal(self, pair: PairLink) -> float | None:
@@ -207,11 +206,11 @@ def kernels(seen: Seen) -> Iterator[Finding]:
 def clocks(seen: Seen) -> Iterator[Finding]:
     """Clocks differ, so that logs and timeouts of hosts do not fit together."""
     for rank, clock in seen.clocks.items():
-        if abs(clock.offset_s) - clock.error_s > _CLOCKS_S:
+        if abs(clock.ahead_s) - clock.error_s > _CLOCKS_S:
             yield Finding(
                 "clocks",
                 seen.facts[rank].host,
-                f"{1e3 * clock.offset_s:+.0f} ms beside {seen.facts[0].host}",
+                f"{1e3 * clock.ahead_s:+.0f} ms beside {seen.facts[0].host}",
                 f"within {1e3 * _CLOCKS_S:.0f} ms",
                 "run chrony or another client of NTP on all hosts",
             )

@@ -1,18 +1,17 @@
-"""What links carry, as the backend's own messages find it."""
+"""What pairs of ranks send each other, as the backend's own messages find it."""
 
 from __future__ import annotations
 
 import json
 import sys
 from itertools import combinations, permutations
-from typing import Any
 
 import pytest
 
 from laconic.errors import LabError
-from laconic.measure.doctor import links
-from laconic.measure.doctor.links import Links, _rounds, _some_pairs, measure_links
 from laconic.measure.lab import Lab, LabSpec, Link, netlink, noted_signals, run
+from laconic.transport import PairLink, measure_pairs, pairs, world
+from laconic.transport.pairs import _rounds, _some_pairs
 from workers import WorkerPool
 
 try:
@@ -24,35 +23,36 @@ except LabError as error:
 ON_A_HOST = """
 import json, os
 import torch.distributed as dist
-from laconic.measure.doctor.links import measure_links
+from dataclasses import astuple
+from laconic.transport import measure_pairs, world
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
 dist.init_process_group("gloo")
-found = measure_links()
+found = measure_pairs(world())
 if dist.get_rank() == 0:
-    print(json.dumps(found.as_dict()), flush=True)
+    print(json.dumps([astuple(link) for link in found]), flush=True)
 dist.barrier()
 os._exit(0)
 """
 
 
-def _measured() -> dict[str, Any]:
+def _measured(seconds: float) -> tuple[PairLink, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_MOST_BYTES", links._FIRST_BYTES)
-        return measure_links(sizes=[4096, 64]).as_dict()
+        patch.setattr(pairs, "_MOST_BYTES", 4 * pairs._FIRST_BYTES)
+        patch.setattr(pairs, "_PAIRS_S", seconds)
+        return measure_pairs(world())
 
 
 def test_all_ranks_hear_of_all_pairs_both_ways(four_workers: WorkerPool) -> None:
-    told = four_workers.run(_measured)
+    told = four_workers.run(_measured, 60.0)
     assert all(other == told[0] for other in told)
-    found = Links.from_dict(json.loads(json.dumps(told[0])))
-    assert found.as_dict() == told[0] and found.backend == "gloo"
-    assert [(pair.source, pair.target) for pair in found.pairs] == list(permutations(range(4), 2))
-    assert all(pair.latency_s > 0 and pair.bytes_per_s > 0 for pair in found.pairs)
-    assert {name: list(times) for name, times in found.collectives.items()} == {
-        "all_reduce": [64, 4096],
-        "all_gather": [64, 4096],
-        "frames": [64, 4096],
-    }
+    assert [(link.source, link.target) for link in told[0]] == list(permutations(range(4), 2))
+    assert all(link.latency_s > 0 and link.bytes_per_s > 0 and link.settled for link in told[0])
+
+
+def test_pairs_that_there_is_no_time_for_are_left_out(four_workers: WorkerPool) -> None:
+    told = four_workers.run(_measured, 0.0)
+    assert all(other == told[0] for other in told)
+    assert [(link.source, link.target) for link in told[0]] == [(0, 1), (1, 0), (2, 3), (3, 2)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 8, 9, 32])
@@ -73,8 +73,9 @@ def test_each_rank_is_measured_and_in_a_round_once(num_ranks: int) -> None:
 def test_the_slow_link_of_a_lab_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     with noted_signals() as signals, Lab.create(LabSpec(3, Link.parse("200mbit"), {2: Link.parse("10mbit")})) as lab:
         assert run(lab, [sys.executable, "-c", ON_A_HOST], signals, marked=False, env={"OMP_NUM_THREADS": "1"}) == 0
-    found = Links.from_dict(json.loads(capfd.readouterr().out.splitlines()[-1]))
-    for pair in found.pairs:
+    found = [PairLink(*link) for link in json.loads(capfd.readouterr().out.splitlines()[-1])]
+    assert len(found) == 6
+    for pair in found:
         most = 10e6 if 2 in (pair.source, pair.target) else 200e6
         # A busy machine can only make it less, and a queue's burst more by some percent.
         assert 0.3 * most < 8 * pair.bytes_per_s < 1.1 * most, pair
