@@ -77,6 +77,7 @@ def test_a_plan_leaves_the_job_as_it_was_and_all_ranks_agree(two: WorkerPool, in
     assert all(row["step_ms"] > 0 for row in first["rows"])
     assert any(row["tried"] for row in first["rows"]) is in_ddp
     assert (len(first["compute"]["arrivals_s"]) > 1) is in_ddp  # as many as DDP has buckets
+    assert first["slowest_pair"] == second["slowest_pair"] is not None
 
 
 def _after() -> tuple[list[float], list[float], int]:

@@ -29,6 +29,7 @@ from laconic.planning import (
     predict,
 )
 from laconic.planning import penalties as room
+from laconic.transport import PairLink
 
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
@@ -171,6 +172,16 @@ def test_a_probe_takes_the_place_of_records() -> None:
     assert again.rows[-1] is by_name["local:every=16"]
     assert by_name["bf16"].steps_factor == by_name["bf16 --accumulate 2"].steps_factor == 1
     assert any("from short runs" in reason for reason in again.reasons)
+
+
+def test_a_pair_much_slower_than_others_is_named() -> None:
+    alike = [PairLink(0, 1, 0.001, 1e6), PairLink(1, 0, 0.001, 0.9e6), PairLink(0, 2, 0.001, 1.1e6)]
+    too_short = PairLink(2, 1, 0.3, 1e3, settled=False)
+    even = answer(_measured(pairs=(*alike, too_short)))
+    assert even.as_dict()["slowest_pair"]["source"] == 1 and not any("sends to" in said for said in even.reasons)
+    uneven = answer(_measured(pairs=(*alike, PairLink(2, 0, 0.02, 1e5))))
+    assert any("rank 2 sends to rank 0 at 800kbit, others at 7.6mbit (20 ms" in said for said in uneven.reasons)
+    assert uneven.what_if(workers=8).measured.slowest_pair is None, "which are not these"
 
 
 def test_more_workers_send_what_their_schemes_say() -> None:

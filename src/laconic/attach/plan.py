@@ -20,7 +20,7 @@ from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
 from laconic.planning import CANDIDATES, Plan, answer, candidate, optimizer_name
-from laconic.transport import Group, ProcessGroup, own_group, world
+from laconic.transport import Group, ProcessGroup, measure_pairs, own_group, silence_said, world
 
 _PLANNING_S = 45.0  # after which no more is tried
 
@@ -55,7 +55,8 @@ def plan(
         raise SchemeError("the model has no parameter that is trained; plan for one that has")
     device = next(iter(trained.values())).device
     check_common(bare, "plan " + ", ".join(map(str, candidates)), group, device)
-    transport = Group(own_group(group, device), device)
+    own = own_group(group, device)
+    transport = Group(own, device)
     try:
         with _as_before(bare, optimizer):
             own_steps = OwnSteps(model, optimizer, step, trained, transport)
@@ -70,6 +71,8 @@ def plan(
                 group,
                 busy=lambda: busy(device),
             )
+            with silence_said(group.rank()):
+                measured = replace(measured, pairs=measure_pairs(own))
             foretold = answer(measured, steps=steps)
             tried = own_steps.try_all(foretold, start + _PLANNING_S)
     finally:

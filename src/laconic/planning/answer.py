@@ -1,6 +1,7 @@
 """The answer: candidates ranked by time to accuracy, what to paste, what limits, and what would change it."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,9 +15,11 @@ from laconic.planning.penalties import Penalty, penalty_of
 from laconic.planning.prediction import predict
 from laconic.planning.rehearsal import Rehearsal
 from laconic.scheme import OuterScheme, Scheme
+from laconic.transport import PairLink
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
+_SLOW_PAIR = 0.5  # of the median pair's rate
 _LITTLE = 0.25  # of a step, that a network takes where nothing need be done about it
 _RATES = tuple(10**6 * 10 ** (eighth / 8) for eighth in range(49))  # bits a second, 1mbit to 1tbit
 _CURVE_RATES = _RATES[:41:2]  # to 100gbit
@@ -37,6 +40,12 @@ class Measured:
     device: str
     probed: tuple[tuple[Candidate, Penalty], ...] = ()  # what candidates cost in steps on this job itself
     beyond_s: tuple[tuple[Candidate, float], ...] = ()  # that tried steps took elsewhere beyond what was predicted
+    pairs: tuple[PairLink, ...] = ()
+
+    @property
+    def slowest_pair(self) -> PairLink | None:
+        """The one of the least rate, among those whose messages were long enough to tell."""
+        return min((pair for pair in self.pairs if pair.settled), key=lambda pair: pair.bytes_per_s, default=None)
 
     def among(self, num_workers: int) -> "Measured":
         """The same job on other numbers of workers: bytes by each scheme's own formula, the rest in proportion."""
@@ -61,7 +70,7 @@ class Measured:
         """Without tried steps, of which stays by how much predictions were wrong: else what was tried would lose."""
         rehearsals = dict(self.rehearsals)
         found = {asked: s - predict(asked, self.compute, rehearsals[asked]).step_s for asked, s in self.tried_s}
-        return replace(self, tried_s=(), beyond_s=tuple({**dict(self.beyond_s), **found}.items()))
+        return replace(self, pairs=(), tried_s=(), beyond_s=tuple({**dict(self.beyond_s), **found}.items()))
 
 
 def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
@@ -125,6 +134,7 @@ class Plan:
         return found
 
     def as_dict(self) -> dict[str, Any]:
+        slowest_pair = self.measured.slowest_pair
         return {
             "pick": self.pick,
             "limit": self.limit,
@@ -136,6 +146,7 @@ class Plan:
             "compute": asdict(self.measured.compute),
             "links": asdict(self.measured.links),
             "bits_per_s": self.measured.links.bits_per_s,
+            "slowest_pair": asdict(slowest_pair) if slowest_pair else None,
             "rows": [asdict(row) for row in self.rows],
             "curves": self.curves(),
         }
@@ -232,9 +243,23 @@ def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, ste
             f"x steps of {', '.join(str(asked) for asked, _ in measured.probed)} is of this job, from short runs"
         )
     said += _turning_points(measured, pick, steps)
+    said += _slow_pair(measured)
     if measured.compute.waits_for_slowest > _WORTH_NAMING:
         said.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")
     return said
+
+
+def _slow_pair(measured: Measured) -> list[str]:
+    """Who sends to whom much more slowly than others do."""
+    slowest = measured.slowest_pair
+    if slowest is None:
+        return []
+    median = statistics.median(pair.bytes_per_s for pair in measured.pairs if pair.settled)
+    if slowest.bytes_per_s > _SLOW_PAIR * median:
+        return []
+    way = f"rank {slowest.source} sends to rank {slowest.target}"
+    rates = f"at {rate_text(8 * slowest.bytes_per_s)}, others at {rate_text(8 * median)}"
+    return [f"{way} {rates} ({1e3 * slowest.latency_s:.3g} ms one way): ask `laconic doctor`"]
 
 
 def _turning_points(measured: Measured, pick: Row, steps: int) -> list[str]:
