@@ -8,7 +8,7 @@ from laconic.layout import Layout, positions_of
 from laconic.memory import Due
 from laconic.paths.path import Work
 from laconic.quantize import Quantizer
-from laconic.select import Chooser, Plan
+from laconic.select import BucketPlan, Chooser
 from laconic.wire import FrameShape
 
 
@@ -89,7 +89,7 @@ class FramePlans:
             self._plans[key] = FramePlan(self._select, self._quantize, *key, work.device)
         return self._plans[key]
 
-    def target(self, layout: Layout, num_workers: int) -> Plan:
+    def target(self, layout: Layout, num_workers: int) -> BucketPlan:
         """What goes of a bucket among M workers once the trigger has reached its target."""
         return self._select.plan(layout, self._select.density_among(num_workers))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.memory import Due
-from laconic.select import Overlap, Plan
+from laconic.select import BucketPlan, Overlap
 from laconic.select.scores import Score
 
 
@@ -64,7 +64,7 @@ class Boost:
     The kernel that adds the gradient and selects sees a balance that is off there by as much as makes it the score.
     """
 
-    def __init__(self, select: Overlap, plan: Plan, history: History, balance: Tensor, due: Due) -> None:
+    def __init__(self, select: Overlap, plan: BucketPlan, history: History, balance: Tensor, due: Due) -> None:
         self._balance = balance
         self._at, sizes = history.told
         if not self._at.numel():
@@ -85,7 +85,7 @@ class Boost:
             lifted[some] = score.of(self._own[some].abs(), sizes[some], score.strength, norm)
         balance.index_copy_(0, self._at, lifted.sub_(owed))
 
-    def _borders(self, plan: Plan) -> list[list[int]]:
+    def _borders(self, plan: BucketPlan) -> list[list[int]]:
         """Where the entries of each window begin and end among those that the past speaks of."""
         if [(window.start, window.stop) for window in plan.windows] == [(0, plan.num_entries)]:
             return [[0, self._at.numel()]]

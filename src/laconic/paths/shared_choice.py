@@ -5,7 +5,7 @@ from torch import Tensor
 
 from laconic.layout import Layout, positions_of
 from laconic.paths.path import Taken, Work
-from laconic.select import Plan, SharedSelector
+from laconic.select import BucketPlan, SharedSelector
 
 
 class SharedChoice:
@@ -14,7 +14,7 @@ class SharedChoice:
     def __init__(self, select: SharedSelector, *, keeps: bool) -> None:
         self._select = select
         self.keeps = keeps  # whether what is not sent is kept; where it is not, a gain makes the mean true
-        self._plans: dict[tuple[Layout, float], tuple[Plan, Tensor]] = {}
+        self._plans: dict[tuple[Layout, float], tuple[BucketPlan, Tensor]] = {}
 
     def count(self, layout: Layout, num_workers: int) -> int:
         """The entries of a bucket that go among M workers once the trigger has reached its target."""
@@ -46,7 +46,7 @@ class SharedChoice:
         work.flat.zero_()
         work.flat[positions] = mean.to(work.flat.dtype)
 
-    def _plan(self, work: Work) -> tuple[Plan, Tensor]:
+    def _plan(self, work: Work) -> tuple[BucketPlan, Tensor]:
         key = work.layout, work.density
         if key not in self._plans:
             plan = self._select.plan(*key)

@@ -1,11 +1,11 @@
 """What is sent: which positions of a bucket go out this step."""
 
 from laconic.kernels.searches import SEARCHES
+from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
 from laconic.select.low_rank import LowRank
 from laconic.select.overlap import Overlap
-from laconic.select.plan import Chooser, Plan, Selector, SharedSelector
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES
 from laconic.select.topk import TopK

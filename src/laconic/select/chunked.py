@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.chunks import withdraw_of_chunks_
 from laconic.layout import Layout
-from laconic.select.plan import Chooser, Plan, Window, share_of
+from laconic.select.bucket_plan import BucketPlan, Chooser, Window, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ChunkedTopK(Chooser):
     def per_parameter(self) -> bool:
         return True
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         small = tuple(span for span in layout.spans if span.num_entries < self.dense_below)
         large = [span for span in layout.spans if span.num_entries >= max(1, self.dense_below)]
         windows = []
@@ -49,7 +49,7 @@ class ChunkedTopK(Chooser):
             num_whole = (rest - span.start) // self.chunk
             windows.append(Window(span.start, rest, num_whole * share_of(self.chunk, density)))
             windows.append(Window(rest, span.stop, share_of(span.stop - rest, density)))
-        return Plan(layout.num_entries, fixed=small, windows=tuple(w for w in windows if w.start < w.stop))
+        return BucketPlan(layout.num_entries, fixed=small, windows=tuple(w for w in windows if w.start < w.stop))
 
     @property
     def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:

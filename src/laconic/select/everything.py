@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic.layout import Layout, positions_of
-from laconic.select.plan import Chooser, Plan, SharedSelector
+from laconic.select.bucket_plan import BucketPlan, Chooser, SharedSelector
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Everything(SharedSelector, Chooser):
     def density(self) -> float:
         return 1.0
 
-    def plan(self, layout: Layout, density: float) -> Plan:
-        return Plan(layout.num_entries, fixed=layout.spans, windows=())
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
+        return BucketPlan(layout.num_entries, fixed=layout.spans, windows=())
 
-    def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
+    def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
         return positions_of((), device)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from laconic.errors import SchemeError
 from laconic.layout import Layout, Span
-from laconic.select.plan import Plan, Selector, Window
+from laconic.select.bucket_plan import BucketPlan, Selector, Window
 
 _FORMS = ("both", "alternating")
 
@@ -58,9 +58,9 @@ class LowRank(Selector):
         """The numbers in both factors of a matrix."""
         return self.rank * (span.shape[0] + span.num_entries // span.shape[0])
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         """What goes whole, and windows for which the numbers of two factors stand, whatever the density."""
         whole = tuple(span for span in layout.spans if not self.is_factored(span))
         matrices = [span for span in layout.spans if self.is_factored(span)]
         windows = tuple(Window(span.start, span.stop, self._num_factors(span)) for span in matrices)
-        return Plan(layout.num_entries, fixed=whole, windows=windows)
+        return BucketPlan(layout.num_entries, fixed=whole, windows=windows)

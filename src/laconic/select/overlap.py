@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.errors import SchemeError
 from laconic.layout import Layout, positions_of
-from laconic.select.plan import Plan
+from laconic.select.bucket_plan import BucketPlan
 from laconic.select.randk import RandK
 from laconic.select.scores import SCORES, Score
 from laconic.select.topk import TopK
@@ -46,7 +46,7 @@ class Overlap(TopK):
         score = SCORES[self.score]
         return replace(score, strength=self.strength) if self.strength else score
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         return super().plan(layout, density * (1 - self.explore))
 
     def swept(self, layout: Layout, density: float, step: int, bucket: int, device: torch.device) -> Tensor:
@@ -59,7 +59,9 @@ class Overlap(TopK):
 
 
 @lru_cache
-def _rounds(select: Overlap, layout: Layout, density: float, bucket: int) -> tuple[tuple[RandK, Plan, int, int], ...]:
+def _rounds(
+    select: Overlap, layout: Layout, density: float, bucket: int
+) -> tuple[tuple[RandK, BucketPlan, int, int], ...]:
     """(the turns that entries take, among which, what they are drawn by, where those begin) for each independent round.
 
     Parameters that are chosen by themselves also take turns by themselves, whichever bucket they are in.

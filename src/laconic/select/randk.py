@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.draws import hash_64
 from laconic.layout import Layout, positions_of
-from laconic.select.plan import Plan, SharedSelector, plan_of_bucket
+from laconic.select.bucket_plan import BucketPlan, SharedSelector, plan_of_bucket
 
 _MODES = ("independent", "cycle")
 _FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
@@ -50,10 +50,10 @@ class RandK(SharedSelector):
     def density(self) -> float:
         return self.rho
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         return plan_of_bucket(layout, density, self.dense_below)
 
-    def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
+    def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
         num_large = plan.num_entries - plan.num_fixed
         if num_large == 0:
             return positions_of((), device)
@@ -83,7 +83,7 @@ def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
     return torch.div(torch.arange(k, device=device) * n + first, k, rounding_mode="trunc")
 
 
-def _fixed_before(plan: Plan, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+def _fixed_before(plan: BucketPlan, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of fixed entries that lie before drawn ones, and how many draws in a row have each before them.
 
     A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with

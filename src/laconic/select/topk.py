@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.plan import Chooser, Plan, Window, plan_of_bucket, share_of
+from laconic.select.bucket_plan import BucketPlan, Chooser, Window, plan_of_bucket, share_of
 
 _SCOPES = ("bucket", "parameter")
 
@@ -52,7 +52,7 @@ class TopK(Chooser):
     def density_among(self, num_workers: int) -> float:
         return self.rho or min(1.0, self.cover / num_workers)
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         plan = plan_of_bucket(layout, density, self.dense_below)
         if not self.per_parameter:
             return plan

@@ -22,7 +22,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """`fixed` spans go whole, so their positions need no coding; from each window k positions are chosen."""
 
     num_entries: int
@@ -63,7 +63,7 @@ class Selector(Protocol):
         """That share among M workers."""
         return self.density
 
-    def plan(self, layout: Layout, density: float) -> Plan:
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
         """What to take from a bucket of this layout when `density` of its entries may go."""
 
 
@@ -71,7 +71,7 @@ class Selector(Protocol):
 class SharedSelector(Selector, Protocol):
     """One whose choice follows from the step alone."""
 
-    def positions(self, plan: Plan, step: int, bucket: int, device: torch.device) -> Tensor:
+    def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
         """The plan.k positions of a step that are not fixed, int64, ascending."""
 
 
@@ -89,7 +89,7 @@ class Chooser(Selector, Protocol):
         return kernels.withdraw_
 
     def withdraw_(
-        self, balance: Tensor, addend: Tensor | None, factor: float, plan: Plan, searches: Sequence[Tensor]
+        self, balance: Tensor, addend: Tensor | None, factor: float, plan: BucketPlan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """balance += factor*addend within the windows; the plan.k chosen positions (ascending, int32) and values.
 
@@ -107,12 +107,12 @@ class Chooser(Selector, Protocol):
         return torch.cat(chosen), torch.cat(values)
 
 
-def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> Plan:
+def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> BucketPlan:
     """Parameters under `dense_below` entries go whole; of all the others together `density` of the entries goes."""
     small = tuple(span for span in layout.spans if span.num_entries < dense_below)
     num_large = layout.num_entries - sum(span.num_entries for span in small)
     windows = (Window(0, layout.num_entries, share_of(num_large, density)),) if num_large else ()
-    return Plan(layout.num_entries, small, windows)
+    return BucketPlan(layout.num_entries, small, windows)
 
 
 def share_of(num_entries: int, density: float) -> int:
