@@ -81,7 +81,7 @@ def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One candidate: what a step takes and sends, what it costs in steps, and what that comes to."""
 
     scheme: str
@@ -102,7 +102,7 @@ class Plan:
 
     pick: str
     limit: str  # link, latency, stragglers, host cores or device
-    rows: tuple[Row, ...]  # the soonest first
+    rows: tuple[PlanRow, ...]  # the soonest first
     reasons: tuple[str, ...]
     steps: int  # of bf16, that the seconds are for
     seconds: float  # that planning took
@@ -171,19 +171,19 @@ def answer(measured: Measured, *, steps: int = 1000, seconds: float = 0.0) -> Pl
     )
 
 
-def _rows(measured: Measured, steps: int) -> list[Row]:
+def _rows(measured: Measured, steps: int) -> list[PlanRow]:
     """In the order of their simplicity."""
     return [_row(asked, rehearsal, measured, steps) for asked, rehearsal in measured.rehearsals]
 
 
-def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> Row:
+def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> PlanRow:
     predicted = predict(asked, measured.compute, rehearsal)
     penalty = dict(measured.probed).get(asked) or penalty_of(asked, measured.kind, measured.optimizer)
     tried_s = dict(measured.tried_s).get(asked)
     foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(asked, 0.0))
     step_s = foretold_s if tried_s is None else tried_s
     reached = penalty if penalty is not None and math.isfinite(penalty.factor) else None
-    return Row(
+    return PlanRow(
         scheme=str(asked),
         step_ms=1e3 * step_s,
         bytes_out=round(predicted.bytes_out),
@@ -197,7 +197,7 @@ def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int)
     )
 
 
-def _picked(rows: Sequence[Row]) -> Row:
+def _picked(rows: Sequence[PlanRow]) -> PlanRow:
     """The first, in the order of their simplicity, that no other beats by more than the margin."""
     known = [row for row in rows if row.seconds_to_target is not None] or list(rows)
     best = min(row.seconds_to_target or row.step_ms for row in known)
@@ -221,7 +221,7 @@ def _limit(measured: Measured) -> str:
     return largest if parts[largest] > _WORTH_NAMING * predicted.step_s else computes
 
 
-def _reasons(measured: Measured, rows: Sequence[Row], pick: Row, limit: str, steps: int) -> list[str]:
+def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: str, steps: int) -> list[str]:
     """Why, in words, and what would have to change for another answer."""
     by_name = {row.scheme: row for row in rows}
     said = []
@@ -262,7 +262,7 @@ def _slow_pair(measured: Measured) -> list[str]:
     return [f"{way} {rates} ({1e3 * slowest.latency_s:.3g} ms one way): ask `laconic doctor`"]
 
 
-def _turning_points(measured: Measured, pick: Row, steps: int) -> list[str]:
+def _turning_points(measured: Measured, pick: PlanRow, steps: int) -> list[str]:
     """The nearest rates of links, up and down, from which on another candidate is picked."""
     here = measured.links.bits_per_s
     said = []
