@@ -13,14 +13,14 @@ import pytest
 
 from laconic.measure import penalties
 from laconic.measure.losses import steps_to
-from laconic.measure.penalties import KINDS, Run, runs, summary, target_of
+from laconic.measure.penalties import KINDS, PenaltyRun, runs, summary, target_of
 from laconic.measure.records import to_json
 from laconic.measure.results import read_result
 
 CNN = KINDS["cnn-sgd"]
 
 
-def _write(home: Path, run: Run, loss: Callable[[float], float], steps: int) -> None:
+def _write(home: Path, run: PenaltyRun, loss: Callable[[float], float], steps: int) -> None:
     """As `laconic train` would: evaluations every ten micro-steps."""
     folder = run.folder(home)
     folder.mkdir(parents=True)
@@ -36,14 +36,14 @@ def _write(home: Path, run: Run, loss: Callable[[float], float], steps: int) -> 
 def home(tmp_path: Path) -> Path:
     """bf16 falls by 1 in 200 steps; topk as fast, sign half as fast, dense was cut short, dgc never comes there."""
     for seed in range(2):
-        run = Run(CNN, "bf16", 1, seed)
+        run = PenaltyRun(CNN, "bf16", 1, seed)
         _write(tmp_path, run, lambda step: 2 - step / 200, 300)
         _write(tmp_path, replace(run, accumulate=2), lambda step: 2 - step / 300, 600)
         _write(tmp_path, replace(run, scheme="dense"), lambda step: 2 - step / 200, 100)
         _write(tmp_path, replace(run, scheme="topk:rho=0.01"), lambda step: 2 - step / 200, 220)
         _write(tmp_path, replace(run, scheme="dgc:rho=0.01"), lambda step: 2.0, 600)
-    _write(tmp_path, Run(CNN, "sign", 1, 0), lambda step: 2 - step / 400, 600)
-    _write(tmp_path, Run(CNN, "sign", 1, 1), lambda step: 2.0 if step < 50 else math.nan, 50)
+    _write(tmp_path, PenaltyRun(CNN, "sign", 1, 0), lambda step: 2 - step / 400, 600)
+    _write(tmp_path, PenaltyRun(CNN, "sign", 1, 1), lambda step: 2.0 if step < 50 else math.nan, 50)
     return tmp_path
 
 
@@ -84,13 +84,17 @@ def test_what_is_there_is_not_run_again(home: Path, monkeypatch: pytest.MonkeyPa
             return 0
 
     monkeypatch.setattr(penalties.subprocess, "Popen", Process)
-    for run in (Run(CNN, scheme, 1, seed) for scheme in ("bf16", "topk:rho=0.01", "dgc:rho=0.01") for seed in range(2)):
+    for run in (
+        PenaltyRun(CNN, scheme, 1, seed) for scheme in ("bf16", "topk:rho=0.01", "dgc:rho=0.01") for seed in range(2)
+    ):
         penalties.train(run, home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf)
     penalties.train(
-        Run(CNN, "dgc:rho=0.01", 1, 2), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf
+        PenaltyRun(CNN, "dgc:rho=0.01", 1, 2), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf
     )
     assert not started  # of dgc two seeds have failed
-    penalties.train(Run(CNN, "dense", 1, 0), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf)
+    penalties.train(
+        PenaltyRun(CNN, "dense", 1, 0), home=home, data=None, device="cpu", seeds=range(2), deadline=math.inf
+    )
     assert len(started) == 1 and "dense" in started[0]
 
 
@@ -98,7 +102,7 @@ def test_every_run_is_a_job_and_bf16_comes_first(tmp_path: Path) -> None:
     made = list(runs(list(KINDS.values()), range(1)))
     assert all(run.job(tmp_path, tmp_path / "text", "cpu").schedule == "constant" for run in made)
     assert made[0].is_base and made[1].is_base
-    larger = Run(KINDS["gpt-tiny-adamw"], "bf16", 4, 0).job(tmp_path, tmp_path / "text", "cpu")
+    larger = PenaltyRun(KINDS["gpt-tiny-adamw"], "bf16", 4, 0).job(tmp_path, tmp_path / "text", "cpu")
     assert (larger.batch, larger.accumulate) == (64, 4) and larger.lr == pytest.approx(2e-3)
 
 

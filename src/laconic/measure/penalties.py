@@ -59,7 +59,7 @@ _ACCUMULATED = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelCase:
     """A model and the optimizer that trains it."""
 
     kind: str
@@ -78,18 +78,18 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("convolutional", "fashion-mnist", "cnn", "sgd", 200, 10),
-        Kind("transformer", "chars", "gpt-tiny", "adamw", 300, 20),
-        Kind("convolutional", "fashion-mnist", "cnn", "adamw", 200, 10, lr=1e-3),
+        ModelCase("convolutional", "fashion-mnist", "cnn", "sgd", 200, 10),
+        ModelCase("transformer", "chars", "gpt-tiny", "adamw", 300, 20),
+        ModelCase("convolutional", "fashion-mnist", "cnn", "adamw", 200, 10, lr=1e-3),
     )
 }
 
 
 @dataclass(frozen=True)
-class Run:
+class PenaltyRun:
     """One recipe on one kind from one seed."""
 
-    kind: Kind
+    kind: ModelCase
     scheme: str
     accumulate: int
     seed: int
@@ -152,14 +152,14 @@ class Run:
         return not self.is_base and self.steps(home, target) is not None
 
 
-def runs(kinds: Sequence[Kind], seeds: range) -> Iterator[Run]:
+def runs(kinds: Sequence[ModelCase], seeds: range) -> Iterator[PenaltyRun]:
     """All of them: the base first, then seed by seed, so that what is cut short has whole seeds.
 
     Kinds under an optimizer that is not the model's own come last.
     """
     everything = [(scheme, 1) for scheme in _RECIPES] + [(_BASE, number) for number in _ACCUMULATED]
     made = [
-        Run(kind, scheme, accumulate, seed)
+        PenaltyRun(kind, scheme, accumulate, seed)
         for seed in seeds
         for scheme, accumulate in everything
         for kind in kinds
@@ -168,18 +168,18 @@ def runs(kinds: Sequence[Kind], seeds: range) -> Iterator[Run]:
     yield from sorted(made, key=lambda run: (run.kind.lr is not None, not run.is_base))
 
 
-def target_of(kind: Kind, seeds: range, home: Path) -> float | None:
+def target_of(kind: ModelCase, seeds: range, home: Path) -> float | None:
     """The mean over seeds of bf16's smoothed loss after the kind's steps; None until all of them are there."""
     found = []
     for seed in seeds:
-        at = dict(smoothed(Run(kind, _BASE, 1, seed).losses(home)))
+        at = dict(smoothed(PenaltyRun(kind, _BASE, 1, seed).losses(home)))
         if kind.steps not in at:
             return None
         found.append(at[kind.steps])
     return statistics.fmean(found)
 
 
-def train(run: Run, *, home: Path, data: Path | None, device: str, seeds: range, deadline: float) -> None:
+def train(run: PenaltyRun, *, home: Path, data: Path | None, device: str, seeds: range, deadline: float) -> None:
     """Train one run as far as it is needed, or till the clock is at `deadline`, unless it is there."""
     folder = run.folder(home)
     start = time.monotonic()
@@ -202,14 +202,14 @@ def train(run: Run, *, home: Path, data: Path | None, device: str, seeds: range,
     print(f"{folder.relative_to(home)}: {took}, loss {loss:.4f} at step {step}", file=sys.stderr, flush=True)
 
 
-def summary(kinds: Sequence[Kind], seeds: range, home: Path) -> list[dict[str, Any]]:
+def summary(kinds: Sequence[ModelCase], seeds: range, home: Path) -> list[dict[str, Any]]:
     """A row for each recipe on each kind; a seed that was cut short is left out, one that never came there is None."""
     rows = []
     for kind in kinds:
         target = target_of(kind, seeds, home)
         if target is None:
             continue
-        base = {seed: Run(kind, _BASE, 1, seed).steps(home, target) for seed in seeds}
+        base = {seed: PenaltyRun(kind, _BASE, 1, seed).steps(home, target) for seed in seeds}
         for run in [run for run in runs([kind], seeds) if run.seed == seeds[0]]:
             ended = [
                 (one.steps(home, target), base[one.seed])
@@ -221,7 +221,7 @@ def summary(kinds: Sequence[Kind], seeds: range, home: Path) -> list[dict[str, A
     return rows
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _about(run: PenaltyRun) -> dict[str, Any]:
     kind = run.kind
     of_kind = {"task": kind.task, "model": kind.model, "kind": kind.kind, "optimizer": kind.optimizer}
     return {"scheme": run.scheme, "accumulate": run.accumulate, **of_kind}
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(asked: argparse.Namespace, kinds: Sequence[Kind], seeds: range) -> None:
+def _run(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
     wanted = [run for run in runs(kinds, seeds) if re.search(asked.only, f"{run.scheme}-x{run.accumulate}")]
     machine = this_machine()
     if asked.device == "cuda":
@@ -278,7 +278,7 @@ def _run(asked: argparse.Namespace, kinds: Sequence[Kind], seeds: range) -> None
         list(pool.map(one, wanted))
 
 
-def _summarize(asked: argparse.Namespace, kinds: Sequence[Kind], seeds: range) -> None:
+def _summarize(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
     rows = summary(kinds, seeds, asked.home)
     if not rows:
         raise TaskError(f"{asked.home} holds no whole runs of {_BASE}; `penalties run {asked.home}` makes them")
