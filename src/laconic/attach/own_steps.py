@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.ddp import WORTH_A_PIPELINE, DdpAdapter
-from laconic.attach.switch import HookSwitch, Listener, kept_as_they_are
+from laconic.attach.switch import BucketHook, HookSwitch, kept_as_they_are
 from laconic.layout import Layout
 from laconic.outer.fragments import bucket_layouts
 from laconic.planning import Candidate, Compute, Plan, candidate, meet, slowest
@@ -158,7 +158,7 @@ class OwnSteps:
                 yield
                 return
             switch = HookSwitch.of(self._model)
-            listener: Listener = self._bucket_came
+            listener: BucketHook = self._bucket_came
             broadcasts = self._model.broadcast_buffers
             switch.listener = listener
             self._model.broadcast_buffers = False  # or workers would wait for each other in every forward pass

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import SchemeError
 
-Listener = Callable[[GradBucket], Future[Tensor]]
+BucketHook = Callable[[GradBucket], Future[Tensor]]
 
 
 class HookSwitch:
@@ -20,7 +20,7 @@ class HookSwitch:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._group = ddp.process_group
-        self.listener: Listener | None = None
+        self.listener: BucketHook | None = None
         ddp.register_comm_hook(self, HookSwitch.submit)
 
     @classmethod
