@@ -163,15 +163,33 @@ def test_a_probe_takes_the_place_of_records() -> None:
         return _falling(0.25 if job.scheme == "local:every=16" else job.accumulate, job.steps or 0, job.eval_every)
 
     again = probe(Job(batch=8), found, 60, train)
-    assert jobs[0].scheme == "bf16" and len(jobs) == 3
+    assert jobs[0].scheme == "bf16" and {job.scheme for job in jobs[1:]} == {"bf16", "local:every=16", "gossip"}
     accumulated = {(job.scheme, job.batch, job.accumulate, job.steps) for job in jobs if job.batch != 8}
     assert accumulated == {("bf16", 16, 2, 30)}
     by_name = {row.scheme: row for row in again.rows}
-    assert [row.scheme for row in again.rows if "probed on this job" not in row.steps_source] == ["gossip"]
+    assert all("probed on this job" in row.steps_source for row in again.rows)
     assert by_name["local:every=16"].steps_factor == pytest.approx(4, rel=0.05)
     assert again.rows[-1] is by_name["local:every=16"]
     assert by_name["bf16"].steps_factor == by_name["bf16 --accumulate 2"].steps_factor == 1
     assert any("from short runs" in reason for reason in again.reasons)
+
+
+def test_what_would_take_too_long_is_not_probed_and_that_is_said() -> None:
+    slow = replace(REHEARSAL, talk_s=100.0)
+    texts = {"bf16": REHEARSAL, "dense": slow}
+    found = answer(_measured(rehearsals=tuple((candidate(text), one) for text, one in texts.items())))
+    jobs: list[str] = []
+    said: list[str] = []
+
+    def train(job: Job) -> list[tuple[float, float]]:
+        jobs.append(job.scheme)
+        return _falling(1, job.steps or 0, job.eval_every)
+
+    again = probe(Job(), found, 60, train, say=said.append)
+    assert jobs == ["bf16"] and len(said) == 1 and said[0].startswith("dense is not probed: 60 steps would take")
+    assert {row.scheme: "probed" in row.steps_source for row in again.rows} == {"bf16": True, "dense": False}
+    slow_bf16 = answer(_measured(rehearsals=((candidate("bf16"), slow),)))
+    assert probe(Job(), slow_bf16, 60, train, say=said.append) is slow_bf16 and len(jobs) == 1
 
 
 def test_a_pair_much_slower_than_others_is_named() -> None:

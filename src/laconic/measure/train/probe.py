@@ -16,24 +16,49 @@ Losses = list[tuple[float, float]]  # (step, validation loss), steps in micro-ba
 LEAST_STEPS = 24  # two between evaluations
 _EVALUATIONS = 12
 _PROBED = 3  # candidates beside bf16
+_PROBE_S = 300.0  # for all runs together, as far as that is foreseen
 _JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
 
 
-def probe(job: Job, found: Plan, num_steps: int, train: Callable[[Job], Losses]) -> Plan:
+def probe(
+    job: Job,
+    found: Plan,
+    num_steps: int,
+    train: Callable[[Job], Losses],
+    slowest: Callable[[float], float] = lambda mine: mine,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
     """The plan again, with the steps factors of its soonest candidates taken from runs of so many steps of this job.
 
-    A call that all workers make; `train` trains a job to its end.
+    A call that all workers make; `train` trains a job to its end, `slowest` is the largest of everyone's numbers. What
+    is foreseen to end after five minutes is left out, and that is said.
     """
     start = time.perf_counter()
     plain = candidate("bf16")
-    # Not gossip, in which nobody waits for all: a worker that is done would count as gone.
-    others = [one for row in found.rows if (one := candidate(row.scheme)).scheme.of_what != "models" and one != plain]
-    asked = others[:_PROBED]
-    losses_of = {one: _trained(job, one, num_steps, train) for one in (plain, *asked)}
+    step_s = {plain: _step_s(found)} | {candidate(row.scheme): row.step_ms / 1e3 for row in found.rows}
+    others = [one for one in step_s if one != plain]
+    losses_of: dict[Candidate, Losses] = {}
+    stretch = 1.0  # a run over its steps: what evaluating adds
+    for one in (plain, *others[:_PROBED]):
+        begun_s = slowest(time.perf_counter() - start)
+        foreseen_s = num_steps * step_s[one]
+        if begun_s + stretch * foreseen_s > _PROBE_S:
+            say(f"{one} is not probed: {num_steps} steps would take {stretch * foreseen_s:.0f} s; give --probe fewer")
+            if one == plain:
+                return found
+            continue
+        losses_of[one] = _trained(job, one, num_steps, train)
+        stretch = max(stretch, (slowest(time.perf_counter() - start) - begun_s) / max(foreseen_s, 1e-9))
     source = f"probed on this job, {num_steps} steps"
     probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
     seconds = found.seconds + time.perf_counter() - start
     return answer(replace(found.measured, probed=probed), steps=found.steps, seconds=seconds)
+
+
+def _step_s(found: Plan) -> float:
+    """Of bf16, where the plan was not asked for it."""
+    compute = found.measured.compute
+    return compute.together_s + found.measured.links.sums.seconds(2 * sum(compute.num_entries))
 
 
 def _trained(job: Job, asked: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:

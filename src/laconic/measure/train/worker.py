@@ -37,10 +37,11 @@ from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
 from laconic.planning import CANDIDATES, Plan, candidate
 from laconic.server import serve
-from laconic.transport import own_group, world, world_without
+from laconic.transport import own_group, place_of_texts, world, world_without
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
+_PROBED = 1024  # examples of the test data, by which short runs are told apart
 _TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
 
 
@@ -93,7 +94,8 @@ def work_plan(
     with _process_group(job.backend):
         found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
         if probe_steps:
-            found = probe(job, found, probe_steps, lambda short: _losses(short, data, device))
+            few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
+            found = probe(job, found, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
         if dist.get_rank() == 0:
             tell(found)
     return 0
@@ -101,14 +103,28 @@ def work_plan(
 
 def _losses(job: Job, data: Data, device: torch.device) -> Losses:
     """(step, validation loss) of a run that leaves nothing behind."""
-    if dist.get_rank() == 0:
-        print(f"laconic: probes {job.scheme} for {job.steps} steps", file=sys.stderr, flush=True)
+    _say(f"probes {job.scheme} for {job.steps} steps")
     torch.manual_seed(job.seed)
     learner = make_learner(job, data, device)
     observer = _LossObserver()
     TrainingLoop(job, learner.course, learner, learner.group).run_(observer)
+    _slowest(0.0)  # who closes while others gossip would count as gone
     learner.session.close()
     return observer.losses
+
+
+def _slowest(mine: float) -> float:
+    """The largest of everyone's numbers, on all workers."""
+    device = place_of_texts(world())
+    largest = torch.tensor([mine], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _say(text: str) -> None:
+    """Talk of the first worker, on stderr."""
+    if dist.get_rank() == 0:
+        print(f"laconic: {text}", file=sys.stderr, flush=True)
 
 
 class _LossObserver(NoObserver):
@@ -128,8 +144,7 @@ def _chosen(job: Job, data: Data, device: torch.device) -> Job:
         return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
     schemes = [text for text in CANDIDATES if candidate(text).accumulate == 1]
     found = plan_here(job, data, device, own_group(world(), device), schemes, DEFAULT_STEPS)
-    if dist.get_rank() == 0:
-        print(f"laconic: auto picks {found.pick}: {found.reasons[0]}", file=sys.stderr, flush=True)
+    _say(f"auto picks {found.pick}: {found.reasons[0]}")
     torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
     return replace(job, scheme=found.pick, auto=False)
 
