@@ -19,7 +19,7 @@ import laconic
 from laconic.attach.fsdp import FsdpAdapter
 from laconic.layout import local
 from laconic.paths import bytes_out
-from workers import DEVICES, WorkerPool, equal_everywhere, run_script
+from workers import WorkerPool, equal_everywhere, run_script
 
 
 class Spoiled(torch.autograd.Function):
@@ -59,14 +59,13 @@ class Net(nn.Module):
 class Run:
     """A model in shards over this rank's node, and its optimizer; a whole one trains alone, on what all ranks have."""
 
-    def __init__(self, *, whole: bool = False, freezes: bool = False, device: str = "cpu", **options: Any) -> None:
-        self.device = device
-        self.model: Any = Net().to(device)
+    def __init__(self, *, whole: bool = False, freezes: bool = False, **options: Any) -> None:
+        self.model: Any = Net()
         self.model.middle.weight.requires_grad_(not freezes)
         self.rows = slice(0, 16)
         if not whole:
             self.rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-            self.mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
+            self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for module in (self.model.body, self.model.middle, self.model.spare, self.model):
                 fully_shard(module, mesh=self.mesh["shard"], **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
@@ -79,8 +78,7 @@ class Run:
         draw = torch.Generator().manual_seed(number)
         x = torch.randn(16, 9, generator=draw)
         y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-        x, y = (each[self.rows].to(self.device) for each in (x, y))
-        return nn.functional.cross_entropy(self.model(x, **used), y)
+        return nn.functional.cross_entropy(self.model(x[self.rows], **used), y[self.rows])
 
     def step(self, number: int, **used: bool) -> float:
         self.optimizer.zero_grad()
@@ -91,7 +89,7 @@ class Run:
 
     def weights(self) -> Tensor:
         """The whole model, as this rank's node has it."""
-        return torch.cat([_whole(p).reshape(-1) for p in self.model.parameters()]).cpu()
+        return torch.cat([_whole(p).reshape(-1) for p in self.model.parameters()])
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -163,8 +161,8 @@ def test_what_gets_no_gradient_is_left_out(fresh_workers: WorkerPool, used: dict
         torch.testing.assert_close(weights, alone.weights(), atol=1e-6, rtol=1e-6)  # one float32 rounding
 
 
-def _trained(text: str, steps: int, device: str = "cpu") -> dict[str, Any]:
-    run = Run(device=device)
+def _trained(text: str, steps: int) -> dict[str, Any]:
+    run = Run()
     session = laconic.attach(run.model, text, group=run.replicas)
     losses = [run.step(number) for number in range(steps)]
     stats = session.stats()
@@ -190,12 +188,9 @@ def control(fresh_workers: WorkerPool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["topk:rho=0.05", "maxnorm", pytest.param("lowrank", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_shards_meet_their_replicas(
-    fresh_workers: WorkerPool, control: list[dict[str, Any]], device: str, text: str
-) -> None:
+def test_shards_meet_their_replicas(fresh_workers: WorkerPool, control: list[dict[str, Any]], text: str) -> None:
     """Loss as with bf16, replicas equal bit for bit, and as many bytes as its scheme foretells."""
-    results = fresh_workers.run(_trained, text, 30, device)
+    results = fresh_workers.run(_trained, text, 30)
     assert _mean(results, "last") < 1.1 * _mean(control, "last") < 0.8 * _mean(control, "first")
     for plain, result in zip(control, results, strict=True):
         assert plain["equal"] and result["equal"]
@@ -254,13 +249,13 @@ def test_a_gradient_of_the_first_micro_batch_alone_is_not_lost_in_silence(fresh_
 
 def _kept(session: laconic.Attached) -> Tensor:
     kept = session.state_dict()["memory"]["residual"]
-    return torch.cat([torch.zeros(0), *(each.cpu() for each in kept.values())])
+    return torch.cat([torch.zeros(0), *kept.values()])
 
 
-def _overflow(scales: bool, device: str) -> dict[str, Any]:
+def _overflow(scales: bool) -> dict[str, Any]:
     """Rank 3 sees an Inf in a parameter of which the first shard alone has entries: ranks 0 and 2 hear of it."""
-    run = Run(device=device)
-    scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=100)
+    run = Run()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas, grad_scaler=scaler if scales else None)
     found: list[bool] = []
     for number in range(6):
@@ -286,22 +281,21 @@ def _overflow(scales: bool, device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_overflow_in_one_shard_is_one_of_all(fresh_workers: WorkerPool, device: str, scales: bool) -> None:
-    for result in fresh_workers.run(_overflow, scales, device):
+def test_an_overflow_in_one_shard_is_one_of_all(fresh_workers: WorkerPool, scales: bool) -> None:
+    for result in fresh_workers.run(_overflow, scales):
         # With a GradScaler, which skips the step, what is kept is as before it, in shards that were finite too.
         assert result["found"] == [False, scales, True]
         assert result["finite"] and result["equal"] and result["skipped"] == 1
         assert result["scale"] == (4.0 if scales else 8.0)
 
 
-def _rounds(text: str, steps: int, device: str = "cpu", whole: bool = False) -> dict[str, Any]:
+def _rounds(text: str, steps: int, whole: bool = False) -> dict[str, Any]:
     """Outer steps between two nodes; where the model is whole each process has all of it, and its node's data."""
-    run = Run(whole=whole, device=device)
+    run = Run(whole=whole)
     if whole:
         node = dist.get_rank() // 2
         run.rows = slice(8 * node, 8 * node + 8)
-    group = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")).get_group("replicate")
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")).get_group("replicate")
     follower = laconic.follow(run.model, run.optimizer, text, group=group)
     assert isinstance(follower, laconic.OuterFollower)
     losses = []
@@ -324,11 +318,8 @@ def _rounds(text: str, steps: int, device: str = "cpu", whole: bool = False) -> 
 
 
 @pytest.mark.parametrize("text", ["local:every=5", "streaming:every=6,fragments=2,delay=1"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_outer_steps_between_replicas(
-    fresh_workers: WorkerPool, control: list[dict[str, Any]], device: str, text: str
-) -> None:
-    results = fresh_workers.run(_rounds, text, 32, device)
+def test_outer_steps_between_replicas(fresh_workers: WorkerPool, control: list[dict[str, Any]], text: str) -> None:
+    results = fresh_workers.run(_rounds, text, 32)
     # Five rounds of streaming are few: its outer momentum has only begun to carry it.
     bound = 1.15 * _mean(control, "last") if "local" in text else 0.9 * _mean(results, "first")
     assert _mean(results, "last") < bound
@@ -340,7 +331,7 @@ def test_outer_steps_between_replicas(
 
 @pytest.mark.parametrize("text", ["local:every=1,quantize=none", "local:every=3,quantize=none,fragments=2,delay=1"])
 def test_outer_steps_of_shards_are_those_of_whole_models(fresh_workers: WorkerPool, text: str) -> None:
-    whole = fresh_workers.run(_rounds, text, 8, "cpu", True)
+    whole = fresh_workers.run(_rounds, text, 8, True)
     for one, other in zip(whole, fresh_workers.run(_rounds, text, 8), strict=True):
         torch.testing.assert_close(other["weights"], one["weights"], atol=1e-5, rtol=1e-5)  # roundings of 8 steps
 
