@@ -21,7 +21,8 @@ from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
 from laconic.measure.lab.enter import join
-from laconic.transport import Echo, PairLink, own_group, world
+from laconic.planning import EchoTimes, PairLink
+from laconic.transport import own_group, world
 from workers import WorkerPool
 
 try:
@@ -54,7 +55,7 @@ def seen(num_hosts: int = 3, **changes: Any) -> Seen:
     """Hosts on which all is well, but for host 1."""
     facts = [replace(HOST, host=f"host{i}", machine=f"host{i}") for i in range(num_hosts)]
     facts[1] = replace(facts[1], **changes)
-    return Seen(tuple(facts), _links(num_hosts), {1: Echo(0.002, 0.005, 0.001)})
+    return Seen(tuple(facts), _links(num_hosts), {1: EchoTimes(0.002, 0.005, 0.001)})
 
 
 def _links(num_hosts: int, slow: Sequence[tuple[int, int]] = ()) -> tuple[PairLink, ...]:
@@ -107,7 +108,7 @@ FAULTS = {
     "threads of all processes": (Seen((replace(HOST, num_threads=3),) * 2), "host0", "OMP_NUM_THREADS=2"),
     "kernels": (seen(kernels="were not built"), "host1", "compiler"),
     "kernels asked for": (seen(kernels="LACONIC_KERNELS=reference"), "host1", "unset LACONIC_KERNELS"),
-    "clocks": (replace(seen(), clocks={1: Echo(0.002, -0.05, 0.001)}), "host1", "NTP"),
+    "clocks": (replace(seen(), clocks={1: EchoTimes(0.002, -0.05, 0.001)}), "host1", "NTP"),
     "versions": (seen(versions={**HOST.versions, "torch": "2.11.0"}), "host1", "install torch 2.13.0"),
 }
 
@@ -126,7 +127,7 @@ def test_each_check_has_a_fault_that_it_finds() -> None:
 
 
 def test_clocks_that_an_echo_cannot_tell_apart_are_no_finding() -> None:
-    assert found(replace(seen(), clocks={1: Echo(0.09, 0.05, 0.045)})) == []
+    assert found(replace(seen(), clocks={1: EchoTimes(0.09, 0.05, 0.045)})) == []
 
 
 def test_a_link_that_was_measured_too_shortly_for_tcp_is_no_finding() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from laconic.errors import LabError
 from laconic.measure.lab import Lab, LabSpec, Link, netlink, noted_signals, run
-from laconic.transport import PairLink, measure_pairs, pairs, world
-from laconic.transport.pairs import _rounds, _some_pairs
+from laconic.planning import PairLink, measure_pairs, pairs
+from laconic.planning.pairs import _rounds, _some_pairs
+from laconic.transport import world
 from workers import WorkerPool
 
 try:
@@ -24,7 +25,8 @@ ON_A_HOST = """
 import json, os
 import torch.distributed as dist
 from dataclasses import astuple
-from laconic.transport import measure_pairs, world
+from laconic.planning import measure_pairs
+from laconic.transport import world
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
 dist.init_process_group("gloo")
 found = measure_pairs(world())

@@ -29,7 +29,7 @@ from laconic.planning import (
     predict,
 )
 from laconic.planning import penalties as room
-from laconic.transport import PairLink
+from laconic.planning.pairs import PairLink
 
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0

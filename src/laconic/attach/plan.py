@@ -19,8 +19,8 @@ from laconic.attach.switch import check_free
 from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
-from laconic.planning import CANDIDATES, Plan, answer, candidate, optimizer_name
-from laconic.transport import Group, ProcessGroup, measure_pairs, own_group, silence_said, world
+from laconic.planning import CANDIDATES, Plan, answer, candidate, measure_pairs, optimizer_name
+from laconic.transport import Group, ProcessGroup, own_group, silence_said, world
 
 _PLANNING_S = 45.0  # after which no more is tried
 

@@ -11,11 +11,11 @@ from laconic.paths import bytes_out
 from laconic.planning.candidates import Candidate, candidate
 from laconic.planning.compute import Compute
 from laconic.planning.link_costs import LinkCosts
+from laconic.planning.pairs import PairLink
 from laconic.planning.penalties import Penalty, penalty_of
 from laconic.planning.prediction import predict
 from laconic.planning.rehearsal import Rehearsal
 from laconic.scheme import OuterScheme, Scheme
-from laconic.transport import PairLink
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step

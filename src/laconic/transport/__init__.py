@@ -22,7 +22,6 @@ from laconic.transport.collectives import (
 from laconic.transport.connection import longest_message
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
-from laconic.transport.pairs import Echo, PairLink, PairProbe, measure_pairs
 from laconic.transport.silence import say
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes

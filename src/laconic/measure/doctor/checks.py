@@ -12,7 +12,7 @@ from functools import cached_property
 from laconic.measure.doctor.facts import HostFacts
 from laconic.measure.doctor.finding import Finding
 from laconic.measure.doctor.interfaces import Interface
-from laconic.transport import Echo, PairLink
+from laconic.planning import EchoTimes, PairLink
 
 _USUAL_MTU = 1500
 _TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %
@@ -31,7 +31,7 @@ class Seen:
 
     facts: tuple[HostFacts, ...]
     links: tuple[PairLink, ...] = ()
-    clocks: Mapping[int, Echo] = field(default_factory=dict)  # by rank, as the first one sees them
+    clocks: Mapping[int, EchoTimes] = field(default_factory=dict)  # by rank, as the first one sees them
     narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
     nominal_bits_per_s: float | None = None  # of every link, where somebody says so
 

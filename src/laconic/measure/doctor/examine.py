@@ -14,7 +14,7 @@ from laconic.measure.doctor.between import SHORT_BYTES, Packets, everyones
 from laconic.measure.doctor.checks import CHECKS, Seen
 from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.finding import Finding
-from laconic.transport import Echo, PairProbe, measure_pairs
+from laconic.planning import EchoTimes, PairProbe, measure_pairs
 
 
 def examine(
@@ -59,7 +59,7 @@ def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, cl
         probe = PairProbe(group)
         echoes = [probe.echo(0, leader, clock) if group.rank() in (0, leader) else None for leader in leaders[1:]]
         told = everyones(group, [asdict(echo) if echo else None for echo in echoes])  # by when all have sent
-        clocks = {leader: Echo(**echo) for leader, echo in zip(leaders[1:], told[0], strict=True)}
+        clocks = {leader: EchoTimes(**echo) for leader, echo in zip(leaders[1:], told[0], strict=True)}
         heard = everyones(group, list(packets.heard().items()))
     narrow = tuple(
         (source, target, used.mtu)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.transport.collectives import place_of_texts
+from laconic.transport import place_of_texts
 
 _ALL_PAIRS_RANKS = 8  # beyond, 28 pairs become too many
 _ECHOES = 9
@@ -34,7 +34,7 @@ class PairLink:
 
 
 @dataclass(frozen=True)
-class Echo:
+class EchoTimes:
     """What a source knows of a target from short messages there and back."""
 
     round_trip_s: float  # the median
@@ -76,14 +76,14 @@ class PairProbe:
         self._group = group
         self._device = place_of_texts(group)
 
-    def echo(self, source: int, target: int, clock: Callable[[], float] = time.time) -> Echo | None:
+    def echo(self, source: int, target: int, clock: Callable[[], float] = time.time) -> EchoTimes | None:
         """A call of both, of which the source decides how often; None at the target."""
         if self.rank == target:
             while self._number_from(source):
                 self._tell(clock(), source)
             self._tell(clock(), source)
             return None
-        seen: list[Echo] = []
+        seen: list[EchoTimes] = []
         going = True
         while going:
             spent_s = sum(echo.round_trip_s for echo in seen)
@@ -93,7 +93,7 @@ class PairProbe:
             self._tell(going, target)
             theirs = self._number_from(target)
             round_trip_s = time.perf_counter() - start
-            seen.append(Echo(round_trip_s, theirs - (before + round_trip_s / 2), round_trip_s / 2))
+            seen.append(EchoTimes(round_trip_s, theirs - (before + round_trip_s / 2), round_trip_s / 2))
         timed = seen[1:]  # in the first the target may have been elsewhere
         shortest = min(timed, key=lambda echo: echo.round_trip_s)
         return replace(shortest, round_trip_s=statistics.median(echo.round_trip_s for echo in timed))
