@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laconic.kernels.host import repeated
 from laconic.layout import Layout
 
 
@@ -35,20 +36,30 @@ class Shares:
             return torch.arange(positions.numel(), device=positions.device), [positions.to(torch.int32)]
         starts, _, ways = self._pieces(positions.device)
         runs = _runs(positions, starts.view(-1).to(positions.dtype))
-        begins, counts = (each.view(-1, self.num_shares).T.reshape(-1) for each in runs)  # share by share
-        leaps = begins - (counts.cumsum(0) - counts)
-        order = torch.arange(positions.numel(), device=positions.device) + _repeated(leaps, counts, positions)
-        places = (positions[order] - _repeated(ways, counts, positions)).to(torch.int32)
+        begins, counts = (self._turned(each.view(-1, self.num_shares)) for each in runs)  # share by share
+        order = _in_order(begins, counts, positions)
+        places = positions.index_select(0, order).sub_(repeated(ways, counts, positions.numel())).to(torch.int32)
         return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
-    def positions(self, places: Sequence[Tensor]) -> Tensor:
-        """Where ascending places within each share lie in the bucket, int64, one share after the other."""
+    def positions(self, places: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Where ascending places within each share lie in the bucket, int64, ascending, and the order that makes it so.
+
+        The order is that of the shares end to end; None where it changes nothing.
+        """
         if self.num_shares == 1:
-            return places[0].to(torch.int64)
+            return places[0].to(torch.int64), None
         _, within, ways = self._pieces(places[0].device)
-        counts = [_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)]
+        counts = torch.stack([_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)])
+        begins = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
+        begins, counts, ways = (self._turned(each) for each in (begins, counts, ways.view_as(counts)))
         at = torch.cat(list(places))
-        return (at + _repeated(ways, torch.cat(counts), at)).to(torch.int64)
+        order = _in_order(begins, counts, at)
+        return at.index_select(0, order).add_(repeated(ways, counts, at.numel())).to(torch.int64), order
+
+    @staticmethod
+    def _turned(pieces: Tensor) -> Tensor:
+        """What is told of pieces by row, told by column, end to end."""
+        return pieces.T.reshape(-1)
 
     def _pieces(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where the pieces begin in the bucket [parameter, share] and within shares [share, parameter], and the ways.
@@ -78,9 +89,10 @@ def _runs(ascending: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return begins, torch.diff(begins, append=begins.new_tensor([ascending.numel()]))
 
 
-def _repeated(pieces: Tensor, counts: Tensor, entries: Tensor) -> Tensor:
-    """What is told of each piece, told of each of its entries."""
-    return torch.repeat_interleave(pieces, counts, output_size=entries.numel())
+def _in_order(begins: Tensor, counts: Tensor, entries: Tensor) -> Tensor:
+    """Where the entries lie of runs that begin there, one run after the other."""
+    leaps = begins - (counts.cumsum(0) - counts)
+    return repeated(leaps, counts, entries.numel()).add_(torch.arange(entries.numel(), device=entries.device))
 
 
 def piece_borders(num_entries: int, num_shares: int) -> Sequence[int]:

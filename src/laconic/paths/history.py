@@ -35,13 +35,12 @@ class History:
         self._told = None
 
     def note_(self, score: Score, union: Tensor, aggregate: Tensor) -> None:
-        """Take in an answer: the entries in it, and its values there."""
+        """Take in an answer: the entries in it, ascending, and its values there."""
         if score.note_ is not None:
             score.note_(self.past, self.told[0], union, aggregate)
             self._told = None
             if not score.fades:
-                at = _ascending(union)
-                self._told = at, self.past.index_select(0, at)
+                self._told = union, self.past.index_select(0, union)
 
     def sent_(self, positions: Tensor, step: int) -> None:
         """Note what this worker sent."""
@@ -102,8 +101,3 @@ class Boost:
         values = self._balance.index_select(0, chosen)
         self._balance.index_fill_(0, chosen, 0)
         return values
-
-
-def _ascending(positions: Tensor) -> Tensor:
-    """Sorted, which the answer of a single owner is already."""
-    return positions if bool((positions[1:] > positions[:-1]).all()) else positions.sort().values

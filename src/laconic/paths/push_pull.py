@@ -41,19 +41,24 @@ class _Division:
 
 @dataclass(frozen=True)
 class _Answered:
-    """What the answers say, one owner after the other."""
+    """What the answers say."""
 
-    positions: Tensor | None  # None: every entry, in order
+    positions: Tensor | None  # int64, ascending but for the fixed; None: every entry, in order
     values: Tensor
     num_fixed: int  # of entries that go at every step and are told as such: they come first
 
-    def free(self, division: _Division) -> Tensor:
-        """Whether each is told of an entry that is chosen among; a dense answer also says where nothing is."""
+    def free(self, division: _Division) -> Tensor | None:
+        """Which are told of entries that are chosen among, ascending; None: all that are not told as fixed.
+
+        A dense answer also says where nothing is.
+        """
         there = self.values != 0
         if self.positions is not None and self.num_fixed == division.fixed_order.numel():
+            if bool(there[self.num_fixed :].all()):
+                return None
             there[: self.num_fixed] = False
-            return there
-        return there & ~(division.is_fixed if self.positions is None else division.is_fixed[self.positions])
+            return nonzero(there)
+        return nonzero(there & ~(division.is_fixed if self.positions is None else division.is_fixed[self.positions]))
 
 
 @dataclass
@@ -115,12 +120,14 @@ class PushPull(Path):
         sent = None
         choice = yield from self.take_(work)
         if choice is not None:
-            chosen, values = _without_zeros(*choice, plan.num_fixed)
-            work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
-            with self.clock.time("encode", work.device):
+            with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
+                chosen, values = _without_zeros(*choice, plan.num_fixed)
+                work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
                 told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
-                parts, sent = self._parts(work, division, plan, chosen.to(wire), told.to(wire))
-                sent = sent.to(work.device)
+                chosen, told = self.on_wire(chosen), self.on_wire(told)
+            with self.clock.time("encode", work.device):
+                parts, sent = self._parts(work, division, plan, chosen, told)
+                sent = self.off_wire(sent, work.device)
         else:
             shapes = [FrameShape(own.num_entries, 0, 0, self.quantize) for own in division.shares.layouts]
             parts = [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
@@ -134,22 +141,30 @@ class PushPull(Path):
         """Overwrite the bucket with what the owners said, and learn from it."""
         answered: _Answered = said.heard
         flat = work.flat
-        mean = (answered.values * work.scale).to(flat.device, flat.dtype)
-        if answered.positions is None:
+        positions = None if answered.positions is None else self.off_wire(answered.positions, flat.device)
+        values = self.off_wire(answered.values, flat.device)
+        mean = (values if work.scale == 1 else values * work.scale).to(flat.dtype)
+        if positions is None:
             flat.copy_(mean)
         else:
             flat.zero_()
-            flat.index_copy_(0, answered.positions.to(flat.device), mean)
+            flat.index_copy_(0, positions, mean)
         chosen = torch.empty(0, dtype=torch.int64, device=flat.device)  # by who spoke too late, and learns the same
         if work.taken is not None:
             if work.taken.positions is None:
                 return
             chosen = work.taken.positions[work.taken.num_fixed :]
-        at = nonzero(answered.free(self._divisions[work.layout]))
+        at = answered.free(self._divisions[work.layout])
+        if at is None:
+            assert positions is not None
+            union, aggregate = positions[answered.num_fixed :], values[answered.num_fixed :]
+        else:
+            at = self.off_wire(at, flat.device)
+            union = at if positions is None else positions.index_select(0, at)
+            aggregate = values.index_select(0, at)
         self._num_pushed += chosen.numel()
-        self._num_answered += at.numel()
-        union = at if answered.positions is None else answered.positions.index_select(0, at)
-        self.heard_(work, chosen, union, answered.values.index_select(0, at))
+        self._num_answered += union.numel()
+        self.heard_(work, chosen, union, aggregate)
 
     def take_(self, work: Work) -> Choosing:
         """Deposit the gradient and take out what is to be said; nothing where it is not finite."""
@@ -164,7 +179,7 @@ class PushPull(Path):
         return plan.withdraw_(work.account.balance, due)
 
     def heard_(self, work: Work, chosen: Tensor, union: Tensor, aggregate: Tensor) -> None:
-        """Learn from an answer: what was chosen, the entries of it that are chosen among, and its values there."""
+        """Learn from an answer: what was chosen, the entries of it that are chosen among, ascending, and its values."""
 
     def _answer(self, work: Work) -> Answer | None:
         """What the owner of this worker's own share says to all parts, as they arrive."""
@@ -195,8 +210,8 @@ class PushPull(Path):
         order, places = shares.cut(chosen)
         num_fixed = [fixed.numel() for fixed in division.fixed]
         whole, rest = values.tensor_split([plan.num_fixed])
-        fixed_values = torch.split(whole[division.fixed_order], num_fixed)
-        chosen_values = torch.split(rest[order], [place.numel() for place in places])
+        fixed_values = torch.split(whole.index_select(0, division.fixed_order), num_fixed)
+        chosen_values = torch.split(rest.index_select(0, order), [place.numel() for place in places])
         frames = []
         fixed_sent = []
         chosen_sent = []
@@ -207,8 +222,8 @@ class PushPull(Path):
             fixed_sent.append(decoded[: num_fixed[p]])
             chosen_sent.append(decoded[num_fixed[p] :])
         sent = torch.empty_like(values)
-        sent[: plan.num_fixed][division.fixed_order] = torch.cat(fixed_sent)
-        sent[plan.num_fixed :][order] = torch.cat(chosen_sent)
+        sent[: plan.num_fixed].index_copy_(0, division.fixed_order, torch.cat(fixed_sent))
+        sent[plan.num_fixed :].index_copy_(0, order, torch.cat(chosen_sent))
         return frames, sent
 
     def _written(
@@ -239,13 +254,15 @@ class PushPull(Path):
             places.append(contents.positions)
             fixed_values.append(contents.values[: shape.num_fixed])
             chosen_values.append(contents.values[shape.num_fixed :])
+        positions, order = division.shares.positions(places)
+        if order is not None:
+            chosen_values = [torch.cat(chosen_values).index_select(0, order)]
         values = torch.cat([*fixed_values, *chosen_values])
         values = values.sign() if self.server.votes else values
         num_entries = work.layout.num_entries
         if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
             return _Answered(None, values, 0)
-        positions = torch.cat([*fixed, division.shares.positions(places)])
-        return _Answered(positions, values, sum(told.numel() for told in fixed))
+        return _Answered(torch.cat([*fixed, positions]), values, sum(told.numel() for told in fixed))
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.kernels.host import merged
 from laconic.layout import positions_of
 from laconic.memory import Due, Ledger
 from laconic.paths.frame_plan import FramePlan
@@ -46,8 +47,8 @@ class ScoredPushPull(PushPull):
         chosen, values = plan.withdraw_(balance, due)
         whole, values = values.tensor_split([plan.num_fixed])
         values = boost.take_back_(chosen, values)
-        chosen, order = torch.cat([turn.to(torch.int32), chosen]).sort()
-        return chosen, torch.cat([whole, torch.cat([swept, values]).index_select(0, order)])
+        chosen, values = merged(turn.to(torch.int32), swept, chosen, values)
+        return chosen, torch.cat([whole, values])
 
     def kept(self, work: Work) -> Sequence[Tensor]:
         return self._history(work).kept
@@ -58,7 +59,7 @@ class ScoredPushPull(PushPull):
 
     def heard_(self, work: Work, chosen: Tensor, union: Tensor, aggregate: Tensor) -> None:
         history = self._history(work)
-        history.note_(self.select.scored, union.to(work.device), aggregate.to(work.device))
+        history.note_(self.select.scored, union, aggregate)
         history.sent_(chosen, work.step)
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
