@@ -154,16 +154,16 @@ def test_auto_chooses_once_says_so_and_a_resume_keeps_the_choice(two: WorkerPool
 
 def _trained() -> tuple[str, bool, bool]:
     job = Job(scheme="auto", batch=4)
-    usual = worker.CANDIDATES
-    worker.CANDIDATES = ("bf16", "bf16 --accumulate 2", "local:every=8")
+    usual = worker.AUTOMATIC
+    worker.AUTOMATIC = ("bf16", "local:every=8")
     try:
         chosen = worker._chosen(job, job.load_data(), torch.device("cpu"))
     finally:
-        worker.CANDIDATES = usual
+        worker.AUTOMATIC = usual
     return chosen.scheme, chosen.auto, replace(chosen, scheme="bf16", auto=True) == job
 
 
 def test_a_job_under_auto_becomes_one_of_what_is_picked(two: WorkerPool) -> None:
     first, second = two.run(_trained)
-    assert first == second and first[0] in ("bf16", "local:every=8")  # a job cannot be told to accumulate
+    assert first == second and first[0] in ("bf16", "local:every=8")
     assert not first[1] and first[2]

@@ -15,6 +15,7 @@ from laconic.layout import Layout
 from laconic.measure.train import Job
 from laconic.measure.train.probe import factor_of, probe
 from laconic.planning import (
+    AUTOMATIC,
     CANDIDATES,
     Compute,
     LinkCost,
@@ -234,3 +235,8 @@ def test_penalties_are_those_of_the_record() -> None:
             assert near is not None and near.source == found.source
             return
     pytest.fail("the record has no row of topk:rho=0.01")
+
+
+def test_auto_chooses_among_what_takes_a_script_as_it_is_and_bf16_for_what_nobody_compresses() -> None:
+    assert "bf16" in AUTOMATIC and "dense" not in AUTOMATIC
+    assert {candidate(text).accumulate for text in AUTOMATIC} == {1}

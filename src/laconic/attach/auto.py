@@ -22,7 +22,7 @@ from laconic.layout import Layout, plain_name
 from laconic.outer import OuterFollower
 from laconic.outer.fragments import bucket_layouts, trained_of
 from laconic.planning import (
-    CANDIDATES,
+    AUTOMATIC,
     Compute,
     Plan,
     answer,
@@ -128,8 +128,8 @@ class AutoSession(SavedTogether):
         """Measure and choose, between two buckets, when nothing is on its way."""
         for landed in self._under_way:
             landed.wait()
-        asked = [candidate(text) for text in CANDIDATES]
-        asked = [one for one in asked if isinstance(one.scheme, Scheme) and one.accumulate == 1]
+        asked = [candidate(text) for text in AUTOMATIC]
+        asked = [one for one in asked if isinstance(one.scheme, Scheme)]
         # Who trains what is not known here; most train transformers so.
         optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
@@ -251,7 +251,7 @@ class AutoFollower(SavedTogether):
     def _plan(self) -> None:
         """Measure and choose; after an agreement all models are the same."""
         drift = self._drifts()
-        asked = [candidate(text) for text in CANDIDATES]
+        asked = [candidate(text) for text in AUTOMATIC]
         asked = [one for one in asked if one.scheme.of_what != "gradients"]
         transport = Group(own_group(self._group, self._device), self._device)
         try:

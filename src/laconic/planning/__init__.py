@@ -1,7 +1,7 @@
 """Say beforehand what pays: measure computing, links and the exchange itself, predict, rank by time to accuracy."""
 
 from laconic.planning.answer import Measured, Plan, PlanRow, answer, rate_text
-from laconic.planning.candidates import CANDIDATES, Candidate, candidate
+from laconic.planning.candidates import AUTOMATIC, CANDIDATES, Candidate, candidate
 from laconic.planning.compute import Compute
 from laconic.planning.link_costs import LinkCost, LinkCosts, measure_link_costs, meet, slowest
 from laconic.planning.pairs import EchoTimes, PairLink, PairProbe, measure_pairs

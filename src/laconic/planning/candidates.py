@@ -28,6 +28,9 @@ CANDIDATES: tuple[str, ...] = (
     "noloco",
     "gossip",
 )
+# What "auto" chooses among: a script's own batches, and bf16 for gradients that nobody compresses, so that no choice is
+# slower than that by more than the margin of a simpler one.
+AUTOMATIC = tuple(text for text in CANDIDATES if text != "dense" and "--accumulate" not in text)
 
 
 @dataclass(frozen=True)

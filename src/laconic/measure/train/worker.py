@@ -35,7 +35,7 @@ from laconic.measure.train.probe import Losses, probe
 from laconic.measure.train.progress import Progress
 from laconic.measure.train.result import DIVERGED, Result, summarize
 from laconic.measure.train.resume import resume_, save
-from laconic.planning import CANDIDATES, Plan, candidate
+from laconic.planning import AUTOMATIC, Plan
 from laconic.server import serve
 from laconic.transport import own_group, place_of_texts, world, world_without
 
@@ -142,8 +142,7 @@ def _chosen(job: Job, data: Data, device: torch.device) -> Job:
     if job.resume:
         assert job.out is not None
         return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
-    schemes = [text for text in CANDIDATES if candidate(text).accumulate == 1]
-    found = plan_here(job, data, device, own_group(world(), device), schemes, DEFAULT_STEPS)
+    found = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
     _say(f"auto picks {found.pick}: {found.reasons[0]}")
     torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
     return replace(job, scheme=found.pick, auto=False)
