@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: six questions of a step, how fragments take turns, and who learns sooner.
+"""Draw the pictures of the documentation: six questions, fragments' turns, who learns sooner, what plans foretell.
 
 python tools/draw_pictures.py          # writes them; tests/test_docs.py says whether they are up to date
 """
@@ -6,6 +6,7 @@ python tools/draw_pictures.py          # writes them; tests/test_docs.py says wh
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from laconic.trigger import Rounds
 
 DOCS = Path(__file__).parents[1] / "docs"
 _CURVES = DOCS.parent / "results" / "outer-under-sgd.json"
+_CELLS = DOCS.parent / "results" / "plan-cells.json"
 _WIDTH = 500  # narrow, so that they can be read on a phone
 _BOX_WIDTH, _BOX_HEIGHT = 206, 92
 _LEFT, _RIGHT = 38, 284
@@ -50,6 +52,9 @@ _STYLE += "".join(
     f"    .c{number} {{ stroke: {colour}; stroke-width: 2.4; fill: none }}\n" for number, colour in enumerate(_COLOURS)
 )
 _UNDER_SGD = "Accuracy against training seconds under SGD, outer steps beside sparse gradients and gossip."
+_FORETOLD = (
+    "Steps that plans foretold against measured ones, a point for each cell, beside the diagonal and a tenth off it."
+)
 _QUESTIONS = (
     "One step of a worker: from its gradient or drift a part is selected, written in few bits and exchanged; what was "
     "not said is kept and added to the next; a trigger says when, and an outer optimizer what comes of it."
@@ -129,6 +134,38 @@ def _panel(task: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: 
     return drawn
 
 
+def foretold() -> str:
+    """Predicted steps against measured ones on logarithmic axes: a point a cell of the record, a colour a model."""
+    cells = json.loads(_CELLS.read_text(encoding="utf-8"))["rows"]
+    left, right, low, high = 62, _WIDTH - 16, 400, 16
+    first, last = 80.0, 5000.0  # ms
+
+    def place(ms: float, begin: float, end: float) -> float:
+        return begin + (end - begin) * math.log(ms / first) / math.log(last / first)
+
+    drawn = ""
+    for ms in (100, 200, 500, 1000, 2000, 5000):
+        x, y = place(ms, left, right), place(ms, low, high)
+        drawn += f'  <path class="tick" d="M{left} {y:.1f} H{right} M{x:.1f} {low} V{high}"/>\n'
+        drawn += f'  <text class="t" x="{left - 8}" y="{y + 5:.1f}" text-anchor="end">{ms}</text>\n'
+        drawn += f'  <text class="t" x="{x:.1f}" y="{low + 20}" text-anchor="middle">{ms}</text>\n'
+    for factor in (1 / 1.1, 1.0, 1.1):
+        ends = [(ms, ms * factor) for ms in (first * 1.1, last / 1.1)]
+        line = " L".join(f"{place(x, left, right):.1f} {place(y, low, high):.1f}" for x, y in ends)
+        drawn += f'  <path class="tick" stroke-width="{2 if factor == 1 else 1}" d="M{line}"/>\n'
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    for cell in cells:
+        x, y = place(cell["step ms, measured"], left, right), place(cell["step ms, foretold"], low, high)
+        drawn += f'  <circle class="c{models.index(cell["model"])}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>\n'
+    axes = "measured, ms a step (upwards: foretold)"
+    drawn += f'  <text class="t" x="{right}" y="{low + 42}" text-anchor="end">{axes}</text>\n'
+    for number, model in enumerate(models):
+        x = 20 + 96 * number
+        drawn += f'  <circle class="c{number}" cx="{x}" cy="{low + 66}" r="3.5"/>\n'
+        drawn += f'  <text class="t" x="{x + 10}" y="{low + 71}">{model}</text>\n'
+    return _svg(_FORETOLD, low + 86, drawn)
+
+
 def _svg(label: str, height: int, drawn: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
@@ -144,6 +181,7 @@ PICTURES = {
     DOCS / "six-questions.svg": questions,
     DOCS / "rounds.svg": rounds,
     DOCS / "under-sgd.svg": under_sgd,
+    DOCS / "foretold.svg": foretold,
 }
 
 if __name__ == "__main__":
