@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -19,7 +21,7 @@ import virtual
 from ddp_training import start
 from laconic import Scheme, Session, parse
 from laconic.quantize import BF16
-from laconic.transport import Group, own_group
+from laconic.transport import Group, own_group, world
 from parts import ALL_TEXTS, RECIPE_TEXTS, adds_exactly, talking_schemes
 from virtual import LAYOUTS, gradients, one_step
 from workers import WorkerPool, equal_everywhere, flat_parameters
@@ -142,6 +144,21 @@ def _soak(text: str, steps: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("text", ["topk:rho=0.05,per=parameter,warmup=50", "dense"])
 def test_200_steps_beside_the_users_own_collectives(four_workers: WorkerPool, text: str) -> None:
     assert four_workers.run(_soak, text, 200) == [(True, True)] * 4
+
+
+def _dropped() -> list[str]:
+    """What Python says of connections of a network that nobody closes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        network = Group(own_group(world(), torch.device("cpu")), torch.device("cpu"))
+        network.all_reduce_(torch.ones(3), "values")
+        del network
+        gc.collect()
+    return [str(each.message) for each in caught]
+
+
+def test_a_network_that_nobody_closes_hangs_up(four_workers: WorkerPool) -> None:
+    assert four_workers.run(_dropped) == [[]] * 4
 
 
 def _until_a_peer_dies(text: str) -> str:

@@ -59,11 +59,14 @@ class Group(Collectives):
         if not self._over_gloo:
             return None
         try:
-            return open_mesh(self.rank, self.num_workers, self.tell_all, self._timeout_s)
+            mesh = open_mesh(self.rank, self.num_workers, self.tell_all, self._timeout_s)
         except LaunchError as error:
             if self.rank == 0:
                 warnings.warn(f"frames go through Gloo, which fills less of the link: {error}", stacklevel=2)
             return None
+        self._hang_up = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
+        self._hang_up.atexit = False  # `_let_go` knows when
+        return mesh
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
@@ -151,9 +154,8 @@ class Group(Collectives):
 
     def let_go(self) -> None:
         """Hold the group no longer; with whoever holds it last, its threads end."""
-        mesh = vars(self).pop("_mesh", None)
-        if mesh is not None:
-            mesh.close()
+        if vars(self).pop("_mesh", None) is not None:
+            self._hang_up()
         vars(self).pop("_group", None)
 
     def tell_all(self, card: Tensor) -> Tensor:
