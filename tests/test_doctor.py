@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laconic.attach.pairs import EchoTimes
 from laconic.errors import LabError, PeerError
 from laconic.measure import cli
 from laconic.measure.doctor import CHECKS, Finding, Seen, examine
@@ -21,7 +22,7 @@ from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
 from laconic.measure.lab.enter import join
-from laconic.planning import EchoTimes, PairLink
+from laconic.planning import PairLink
 from laconic.transport import own_group, world
 from workers import WorkerPool
 

@@ -8,10 +8,11 @@ from itertools import combinations, permutations
 
 import pytest
 
+from laconic.attach import pairs
+from laconic.attach.pairs import _rounds, _some_pairs, measure_pairs
 from laconic.errors import LabError
 from laconic.measure.lab import Lab, LabSpec, Link, netlink, noted_signals, run
-from laconic.planning import PairLink, measure_pairs, pairs
-from laconic.planning.pairs import _rounds, _some_pairs
+from laconic.planning import PairLink
 from laconic.transport import world
 from workers import WorkerPool
 
@@ -25,7 +26,7 @@ ON_A_HOST = """
 import json, os
 import torch.distributed as dist
 from dataclasses import astuple
-from laconic.planning import measure_pairs
+from laconic.attach.pairs import measure_pairs
 from laconic.transport import world
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
 dist.init_process_group("gloo")

@@ -35,6 +35,7 @@ COUNTED_APART = {
     "attach/plan.py",
     "attach/auto.py",
     "attach/own_steps.py",
+    "attach/pairs.py",
     "attach/rehearsals.py",
 }
 NO_CODE = {
@@ -47,7 +48,7 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 # Beside that: trainers of others 2,300.
-MOST_TOKENS = 98_000  # of which outer steps are 8,000, trainers of others 6,000, doors and deadlines 5,500
+MOST_TOKENS = 98_400  # of which outer steps are 8,000, trainers of others 6,000, doors and deadlines 5,500
 
 
 def _files() -> list[Path]:

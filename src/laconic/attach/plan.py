@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach.alike import check_common
 from laconic.attach.own_steps import OwnSteps, busy
+from laconic.attach.pairs import measure_pairs
 from laconic.attach.rehearsals import measure_exchanges
 from laconic.attach.switch import check_free
 from laconic.attach.unwrap import unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
-from laconic.planning import CANDIDATES, Plan, answer, candidate, measure_pairs, optimizer_name
+from laconic.planning import CANDIDATES, Plan, answer, candidate, optimizer_name
 from laconic.transport import Group, ProcessGroup, own_group, silence_said, world
 
 _PLANNING_S = 45.0  # after which no more is tried

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from laconic.attach.pairs import EchoTimes
 from laconic.measure.doctor.facts import HostFacts
 from laconic.measure.doctor.finding import Finding
 from laconic.measure.doctor.interfaces import Interface
-from laconic.planning import EchoTimes, PairLink
+from laconic.planning import PairLink
 
 _USUAL_MTU = 1500
 _TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %

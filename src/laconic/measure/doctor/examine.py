@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
+from laconic.attach.pairs import EchoTimes, PairProbe, measure_pairs
 from laconic.errors import PeerError
 from laconic.measure.doctor.between import SHORT_BYTES, Packets, everyones
 from laconic.measure.doctor.checks import CHECKS, Seen
 from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.finding import Finding
-from laconic.planning import EchoTimes, PairProbe, measure_pairs
 
 
 def examine(
