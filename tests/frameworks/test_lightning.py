@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -26,6 +30,7 @@ from frameworks.common import (
     vector,
     what_shows,
 )
+from laconic import SchemeError
 from laconic.lightning import LaconicStrategy
 from workers import WorkerPool
 
@@ -107,3 +112,12 @@ def _follow(folder: Path) -> tuple[bool, bool]:
 
 def test_lightning_follows(two_workers: WorkerPool, tmp_path: Path) -> None:
     assert two_workers.run(_follow, tmp_path) == [(True, True)] * 2
+
+
+def test_a_module_without_an_optimizer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DDPStrategy, "setup", lambda strategy, trainer: None)
+    strategy = LaconicStrategy(SCHEME)
+    strategy.model = net()
+    fits: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING))
+    with pytest.raises(SchemeError, match="configure_optimizers"):
+        strategy.setup(fits)

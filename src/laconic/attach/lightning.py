@@ -36,9 +36,11 @@ class LaconicStrategy(DDPStrategy):
         saved, self._saved = self._saved, None
         if trainer.state.fn != TrainerFn.FITTING or self.model is None:
             return
+        if not self.optimizers:
+            raise SchemeError("there is no optimizer; return one from the module's configure_optimizers()")
         scaler = getattr(self.precision_plugin, "scaler", None)
         self.session = join(
-            self.model, next(iter(self.optimizers)), self._scheme, self.session, grad_scaler=scaler, **self._options
+            self.model, self.optimizers[0], self._scheme, self.session, grad_scaler=scaler, **self._options
         )
         if isinstance(self.session, Following) and len(self.optimizers) > 1:
             raise SchemeError(f"there are {len(self.optimizers)} optimizers; a model that follows others has one")
