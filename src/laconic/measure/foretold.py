@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from laconic.measure.penalties import KINDS
 from laconic.measure.records import RECORDS, WARM_UP_STEPS
 from laconic.recipes import parse
 from laconic.scheme import OuterScheme
@@ -152,7 +153,7 @@ def summarize(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def picks(cells: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each declared site: what its pick takes to the target beside the best of its recipes, by measured steps."""
     for site, recipes in DECLARED:
-        optimizer = {"cnn": "sgd", "gpt-tiny": "adamw"}[site.model]
+        optimizer = next(case.optimizer for case in KINDS.values() if case.model == site.model)  # the model's own first
         by_recipe = {
             row["scheme"]: statistics.median(math.inf if count is None else count for count in row["steps"])
             for row in steps
