@@ -46,7 +46,7 @@ class Layout:
         return cls(tuple(spans))
 
     def __hash__(self) -> int:  # asked for dozens of times a step, of models with hundreds of spans
-        return hash((self.num_entries, len(self.spans)))
+        return hash((self.num_entries, len(self.spans), self.spans[0].name if self.spans else ""))
 
     @cached_property
     def num_entries(self) -> int:
