@@ -213,6 +213,33 @@ def test_bases_are_the_reference_s(rank: int) -> None:
     torch.testing.assert_close(bases.cpu(), expected, rtol=0, atol=1e-6)  # the order of a sum may show
 
 
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("rank", (1, 3, 4, 20))
+def test_products_with_thin_matrices_are_the_reference_s(rank: int, transposed: bool) -> None:
+    """Of shapes that no block divides; what lies between the matrices, and between the factors, is let alone."""
+    sizes = [(70, 300), (1, 5), (rank, 33)] if INTERPRETED else [(70, 300), (1, 5), (rank, 33), (768, 3072)]
+    places, starts = [], [3, 0, 2]
+    for rows, cols in sizes:
+        long, short = (cols, rows) if transposed else (rows, cols)
+        places.append([starts[0], rows, cols, starts[1], starts[2]])
+        starts = [starts[0] + rows * cols + 1, starts[1] + short * rank, starts[2] + long * rank]
+    matrices, bases, factors, mean = (torch.randn(n, generator=GENERATOR) for n in (*starts, starts[2]))
+    table = torch.tensor(places)
+    there = [each.to(DEVICE, copy=True) for each in (factors, matrices, bases, mean, table)]
+    reference.thin_products_(factors, matrices, bases, table, rank, transposed=transposed)
+    gpu.thin_products_(*there[:3], there[4], rank, transposed=transposed)
+    torch.testing.assert_close(there[0].cpu(), factors, rtol=0, atol=1e-3)  # the order of a sum may show
+    for dtype in (torch.float32, torch.bfloat16):
+        out = matrices.to(dtype, copy=True)
+        out_there = out.to(DEVICE, copy=True)
+        here = (matrices, out, bases, factors, mean, table)
+        given = (there[1], out_there, there[2], factors.to(DEVICE), there[3], there[4])
+        reference.settle_products_(*here, rank, transposed=transposed, factor=0.5)
+        gpu.settle_products_(*given, rank, transposed=transposed, factor=0.5)
+        torch.testing.assert_close(there[1].cpu(), matrices, rtol=1e-5, atol=1e-2)  # of products of about 100
+        torch.testing.assert_close(out_there.cpu(), out, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("n", LENGTHS)
 def test_signs_and_votes(n: int) -> None:
     for x in vectors(n).values():

@@ -67,24 +67,20 @@ class LowRankSum(Path):
 
     def speak(self, work: Work) -> Speech:
         factors = self._factors_of(work)
-        bases = self._bases_of(work)
         if work.finite:
-            with self.clock.time("select", work.device):
-                work.account.deposit_(work.flat, 1 / work.scale)
+            work.account.deposit_(work.flat, 1 / work.scale)
         rounds: list[_Round] = []
         for side in [LEFT, RIGHT] if self.select.form == "both" else [work.step % 2]:
-            if rounds and not factors.stacks:
+            if rounds and not factors.matrices:
                 break
             heard = yield from self._multiply(work, side, with_whole=not rounds)
             if heard is None:
                 return None
             rounds.append(heard)
-            with self.clock.time("decode", work.device):
-                factors.renew_(bases, heard.mean, side)
         return Said((rounds[0], rounds[-1]))
 
     def _multiply(self, work: Work, side: int, *, with_whole: bool) -> Generator[Message, Any, _Round | None]:
-        """The factors of a side, by the bases of the other; None if those of some worker are not finite."""
+        """The factors of a side, by the bases of the other, and new bases; None if some worker's are not finite."""
         factors = self._factors_of(work)
         bases = self._bases_of(work)
         balance = work.account.balance
@@ -93,13 +89,10 @@ class LowRankSum(Path):
         with self.clock.time("encode", work.device):
             own = balance.new_full((num_factors + factors.plan.num_fixed * with_whole,), torch.nan)
             if work.finite:
-                for matrices, basis, factor in zip(
-                    factors.matrices(balance),
-                    factors.kept_of(bases, 1 - side),
-                    factors.said_in(own, side),
-                    strict=True,
-                ):
-                    torch.bmm(matrices if side == LEFT else matrices.mT, basis, out=factor)
+                kernels.thin_products_(
+                    *(own[:num_factors], balance, bases.kept[0], factors.places(side, work.device), self.select.rank),
+                    transposed=side == RIGHT,
+                )
                 if with_whole:
                     torch.index_select(balance, 0, factors.positions(work.device), out=own[num_factors:])
             codes = own.div(num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
@@ -108,8 +101,11 @@ class LowRankSum(Path):
             codes = self.on_wire(codes)
         yield partial(self.transport.all_reduce_, codes, "factors")
         with self.clock.time("decode", work.device):
+            if not kernels.all_finite(codes):  # where they lie, which a GPU need not be waited for
+                return None
             mean = codes.to(work.device, torch.float32, non_blocking=True)
-            return _Round(side, own, mean) if kernels.all_finite(mean) else None
+            factors.renew_(bases, mean, side)
+            return _Round(side, own, mean)
 
     def apply_(self, work: Work, said: Said) -> None:
         """Overwrite the bucket with M', and take what was sent out of the balance."""
@@ -120,19 +116,13 @@ class LowRankSum(Path):
         whole = slice(factors.count(first.side), None)
         balance.index_add_(0, positions, first.own[whole], alpha=-1)
         work.flat.index_copy_(0, positions, (first.mean[whole] * work.scale).to(work.flat.dtype))
-        for kept, out, basis, own, mean in zip(
-            factors.matrices(balance),
-            factors.matrices(work.flat),
-            factors.kept_of(self._bases_of(work), 1 - last.side),
-            factors.said_in(last.own, last.side),
-            factors.said_in(last.mean * work.scale, last.side),
-            strict=True,
-        ):
-            kept.baddbmm_(*_product(basis, own, last.side), alpha=-1)
-            if out.dtype == torch.float32:
-                torch.bmm(*_product(basis, mean, last.side), out=out)
-            else:
-                out.copy_(torch.bmm(*_product(basis, mean, last.side)))
+        count = factors.count(last.side)
+        kernels.settle_products_(
+            *(balance, work.flat, self._bases_of(work).kept[0], last.own[:count], last.mean[:count]),
+            *(factors.places(last.side, work.device), self.select.rank),
+            transposed=last.side == RIGHT,
+            factor=work.scale,
+        )
 
     def _factors_of(self, work: Work) -> Factors:
         if work.layout not in self._factors:
@@ -151,9 +141,3 @@ class LowRankSum(Path):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._ledger.load_state_dict(dict(states[0]["past"]))  # the same on all workers
-
-
-def _product(basis: Tensor, factor: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """P and Q^T, of which one is a basis."""
-    left, right = (factor, basis) if side == LEFT else (basis, factor)
-    return left, right.mT

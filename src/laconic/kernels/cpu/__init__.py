@@ -2,4 +2,9 @@
 
 from laconic.kernels.registry import kernels_in
 
-globals().update(kernels_in(__name__))
+TAKEN_FROM_REFERENCE = {
+    "thin_products_": "torch's own products are as good on a CPU",
+    "settle_products_": "torch's own products are as good on a CPU",
+}
+
+globals().update(kernels_in(__name__, TAKEN_FROM_REFERENCE))

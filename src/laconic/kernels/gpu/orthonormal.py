@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.kernels.checks import check_vector
+from laconic.kernels.gpu.launch import launch
 from laconic.kernels.reference.orthonormal import RIDGE, SMALLEST
 from laconic.kernels.reference.orthonormal import orthonormal_ as orthonormal_by_torch_
 
@@ -92,4 +93,4 @@ def orthonormal_(bases: Tensor, factors: Tensor, places: Tensor, rank: int) -> N
     if wide > _MOST_RANK:
         orthonormal_by_torch_(bases, factors, places, rank)
     elif len(places):
-        _orthonormal[(len(places),)](bases, factors, places, rank, max(1, _PRODUCTS // wide**2), wide)
+        launch(_orthonormal, (len(places), 1), bases, factors, places, rank, max(1, _PRODUCTS // wide**2), wide)

@@ -5,6 +5,7 @@
 
 from laconic.kernels.reference.bits import *
 from laconic.kernels.reference.orthonormal import *
+from laconic.kernels.reference.products import *
 from laconic.kernels.reference.residues import *
 from laconic.kernels.reference.rice import *
 from laconic.kernels.reference.rounding import *
