@@ -19,13 +19,16 @@ import laconic
 import virtual
 from inputs import SIZES, vectors
 from laconic import Scheme, Session, kernels
+from laconic.layout import Bucket
 from laconic.measure.bench import bench_wire
+from laconic.measure.bench.echo import Echo
 from laconic.measure.train import Job, work_in_process
 from laconic.measure.train.result import Result
+from laconic.paths.all_gather import Gathering
 from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.wire import Bitmap, EliasFano, FrameShape
-from parts import ALL_TEXTS, gossip_texts, outer_texts, talking_schemes
+from parts import ALL_TEXTS, gossip_texts, made, outer_texts, talking_schemes
 from test_cli import laconic as run_laconic
 from virtual import gradients, one_step
 from workers import NO_GPU, WorkerPool, equal_everywhere, flat_parameters, free_port
@@ -81,6 +84,46 @@ def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
                 torch.testing.assert_close(got[name], want[name], atol=off, rtol=0)
             else:
                 assert torch.equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("quantize", ["bf16", "none", "fp16"])
+def test_recordings_give_the_bits_of_launches_one_by_one(quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the stations, with gradients that stay where they are, one step of NaN, and a loss scale that changes."""
+    layouts = virtual.LAYOUTS
+
+    def steps() -> tuple[list[Tensor], int]:
+        session = Session(made(f"topk:rho=0.05,quantize={quantize}"), Echo(2), loss_scale=lambda: scale)
+        flats = [torch.empty(layout.num_entries, device="cuda") for layout in layouts]
+        outs = []
+        stations = background.Background(session, torch.device("cuda", 0))
+        for step in range(16):
+            scale = 8.0 if step < 10 else 4.0
+            given = gradients(0, step)
+            if step == 7:
+                given["c"][3] = torch.nan
+            for flat, layout in zip(flats, layouts, strict=True):
+                flat.copy_(scale * torch.cat([given[name] for name in layout.names]))
+            buckets = [
+                Bucket(index, layout, flat, is_last=index == len(layouts) - 1)
+                for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True))
+            ]
+            for future in [stations.submit(bucket) for bucket in buckets]:
+                future.wait()
+            torch.cuda.synchronize()
+            outs += [flat.cpu() for flat in flats]
+        stations.close()
+        kept = session.state_dict()["memory"]["residual"]
+        path = session._path
+        assert isinstance(path, Gathering)
+        num_recorded = sum(each._applying._recording is not None for each in path._on_gpu.values())
+        return [*outs, *kept.values()], num_recorded
+
+    recorded, num_recorded = steps()
+    monkeypatch.setattr(Gathering, "looks_itself", lambda path, work: False)
+    usual, none = steps()
+    assert num_recorded == len(layouts) and none == 0
+    for one, other in zip(recorded, usual, strict=True):
+        assert torch.equal(one.cpu().nan_to_num(7), other.cpu().nan_to_num(7))
 
 
 def _train(text: str, steps: int, small_model: int = background.SMALL_MODEL) -> dict[str, Any]:

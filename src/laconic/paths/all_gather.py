@@ -1,11 +1,15 @@
 """Everyone gets everyone's frame and adds by itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
+from laconic.errors import FrameError
 from laconic.layout import Layout
-from laconic.paths.frame_plan import FramePlans
+from laconic.paths.frame_plan import FramePlan, FramePlans
+from laconic.paths.gathering_on_gpu import BucketOnGpu, Recorders
 from laconic.paths.path import Path, Said, Speech, Taken, Work
 from laconic.quantize import Quantizer
 from laconic.transport import Collectives
@@ -14,11 +18,17 @@ from laconic.wire import FrameShape
 
 @dataclass
 class Gathering(Path):
-    """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order."""
+    """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order.
+
+    Where that asks nothing of the host (`records`), a GPU whose frames leave from the host does it in two recordings.
+    """
 
     transport: Collectives
     plans: FramePlans
     quantize: Quantizer
+    records: bool = False
+    _on_gpu: dict[FramePlan, BucketOnGpu] = field(default_factory=dict)
+    _recorders: Recorders | None = None
 
     def bytes_out(self, layout: Layout) -> int:
         num_workers = self.transport.num_workers
@@ -26,8 +36,15 @@ class Gathering(Path):
         shape = FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize)
         return (num_workers - 1) * shape.num_bytes
 
+    def looks_itself(self, work: Work) -> bool:
+        wire = self.transport.wire
+        on_the_way = work.device.type == "cuda" and wire is not None and wire.type == "cpu"
+        return self.records and on_the_way and self.plans.of(work).is_recordable and work.flat.dtype == torch.float32
+
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)
+        if self.looks_itself(work):
+            return (yield from self._speak_on_gpu(work, plan))
         sent = None
         if work.finite:
             with self.clock.time("select", work.device):
@@ -45,9 +62,32 @@ class Gathering(Path):
             heard = plan.shape.read_all(frames, work.device, **work.frame_id)
         return Said(heard, sent) if heard is not None else None
 
+    def _speak_on_gpu(self, work: Work, plan: FramePlan) -> Speech:
+        """The same, but what was heard is applied before it is known to be undamaged: then nobody goes on anyway."""
+        if plan not in self._on_gpu:
+            self._recorders = self._recorders or Recorders.on(work.device)
+            self._on_gpu[plan] = BucketOnGpu(
+                plan, self.quantize, work.device, self.transport.num_workers, self._recorders
+            )
+        bucket = self._on_gpu[plan]
+        with self.clock.time("encode", work.device):
+            bucket.write(work)
+        frames = yield partial(self.transport.all_gather, bucket.frame(work), "sparse")
+        with self.clock.time("decode", work.device):
+            is_foretold = plan.shape.are_foretold(frames, **work.frame_id)
+            if is_foretold:
+                bucket.apply_(work, frames)
+        if not is_foretold or bucket.is_damaged:
+            if plan.shape.read_all(frames, work.device, **work.frame_id) is None:
+                return None
+            raise FrameError(f"frames of bucket {work.number}, step {work.step} are damaged on this device alone")
+        work.taken = None
+        return Said(None)
+
     def apply_(self, work: Work, said: Said) -> None:
-        positions, values = said.heard
-        self.plans.of(work).add_up_(work.flat, positions, values, work.scale / self.transport.num_workers)
+        if said.heard is not None:
+            positions, values = said.heard
+            self.plans.of(work).add_up_(work.flat, positions, values, work.scale / self.transport.num_workers)
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {"passes": self.plans.passes()}

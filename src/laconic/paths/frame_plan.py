@@ -9,7 +9,7 @@ from laconic.memory import Due
 from laconic.paths.path import Work
 from laconic.quantize import Quantizer
 from laconic.select import BucketPlan, Chooser
-from laconic.wire import FrameShape
+from laconic.wire import EliasFano, FrameShape
 
 
 class FramePlan:
@@ -30,6 +30,11 @@ class FramePlan:
     def num_fixed(self) -> int:
         """The entries that go at every step."""
         return self.plan.num_fixed
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether frames are written and read without asking anything of the host."""
+        return self.shape.index.codec is EliasFano
 
     def positions(self, chosen: Tensor) -> Tensor | None:
         """The fixed and the chosen ones; None for every entry."""

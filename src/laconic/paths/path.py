@@ -35,6 +35,7 @@ class Work:
     density: float  # the share of entries that goes
     scale: float  # of the loss: balances are kept in unscaled units
     account: Account
+    too_large: float  # the least size of an entry, as it comes, that counts as Inf
     finite: bool = True
     taken: Taken | None = None  # nothing was, where the gradient is not finite
     aside: SetAside = field(default_factory=lambda: SetAside(()))  # what is kept of idle parameters
@@ -106,6 +107,10 @@ class Path:
         if device.type != "cuda" or message.is_cuda:
             return message.to(device)
         return message.pin_memory().to(device, non_blocking=True)
+
+    def looks_itself(self, work: Work) -> bool:
+        """Whether `speak` finds out by itself whether a gradient is finite, and says it in the work."""
+        return False
 
     def kept(self, work: Work) -> Sequence[Tensor]:
         """What a step on this bucket may change besides its account."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from laconic.exchange import AllReduce, Pairs
 from laconic.layout import Layout
-from laconic.memory import Account, Ledger
+from laconic.memory import Account, Ledger, Residual
 from laconic.paths.all_gather import Gathering
 from laconic.paths.clock import PhaseClock
 from laconic.paths.float_sum import FloatSum
@@ -51,7 +51,8 @@ def path_for(
     plans = FramePlans(select, scheme.frame_code)
     if not scheme.has_owners:
         assert isinstance(transport, Collectives)
-        return Gathering(transport, clock, plans, scheme.frame_code)
+        records = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
+        return Gathering(transport, clock, plans, scheme.frame_code, records=records)
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)

@@ -22,6 +22,7 @@ class Quantizer(ValueCodec):
     """A code of values, which frames hold."""
 
     adds = False  # whether a network can add its codes
+    asks_host = True  # whether a GPU waits for the host while it writes or reads
     rounds_to_nearest = False  # which is biased, unless what it loses is kept
 
     def decode_rows(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -32,6 +33,7 @@ class FloatCode(Quantizer):
     """A floating-point type, which a network can add."""
 
     adds = True
+    asks_host = False
 
     def num_bytes(self, count: int) -> int:
         return self.code_dtype.itemsize * count

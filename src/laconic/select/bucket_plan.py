@@ -84,6 +84,11 @@ class Chooser(Selector, Protocol):
         """Parameters with fewer entries go whole."""
 
     @property
+    def asks_host(self) -> bool:
+        """Whether a GPU waits for the host while it chooses."""
+        return True
+
+    @property
     def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """kernels.withdraw_, or a function like it, for one window."""
         return kernels.withdraw_
@@ -102,8 +107,10 @@ class Chooser(Selector, Protocol):
             inside = slice(window.start, window.stop)
             due = None if addend is None else addend[inside]
             at, what = self.withdraw_window_(balance[inside], due, window.k, search, factor=factor)
-            chosen.append(at + window.start)
+            chosen.append(at + window.start if window.start else at)
             values.append(what)
+        if len(plan.windows) == 1:
+            return chosen[1], values[1]
         return torch.cat(chosen), torch.cat(values)
 
 

@@ -61,5 +61,9 @@ class TopK(Chooser):
         return replace(plan, windows=tuple(windows))
 
     @property
+    def asks_host(self) -> bool:
+        return self.search != "threshold"
+
+    @property
     def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return SEARCHES[self.search]

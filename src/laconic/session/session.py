@@ -84,7 +84,7 @@ class Session:
     def say(self, talk: Talk) -> Any:
         """Send its next message; what all said."""
         assert talk.message is not None
-        with self._clock.time("exchange", talk.work.device):
+        with self._clock.time("exchange", self.transport.wire or talk.work.device):
             heard = talk.message()
         talk.was_late = self.transport.was_late
         return heard
@@ -108,7 +108,8 @@ class Session:
         self._dense_bytes_out += ring_bytes(4 * bucket.layout.num_entries, self.transport.num_workers)
         density = self.scheme.trigger.density(self._step - self._overflow.skipped_steps, self._target)
         account = Nothing().open([]) if bucket.is_plain else self._ledger.open(bucket.layout, bucket.flat.device)
-        return Work(bucket, self._step, len(self._seen) - 1, density, self._scale, account)
+        number = len(self._seen) - 1
+        return Work(bucket, self._step, number, density, self._scale, account, TOO_LARGE * self._scale)
 
     @property
     def _target(self) -> float:
@@ -124,8 +125,11 @@ class Session:
     def _look_(self, work: Work, path: Path) -> None:
         """Whether the gradient is finite; what is kept is noted for an undo, and that of idle parameters set aside."""
         self._overflow.remember([*work.account.kept, *path.kept(work)])
+        looks_itself = path.looks_itself(work)
+        if looks_itself and not self._holds_idle:
+            return
         with self._clock.time("select", work.device):
-            work.finite = kernels.all_finite(work.flat, TOO_LARGE * work.scale)
+            work.finite = looks_itself or kernels.all_finite(work.flat, work.too_large)
             spans = work.layout.spans if self._holds_idle else ()
             idle = [slice(span.start, span.stop) for span in spans if not work.flat[span.start : span.stop].any()]
             work.aside = SetAside([tensor[span] for tensor in work.account.kept for span in idle])

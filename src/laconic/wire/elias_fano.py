@@ -40,6 +40,11 @@ class EliasFano:
             raise FrameError(f"its index block is no code of {k} ascending positions under {n}")
         return positions
 
+    @staticmethod
+    def read(words: Tensor, n: int, k: int, damaged: Tensor) -> Tensor:
+        """The same, but `damaged` is set where one is no code, and nothing is waited for."""
+        return kernels.read_elias_fano(words, n, k, _low_width(n, k), damaged)
+
 
 def _words(num_bits: int) -> int:
     return -(-num_bits // 32)

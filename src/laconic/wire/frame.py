@@ -14,6 +14,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
 from laconic.kernels.host import end_to_end
+from laconic.wire.elias_fano import EliasFano
 from laconic.wire.index_codec import IndexBlock, foretold_block
 from laconic.wire.rice import Rice
 
@@ -101,12 +102,32 @@ class CodesShape:
     def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         head = torch.zeros(_HEADER_WORDS, dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
+        frame = self._joined(head, index, codes)
+        kernels.seal_(frame.view(torch.int32), self._header(step, bucket))
+        return frame
+
+    def _joined(self, head: Tensor, index: Tensor, codes: Tensor) -> Tensor:
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
-        frame = end_to_end(blocks)
-        kernels.seal_(frame.view(torch.int32), self._header(step, bucket))
+        return end_to_end(blocks)
+
+    def head(self, *, step: int, bucket: int) -> list[int]:
+        """The words of a header, whose check sum and scale are yet to come."""
+        return [0, 0, *self._header(step, bucket), 0]
+
+    def write_after(self, head: Tensor, positions: Tensor, codes: Tensor, scale: Tensor, overflow: Tensor) -> Tensor:
+        """A frame for a header that lies on the device, which this changes; `overflow`, one int32: 1 marks it so."""
+        head[_SCALE] = scale.view(torch.int32)
+        head[_CODECS].add_(overflow[0], alpha=_OVERFLOW)
+        frame = self._joined(head, self.index.codec.encode(positions, self.num_entries), codes)
+        words = frame.view(torch.int32)
+        words[:2] = kernels.check_sum(words[2:]).view(1).view(torch.int32)
         return frame
+
+    def is_overflow(self, frame: Tensor) -> bool:
+        """Whether this worker's own frame says that it saw Inf or NaN."""
+        return bool(_header_of(frame)[_CODECS] & _OVERFLOW)
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only says: I saw Inf or NaN, skip this."""
@@ -199,14 +220,38 @@ class FrameShape(CodesShape):
         values = torch.stack([contents.values for contents in heard])
         return positions.to(device), values.to(device)
 
+    def are_foretold(self, frames: Tensor, *, step: int, bucket: int) -> bool:
+        """Whether all frames have the length and the header that they should, and none says that it overflowed."""
+        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
+        known = self._header(step, bucket)
+        return frames.shape[1] == self.num_bytes and all(head[_MAGIC_AT:_SCALE] == known for head in heads)
+
+    def read_later(self, frames: Tensor, damaged: Tensor) -> tuple[Tensor, Tensor]:
+        """(positions, values) of frames with the header that they should have, in rows by rank, on their device.
+
+        Nothing is waited for: `damaged`, one int32, is set if something is wrong with one of them.
+        """
+        words = frames.view(torch.int32)
+        stated = words[:, :2].contiguous().view(torch.int64).view(-1)
+        damaged |= (kernels.check_sum(words[:, 2:]) != stated).any()
+        positions = EliasFano.read(words[:, _HEADER_WORDS : self._end_of_index], self.num_entries, self.k, damaged)
+        values = self._values_of(frames)
+        kernels.mark_strange_(damaged, values.view(-1))
+        return positions, values
+
+    def _values_of(self, frames: Tensor) -> Tensor:
+        """In rows by rank."""
+        codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
+        scales = frames.view(torch.int32)[:, _SCALE].view(torch.float32)
+        return self.quantize.decode_rows(codes, scales)[:, : self.num_fixed + self.k].contiguous()
+
     def _read_together(
         self, frames: Tensor, device: torch.device, step: int, bucket: int
     ) -> tuple[Tensor, Tensor] | None:
         """What all frames say, or None if one of them is not as foretold."""
-        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
-        known = self._header(step, bucket)
-        if frames.shape[1] != self.num_bytes or any(head[_MAGIC_AT:_SCALE] != known for head in heads):
+        if not self.are_foretold(frames, step=step, bucket=bucket):
             return None
+        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
         there = frames.to(device, non_blocking=True)
         words = there.view(torch.int32)
         sums = kernels.check_sum(words[:, 2:])
@@ -215,9 +260,7 @@ class FrameShape(CodesShape):
             positions = self.index.codec.decode(index, self.num_entries, self.k)
         except FrameError:
             return None
-        count = self.num_fixed + self.k
-        codes = there[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
-        values = self.quantize.decode_rows(codes, words[:, _SCALE].view(torch.float32))[:, :count].contiguous()
+        values = self._values_of(there)
         fits = sums.tolist() == [_check_in(head) for head in heads]
         return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.kernels.checks import check_vector
 from laconic.kernels.gpu.launch import launch
 
-BLOCK = tl.constexpr(1024)
+BLOCK = tl.constexpr(256)  # a bucket of 7 M entries has 6,000 words for a frame's positions, and many share them
 _SUM_BLOCK = tl.constexpr(2048)  # pairs of words
 
 

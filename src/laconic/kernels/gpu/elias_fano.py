@@ -87,13 +87,27 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
     check_rows(rows, torch.int32, num_low_words, "words")
     if k == 0 or num_words == 0:
         return unpack_bits(words[num_low_words:]) if words.dim() == 1 else words.new_empty(len(rows), 0)
-    ends = count_ones(rows[:, num_low_words:])
-    positions = words.new_empty(len(rows), k)
     damaged = words.new_zeros(1)
-    grid = (num_blocks(num_words), len(rows))
-    launch(_decode, grid, rows, ends, positions, damaged, num_low_words, num_words, rows.stride(0), n, k, width)
+    positions, ends = _read(rows, n, k, width, damaged)
     if not damaged.item():
         return positions.view(*words.shape[:-1], k)
     if words.dim() == 2:
         return words.new_empty(len(rows), 0)
     return words.new_empty(0) if int(ends[0, -1]) == k else unpack_bits(words[num_low_words:])
+
+
+def read_elias_fano(words: Tensor, n: int, k: int, width: int, damaged: Tensor) -> Tensor:
+    check_rows(words, torch.int32, words_of(k * width) + 1, "words")
+    check_vector(damaged, torch.int32, 1, "damaged")
+    return _read(words, n, k, width, damaged)[0].clamp_(0, n - 1)
+
+
+def _read(rows: Tensor, n: int, k: int, width: int, damaged: Tensor) -> tuple[Tensor, Tensor]:
+    """What rows say, and how many ones each has up to the end of each block; `damaged` is set if one is no code."""
+    num_low_words = words_of(k * width)
+    num_words = rows.shape[1] - num_low_words
+    ends = count_ones(rows[:, num_low_words:])
+    positions = rows.new_empty(len(rows), k)
+    grid = (num_blocks(num_words), len(rows))
+    launch(_decode, grid, rows, ends, positions, damaged, num_low_words, num_words, rows.stride(0), n, k, width)
+    return positions, ends

@@ -82,7 +82,8 @@ def memory_of(device: torch.device, num_words: int) -> Tensor:
     kept = _memories.setdefault(key, [])
     if not kept or kept[-1].numel() < num_words:
         num_words = max(num_words, 2 * kept[-1].numel() if kept else 0)
-        fresh = torch.zeros(num_words, dtype=torch.int32, device=device)
+        fresh = torch.empty(num_words, dtype=torch.int32, device=device)
+        fresh[: HEAD.value].zero_()
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return fresh  # the graph alone has it: a captured clearing of the head runs only when that graph does
         kept.append(fresh)

@@ -29,6 +29,13 @@ def _find_strange(x, found, n, least):
 
 
 @triton.jit
+def _zero_if(x, found, n):
+    if tl.load(found) != 0:
+        at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        tl.store(x + at, tl.zeros([TILE], tl.float32), mask=at < n)
+
+
+@triton.jit
 def _sum_magnitudes(x, sums, n):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     magnitude = tl.abs(tl.load(x + at, mask=at < n, other=0.0))
@@ -74,10 +81,24 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
     n = x.numel()
     if x.dtype != torch.float32 or n == 0:
         return reference.all_finite(x, below)
-    check_vector(x, torch.float32, n, "x")
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    launch(_find_strange, (*_tiles(n), 1), x, found, n, _bits(below))
+    mark_strange_(found, x, below)
     return not found.item()
+
+
+def mark_strange_(found: Tensor, x: Tensor, below: float = math.inf) -> None:
+    n = x.numel()
+    check_vector(x, torch.float32, n, "x")
+    check_vector(found, torch.int32, 1, "found")
+    launch(_find_strange, (*_tiles(n), 1), x, found, n, _bits(below))
+
+
+def zero_if_(x: Tensor, found: Tensor) -> None:
+    """Where nothing is to be done, no entry is touched."""
+    n = x.numel()
+    check_vector(x, torch.float32, n, "x")
+    check_vector(found, torch.int32, 1, "found")
+    launch(_zero_if, (*_tiles(n), 1), x, found, n)
 
 
 def mean_magnitude(x: Tensor) -> Tensor:

@@ -86,6 +86,19 @@ def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
 
 
 @kernel
+def read_elias_fano(words: Tensor, n: int, k: int, width: int, damaged: Tensor) -> Tensor:
+    """The positions of each row, int32, k of them under n in any case; `damaged`, one int32, is set if one is no code.
+
+    Whoever wants to know looks later.
+    """
+    positions = decode_elias_fano(words, n, k, width)
+    if positions.shape[1] == k:
+        return positions
+    damaged.fill_(1)
+    return words.new_zeros(len(words), k)
+
+
+@kernel
 def check_sum(words: Tensor) -> Tensor:
     """The sum over i of mix(pair_i + (i + 1)*g) of each row modulo 2^64, int64, 0-d where there is one row.
 

@@ -30,6 +30,19 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
 
 
 @kernel
+def mark_strange_(found: Tensor, x: Tensor, below: float = math.inf) -> None:
+    """Set `found`, one int32, unless all |x| are below a bound and none is NaN; whoever wants to know looks later."""
+    low, high = torch.aminmax(x)
+    found |= ~((low > -below) & (high < below))
+
+
+@kernel
+def zero_if_(x: Tensor, found: Tensor) -> None:
+    """x = 0 where `found`, one int32, is set."""
+    x.masked_fill_(found.bool(), 0)
+
+
+@kernel
 def mean_magnitude(x: Tensor) -> Tensor:
     """The mean of |x|, a 0-d float64; a float32 sum over 25 M entries would be off by 5 %."""
     sums = [chunk.abs().to(torch.float64).sum() for chunk in torch.split(x, _CHUNK)]
