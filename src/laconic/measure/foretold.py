@@ -27,7 +27,7 @@ from typing import Any
 from laconic.measure.penalties import KINDS
 from laconic.measure.records import RECORDS, WARM_UP_STEPS
 from laconic.recipes import parse
-from laconic.scheme import OuterScheme
+from laconic.scheme import AnyScheme, OuterScheme, Scheme
 
 RECIPES = (
     *("dense", "bf16", "maxnorm:bits=4", "topk:rho=0.01", "topk:rho=0.001", "overlap:rho=0.01", "lowrank:rank=4"),
@@ -116,20 +116,18 @@ def run(site: Site, recipes: Sequence[str], words: Sequence[str]) -> Iterator[di
         with tempfile.TemporaryDirectory() as folder:
             asked = [*words, "--scheme", row["scheme"], "--steps", str(steps), "--no-checkpoint", "--out", folder]
             if _laconic("train", [*asked, "--eval-every", "1000"]) is not None:
-                yield cell | _measured(Path(folder), scheme.of_what)
+                yield cell | _measured(Path(folder), scheme)
 
 
-def _measured(folder: Path, of_what: str) -> dict[str, float]:
-    """Steps as they were: median and quartiles, or the mean where only some of them talk."""
+def _measured(folder: Path, scheme: AnyScheme) -> dict[str, float]:
+    """Steps as they were: median and quartiles, or the mean where not all of them say as much."""
     facts = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
     steps = [fact["ms"] for fact in facts if fact["kind"] == "step"]
-    steps = steps[WARM_UP_STEPS if of_what == "gradients" else _FEW :]
+    of_gradients = scheme.of_what == "gradients"
+    steps = steps[WARM_UP_STEPS if of_gradients else _FEW :]
     low, middle, high = statistics.quantiles(steps, n=4)
-    return {
-        "measured_ms": middle if of_what == "gradients" else statistics.fmean(steps),
-        "low_ms": low,
-        "high_ms": high,
-    }
+    are_alike = of_gradients and not (isinstance(scheme, Scheme) and scheme.select.takes_turns)
+    return {"measured_ms": middle if are_alike else statistics.fmean(steps), "low_ms": low, "high_ms": high}
 
 
 def summarize(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:

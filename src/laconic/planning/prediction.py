@@ -70,9 +70,14 @@ def _(scheme: OuterScheme, compute: Compute, rehearsal: Rehearsal, accumulate: i
 
 @_step.register
 def _(scheme: GossipScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
-    """Models: nobody waits, unless messages leave more slowly than they are made."""
+    """Models: who asks when it likes waits for nobody, unless messages leave more slowly than they are made.
+
+    Who keeps an appointment is there until both models have crossed.
+    """
     own_s = compute.alone_s + rehearsal.work_s
-    return max(own_s, rehearsal.talk_s), max(0.0, rehearsal.talk_s - own_s), 1.0
+    hidden_s = own_s if scheme.exchange.mode == "free" else 0.0
+    waits_s = max(0.0, rehearsal.talk_s - hidden_s)
+    return own_s + waits_s, waits_s, 1.0
 
 
 def _exposed(compute: Compute, rehearsal: Rehearsal) -> float:
