@@ -96,7 +96,7 @@ def test_recordings_give_the_bits_of_launches_one_by_one(quantize: str, monkeypa
         flats = [torch.empty(layout.num_entries, device="cuda") for layout in layouts]
         outs = []
         stations = background.Background(session, torch.device("cuda", 0))
-        for step in range(16):
+        for step in range(20):
             scale = 8.0 if step < 10 else 4.0
             given = gradients(0, step)
             if step == 7:
