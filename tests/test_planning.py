@@ -21,6 +21,7 @@ from laconic.planning import (
     LinkCost,
     LinkCosts,
     Measured,
+    Messages,
     Rehearsal,
     answer,
     candidate,
@@ -42,7 +43,7 @@ REHEARSAL = Rehearsal(
     talk_s=0.02,
     apply_s=0.004,
     bytes_out=18_000,
-    num_messages=2,
+    messages=Messages(2, 2),
     fixed_s=0.002,
     busy_talk_s=0.0,
     num_buckets=2,
@@ -102,7 +103,7 @@ def test_an_exchange_on_other_links_keeps_what_was_not_theirs() -> None:
 
 
 def test_of_nearly_equal_ones_the_simpler_is_picked() -> None:
-    free = replace(REHEARSAL, talk_s=0.0, choose_s=0.0, apply_s=0.0, num_messages=0)
+    free = replace(REHEARSAL, talk_s=0.0, choose_s=0.0, apply_s=0.0, messages=Messages(0, 0))
     equal = replace(COMPUTE, together_s=0.1)  # nobody is slower than the others
     found = answer(_measured(compute=equal, rehearsals=tuple((candidate(text), free) for text in CANDIDATES)))
     assert found.pick == "dense" and found.limit == "host cores"

@@ -211,7 +211,7 @@ def _limit(measured: Measured) -> str:
     asked, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
     predicted = predict(asked, compute, rehearsal)
     link = measured.links.sums if rehearsal.adds else measured.links.frames
-    latency_s = min(predicted.talk_s, link.fixed_s(rehearsal.bytes_out, rehearsal.num_messages))
+    latency_s = min(predicted.talk_s, link.fixed_s(rehearsal.bytes_out, rehearsal.messages))
     parts = {
         "latency": latency_s,
         "link": predicted.talk_s - latency_s,

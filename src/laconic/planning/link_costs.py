@@ -19,6 +19,20 @@ _REPEATS = 5
 
 
 @dataclass(frozen=True)
+class Messages:
+    """How many, and how many equal ones would carry as much: norms, before codes, weigh next to nothing."""
+
+    count: float = 1.0
+    long: float = 1.0
+
+    def __mul__(self, times: float) -> "Messages":
+        return Messages(self.count * times, self.long * times)
+
+
+_ONE = Messages()
+
+
+@dataclass(frozen=True)
 class LinkCost:
     """Seconds of a message = latency_s + ramp(bytes) + bytes that leave a worker / bytes_per_s.
 
@@ -30,17 +44,18 @@ class LinkCost:
     bytes_per_s: float
     ramp: tuple[tuple[int, float], ...] = ()  # (bytes, seconds), ascending
 
-    def seconds(self, bytes_out: float, messages: float = 1) -> float:
-        """Of messages of equal lengths that come to so many bytes."""
+    def seconds(self, bytes_out: float, messages: Messages = _ONE) -> float:
+        """Of messages that come to so many bytes."""
         return self.fixed_s(bytes_out, messages) + bytes_out / self.bytes_per_s
 
-    def fixed_s(self, bytes_out: float, messages: float = 1) -> float:
+    def fixed_s(self, bytes_out: float, messages: Messages = _ONE) -> float:
         """What of it a faster link would not save."""
-        if not messages:
-            return 0.0
+        if not messages.long:
+            return messages.count * self.latency_s
         sizes = [0, *(size for size, _ in self.ramp)]
         seconds = [0.0, *(extra_s for _, extra_s in self.ramp)]
-        return messages * (self.latency_s + float(np.interp(bytes_out / messages, sizes, seconds)))
+        ramp_s = float(np.interp(bytes_out / messages.long, sizes, seconds))
+        return messages.count * self.latency_s + messages.long * ramp_s
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from laconic.layout import Bucket, Layout
 from laconic.paths import bytes_out
-from laconic.planning.link_costs import LinkCosts, bytes_out_of, meet, slowest
+from laconic.planning.link_costs import LinkCosts, Messages, meet, slowest
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import PHASES, Session
 from laconic.transport import Collectives
@@ -29,7 +30,7 @@ class Rehearsal:
     talk_s: float
     apply_s: float  # with decoding
     bytes_out: int
-    num_messages: float
+    messages: Messages
     fixed_s: float  # of talk_s, what does not depend on bytes
     busy_talk_s: float  # what messages take longer while all workers compute
     num_buckets: int
@@ -45,12 +46,12 @@ class Rehearsal:
         """The same exchange over other links: what was waited for beyond bytes and latency stays."""
         old = here.sums if self.adds else here.frames
         new = there.sums if self.adds else there.frames
-        rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.num_messages))
+        rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.messages))
         return replace(
             self,
-            talk_s=new.seconds(self.bytes_out, self.num_messages) + rest,
-            fixed_s=new.fixed_s(self.bytes_out, self.num_messages) + rest,
-            busy_talk_s=self.num_messages * (new.busy_latency_s - new.latency_s),
+            talk_s=new.seconds(self.bytes_out, self.messages) + rest,
+            fixed_s=new.fixed_s(self.bytes_out, self.messages) + rest,
+            busy_talk_s=self.messages.count * (new.busy_latency_s - new.latency_s),
         )
 
 
@@ -60,9 +61,8 @@ def rehearse(
     """Exchange copies of `gradients` a few times under a scheme of gradients or drift; a call that all workers make.
 
     Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
-    proportion: its stations by entries, its talk by what the link takes for the bytes, and by what the part took beside
-    that, as messages of unequal lengths do. Where a scheme adds integers in two stages they go to all as frames do: the
-    part tells.
+    proportion: its stations by entries, its talk by what the link takes for the bytes, and for each bucket what the
+    part took beside that. Where a scheme adds integers in two stages they go to all as frames do: the part tells.
     """
     said = scheme.said
     num_entries = sum(layout.num_entries for layout, _ in gradients)
@@ -77,7 +77,7 @@ def rehearse(
     entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
     bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
     if parts is not gradients:
-        messages *= len(gradients)  # as many for each bucket
+        messages = messages * len(gradients)  # as many for each bucket
     fixed_s = link.fixed_s(num_bytes, messages)
     if parts is gradients:
         talk_s = spent["exchange"]
@@ -88,9 +88,9 @@ def rehearse(
         talk_s=talk_s,
         apply_s=spent["decode"] / entries_share,
         bytes_out=round(sent / bytes_share),
-        num_messages=messages,
+        messages=messages,
         fixed_s=min(talk_s, fixed_s),
-        busy_talk_s=messages * (link.busy_latency_s - link.latency_s),
+        busy_talk_s=messages.count * (link.busy_latency_s - link.latency_s),
         num_buckets=len(gradients),
         num_entries=num_entries,
         adds=said.exchange.adds_in_flight,
@@ -117,17 +117,16 @@ def _some(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> lis
 
 def _timed(
     said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives
-) -> tuple[dict[str, float], float, float]:
+) -> tuple[dict[str, float], float, Messages]:
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
     session = Session(said, transport, undoes=True)
     found: list[dict[str, float]] = []
-    sent: list[int] = []
-    messages: list[int] = []
+    sent: list[Counter[str]] = []  # bytes by kind
+    messages: list[Counter[str]] = []
     for _ in range(_WARM_UP + _REPEATS):
         if len(found) > 1 and slowest(transport, sum(found[-1].values())) > _LONG_S:
             break
-        bytes_before = bytes_out_of(transport)
-        messages_before = _messages_of(transport)
+        bytes_before, messages_before = _counts(transport)
         buckets = [
             Bucket(index, layout, flat.clone(), is_last=index == len(gradients) - 1)
             for index, (layout, flat) in enumerate(gradients)
@@ -144,16 +143,28 @@ def _timed(
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
         found.append(spent)
-        sent.append(bytes_out_of(transport) - bytes_before)
-        messages.append(_messages_of(transport) - messages_before)
+        bytes_after, messages_after = _counts(transport)
+        sent.append(bytes_after - bytes_before)
+        messages.append(messages_after - messages_before)
     settled = slice(min(_WARM_UP, len(found) - 1), None)
     medians = {phase: statistics.median(spent[phase] for spent in found[settled]) for phase in PHASES}
     return (
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
-        statistics.fmean(sent[settled]),
-        statistics.fmean(messages[settled]),
+        statistics.fmean(each.total() for each in sent[settled]),
+        _messages(sent[-1], messages[-1]),
     )
 
 
-def _messages_of(transport: Collectives) -> int:
-    return sum(count.messages for kind, count in transport.traffic.by_kind.items() if kind != "meeting")
+def _counts(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
+    """What has left this worker so far, meetings aside: bytes and messages by kind."""
+    by_kind = {kind: count for kind, count in transport.traffic.by_kind.items() if kind != "meeting"}
+    return (
+        Counter({kind: count.bytes_out for kind, count in by_kind.items()}),
+        Counter({kind: count.messages for kind, count in by_kind.items()}),
+    )
+
+
+def _messages(num_bytes: Mapping[str, int], count: Counter[str]) -> Messages:
+    """By kind: the square of the sum over the sum of squares counts equal ones, and forgets the short."""
+    squares = sum(num_bytes[kind] ** 2 / count[kind] for kind in num_bytes)
+    return Messages(count.total(), sum(num_bytes.values()) ** 2 / squares if squares else 0.0)
