@@ -9,7 +9,7 @@ import torch
 from laconic.errors import FrameError
 from laconic.layout import Layout
 from laconic.paths.frame_plan import FramePlan, FramePlans
-from laconic.paths.gathering_on_gpu import BucketOnGpu, Recorders
+from laconic.paths.gathering_on_gpu import BucketOnGpu, Stations
 from laconic.paths.path import Path, Said, Speech, Taken, Work
 from laconic.quantize import Quantizer
 from laconic.transport import Collectives
@@ -28,7 +28,7 @@ class Gathering(Path):
     quantize: Quantizer
     records: bool = False
     _on_gpu: dict[FramePlan, BucketOnGpu] = field(default_factory=dict)
-    _recorders: Recorders | None = None
+    _stations: Stations | None = None
 
     def bytes_out(self, layout: Layout) -> int:
         num_workers = self.transport.num_workers
@@ -65,10 +65,8 @@ class Gathering(Path):
     def _speak_on_gpu(self, work: Work, plan: FramePlan) -> Speech:
         """The same, but what was heard is applied before it is known to be undamaged: then nobody goes on anyway."""
         if plan not in self._on_gpu:
-            self._recorders = self._recorders or Recorders.on(work.device)
-            self._on_gpu[plan] = BucketOnGpu(
-                plan, self.quantize, work.device, self.transport.num_workers, self._recorders
-            )
+            self._stations = self._stations or Stations(work.device, self.transport.num_workers)
+            self._on_gpu[plan] = BucketOnGpu(plan, self.quantize, self._stations)
         bucket = self._on_gpu[plan]
         with self.clock.time("encode", work.device):
             bucket.write(work)

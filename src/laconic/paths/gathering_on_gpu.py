@@ -1,7 +1,6 @@
 """What gathering does to one bucket on a GPU, in two recordings: all before its frame leaves, and all after."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +12,22 @@ from laconic.paths.path import Taken, Work
 from laconic.quantize import Quantizer
 
 
-class Recorders(NamedTuple):
-    """Those of the two stations, which all buckets share."""
+class Stations:
+    """What buckets share, which pass each station one after the other: its recorder, and room for everyone's frames."""
 
-    writing: Recorder
-    applying: Recorder
+    def __init__(self, device: torch.device, num_workers: int) -> None:
+        self.writing = Recorder(device)
+        self.applying = Recorder(device)
+        self.num_workers = num_workers
+        self._device = device
+        self._rooms: dict[int, Tensor] = {}  # by the length of a frame
 
-    @classmethod
-    def on(cls, device: torch.device) -> "Recorders":
-        return cls(Recorder(device), Recorder(device))
+    def room(self, num_bytes: int) -> Tensor:
+        """A row for each worker's frame of this length."""
+        if num_bytes not in self._rooms:
+            shape = self.num_workers, num_bytes
+            self._rooms[num_bytes] = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        return self._rooms[num_bytes]
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,16 @@ class BucketOnGpu:
     at those who hear it.
     """
 
-    def __init__(
-        self, plan: FramePlan, quantize: Quantizer, device: torch.device, num_workers: int, recorders: Recorders
-    ) -> None:
+    def __init__(self, plan: FramePlan, quantize: Quantizer, stations: Stations) -> None:
         self._plan = plan
         self._quantize = quantize
-        self._num_workers = num_workers
-        self._writing: Recorded[_Written] = Recorded(recorders.writing)
-        self._applying: Recorded[None] = Recorded(recorders.applying)
-        num_bytes = plan.shape.num_bytes
-        pinned = device.type == "cuda"
+        self._num_workers = stations.num_workers
+        self._writing: Recorded[_Written] = Recorded(stations.writing)
+        self._applying: Recorded[None] = Recorded(stations.applying)
+        self._frames = stations.room(plan.shape.num_bytes)
+        pinned = self._frames.is_cuda
         self._head = torch.zeros(len(plan.shape.head(step=0, bucket=0)), dtype=torch.int32, pin_memory=pinned)
-        self._frame = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._frames = torch.empty((num_workers, num_bytes), dtype=torch.uint8, device=device)
+        self._frame = torch.empty(plan.shape.num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._damaged = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._written: _Written | None = None
 
