@@ -74,17 +74,18 @@ def _num_processors(device: torch.device) -> int:
 def memory_of(device: torch.device, num_words: int) -> Tensor:
     """At least that many int32 words, the head zero, that only launches on the current stream of `device` share.
 
-    What is outgrown is kept, as a captured graph may still use it; doubling keeps the sum under twice the largest.
+    What is outgrown is kept, as a launch may still use it; doubling keeps the sum under twice the largest.
     """
     on_cuda = device.type == "cuda"
+    if on_cuda and torch.cuda.is_current_stream_capturing():
+        # The graph alone has it, wherever that is replayed; a captured clearing of the head runs with it.
+        return torch.zeros(num_words, dtype=torch.int32, device=device)
     index = device.index or 0
     key = (index, triton.runtime.driver.active.get_current_stream(index)) if on_cuda else (-1, 0)
     kept = _memories.setdefault(key, [])
     if not kept or kept[-1].numel() < num_words:
         num_words = max(num_words, 2 * kept[-1].numel() if kept else 0)
-        fresh = torch.empty(num_words, dtype=torch.int32, device=device)
-        fresh[: HEAD.value].zero_()
-        if on_cuda and torch.cuda.is_current_stream_capturing():
-            return fresh  # the graph alone has it: a captured clearing of the head runs only when that graph does
+        fresh = torch.zeros(num_words, dtype=torch.int32, device=device)
         kept.append(fresh)
+        return fresh  # another thread may have added one meanwhile
     return kept[-1]

@@ -52,6 +52,12 @@ def bench_step(n: int, workers: int, scheme: str, device: str = "cpu", steps: in
         raise TaskError(
             f"`bench step` exchanges gradients among workers, and {scheme} does not; give topk, maxnorm, ..."
         )
+    own = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own):  # as a session has one
+        return _bench_step(asked, n, workers, device, steps, seed)
+
+
+def _bench_step(asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
     generator = torch.Generator(device).manual_seed(seed)
     layouts = _layouts(n)
     gradients = [[_laplace(layout.num_entries, device, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
