@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from laconic.planning import (
 )
 from laconic.planning import penalties as room
 from laconic.planning.pairs import PairLink
+from laconic.planning.rehearsal import _messages
 
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
@@ -86,6 +88,21 @@ def test_a_slow_link_sets_the_pace() -> None:
     # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.4 s.
     fragment_s = 0.001 + (2.0 - 0.002) / 4
     assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * (fragment_s - 0.4) / 16)
+
+
+def test_who_keeps_an_appointment_waits_for_what_crosses() -> None:
+    slow = replace(REHEARSAL, talk_s=0.3, choose_s=0.01, apply_s=0.0)
+    assert predict(candidate("gossip"), COMPUTE, slow).step_s == pytest.approx(0.1 + 0.01 + 0.3)
+    assert predict(candidate("gossip:mode=free"), COMPUTE, slow).step_s == pytest.approx(0.3)
+
+
+def test_short_messages_have_no_ramp() -> None:
+    """Of norms and codes the codes alone take as long as TCP takes to speed up."""
+    link = LinkCost(latency_s=0.02, busy_latency_s=0.02, bytes_per_s=1e6, ramp=((100_000, 0.1),))
+    said = _messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
+    assert said.count == 2 and said.long == pytest.approx(1, abs=1e-3)
+    assert link.seconds(200_000, said) == pytest.approx(2 * 0.02 + 0.1 + 0.2, abs=1e-3)
+    assert link.seconds(200_000, Messages(2, 2)) == pytest.approx(2 * 0.02 + 2 * 0.1 + 0.2)
 
 
 def test_accumulating_divides_what_is_exchanged() -> None:
