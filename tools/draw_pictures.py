@@ -138,13 +138,14 @@ def foretold() -> str:
     """Predicted steps against measured ones on logarithmic axes: a point a cell of the record, a colour a model."""
     cells = json.loads(_CELLS.read_text(encoding="utf-8"))["rows"]
     left, right, low, high = 62, _WIDTH - 16, 400, 16
-    first, last = 80.0, 5000.0  # ms
+    steps = [cell[f"step ms, {side}"] for cell in cells for side in ("measured", "foretold")]
+    first, last = min(steps) / 1.2, max(steps) * 1.2
 
     def place(ms: float, begin: float, end: float) -> float:
         return begin + (end - begin) * math.log(ms / first) / math.log(last / first)
 
     drawn = ""
-    for ms in (100, 200, 500, 1000, 2000, 5000):
+    for ms in [ms for ms in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000) if first < ms < last]:
         x, y = place(ms, left, right), place(ms, low, high)
         drawn += f'  <path class="tick" d="M{left} {y:.1f} H{right} M{x:.1f} {low} V{high}"/>\n'
         drawn += f'  <text class="t" x="{left - 8}" y="{y + 5:.1f}" text-anchor="end">{ms}</text>\n'
