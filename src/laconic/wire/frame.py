@@ -222,9 +222,14 @@ class FrameShape(CodesShape):
 
     def are_foretold(self, frames: Tensor, *, step: int, bucket: int) -> bool:
         """Whether all frames have the length and the header that they should, and none says that it overflowed."""
-        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
+        return self._foretold_heads(frames, step, bucket) is not None
+
+    def _foretold_heads(self, frames: Tensor, step: int, bucket: int) -> list[list[int]] | None:
+        """The headers of such frames; None where one of them is another."""
+        heads: list[list[int]] = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
         known = self._header(step, bucket)
-        return frames.shape[1] == self.num_bytes and all(head[_MAGIC_AT:_SCALE] == known for head in heads)
+        is_foretold = frames.shape[1] == self.num_bytes and all(head[_MAGIC_AT:_SCALE] == known for head in heads)
+        return heads if is_foretold else None
 
     def read_later(self, frames: Tensor, damaged: Tensor) -> tuple[Tensor, Tensor]:
         """(positions, values) of frames with the header that they should have, in rows by rank, on their device.
@@ -249,9 +254,9 @@ class FrameShape(CodesShape):
         self, frames: Tensor, device: torch.device, step: int, bucket: int
     ) -> tuple[Tensor, Tensor] | None:
         """What all frames say, or None if one of them is not as foretold."""
-        if not self.are_foretold(frames, step=step, bucket=bucket):
+        heads = self._foretold_heads(frames, step, bucket)
+        if heads is None:
             return None
-        heads = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
         there = frames.to(device, non_blocking=True)
         words = there.view(torch.int32)
         sums = kernels.check_sum(words[:, 2:])

@@ -19,7 +19,7 @@ def thin_products_(
     All are flat float32; each row of `places`, int64, is (start of M, rows, columns, start of B, start of F). Sums are
     float32, in any order.
     """
-    for matrix, basis, (factor,) in _views(matrices, bases, [factors], places, rank, transposed=transposed):
+    for (matrix,), basis, (factor,) in _views([matrices], bases, [factors], places, rank, transposed=transposed):
         torch.mm(matrix.mT if transposed else matrix, basis, out=factor)
 
 
@@ -40,9 +40,8 @@ def settle_products_(
 
     Places are those of `thin_products_`: F lies in `own` and G in `mean`, and the product in `out` where M is.
     """
-    pairs = _views(matrices, bases, [own, mean * factor], places, rank, transposed=transposed)
-    for (matrix, basis, (gone, heard)), (start, rows, cols, *_) in zip(pairs, places.tolist(), strict=True):
-        here = out[start : start + rows * cols].view(rows, cols)
+    views = _views([matrices, out], bases, [own, mean * factor], places, rank, transposed=transposed)
+    for (matrix, here), basis, (gone, heard) in views:
         if transposed:
             matrix.addmm_(basis, gone.mT, alpha=-1)
             here.copy_(basis @ heard.mT)
@@ -52,14 +51,13 @@ def settle_products_(
 
 
 def _views(
-    matrices: Tensor, bases: Tensor, factors: list[Tensor], places: Tensor, rank: int, *, transposed: bool
-) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Each matrix, its basis, and what lies at its place in each of the factors."""
+    matrices: list[Tensor], bases: Tensor, factors: list[Tensor], places: Tensor, rank: int, *, transposed: bool
+) -> Iterator[tuple[list[Tensor], Tensor, list[Tensor]]]:
+    """What lies at each place in each of the matrices, its basis, and what lies there in each of the factors."""
     for start, rows, cols, basis, factor in places.tolist():
-        matrix = matrices[start : start + rows * cols].view(rows, cols)
         long, short = (cols, rows) if transposed else (rows, cols)
         yield (
-            matrix,
+            [each[start : start + rows * cols].view(rows, cols) for each in matrices],
             bases[basis : basis + short * rank].view(short, rank),
             [each[factor : factor + long * rank].view(long, rank) for each in factors],
         )
