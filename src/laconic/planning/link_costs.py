@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -117,7 +118,7 @@ def _measured(
 def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: int) -> tuple[float, int]:
     """(median seconds of a message, the same on all workers, bytes that left this one)."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
-    before = bytes_out_of(transport)
+    bytes_before, _ = left_so_far(transport)
     found: list[float] = []
     for _ in range(_REPEATS):
         if found and slowest(transport, found[-1]) > _OFTEN_S:
@@ -126,12 +127,17 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
         start = time.perf_counter()
         talk(message)
         found.append(time.perf_counter() - start)
-    return slowest(transport, statistics.median(found)), (bytes_out_of(transport) - before) // len(found)
+    bytes_after, _ = left_so_far(transport)
+    return slowest(transport, statistics.median(found)), (bytes_after - bytes_before).total() // len(found)
 
 
-def bytes_out_of(transport: Collectives) -> int:
-    """What has left this worker so far, meetings aside."""
-    return sum(count.bytes_out for kind, count in transport.traffic.by_kind.items() if kind != "meeting")
+def left_so_far(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
+    """What has left this worker, meetings aside: bytes and messages by kind."""
+    by_kind = {kind: count for kind, count in transport.traffic.by_kind.items() if kind != "meeting"}
+    return (
+        Counter({kind: count.bytes_out for kind, count in by_kind.items()}),
+        Counter({kind: count.messages for kind, count in by_kind.items()}),
+    )
 
 
 def meet(transport: Collectives) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.layout import Bucket, Layout
 from laconic.paths import bytes_out
-from laconic.planning.link_costs import LinkCosts, Messages, meet, slowest
+from laconic.planning.link_costs import LinkCosts, Messages, left_so_far, meet, slowest
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import PHASES, Session
 from laconic.transport import Collectives
@@ -71,18 +71,17 @@ def rehearse(
     expected_s = num_bytes / link.bytes_per_s
     parts = gradients if expected_s <= _AFFORDABLE_S else _some(gradients, num_entries * _AFFORDABLE_S / expected_s)
     spent, sent, messages = _timed(said, parts, transport)
-    if said.exchange.adds_in_flight and parts is not gradients:
-        link = min(links.sums, links.frames, key=lambda one: abs(spent["exchange"] - one.seconds(sent, messages)))
-    beside_s = (spent["exchange"] - link.seconds(sent, messages)) * len(gradients)
     entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
     bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
+    talk_s = spent["exchange"]
     if parts is not gradients:
+        if said.exchange.adds_in_flight:
+            link = min(links.sums, links.frames, key=lambda one: abs(talk_s - one.seconds(sent, messages)))
+        beside_s = talk_s - link.seconds(sent, messages)
         messages = messages * len(gradients)  # as many for each bucket
+        talk_s = link.seconds(num_bytes, messages) + beside_s * len(gradients)
+        talk_s = max(num_bytes / link.bytes_per_s, talk_s)
     fixed_s = link.fixed_s(num_bytes, messages)
-    if parts is gradients:
-        talk_s = spent["exchange"]
-    else:
-        talk_s = max(num_bytes / link.bytes_per_s, link.seconds(num_bytes, messages) + beside_s)
     return Rehearsal(
         choose_s=(spent["select"] + spent["encode"]) / entries_share,
         talk_s=talk_s,
@@ -126,7 +125,7 @@ def _timed(
     for _ in range(_WARM_UP + _REPEATS):
         if len(found) > 1 and slowest(transport, sum(found[-1].values())) > _LONG_S:
             break
-        bytes_before, messages_before = _counts(transport)
+        bytes_before, messages_before = left_so_far(transport)
         buckets = [
             Bucket(index, layout, flat.clone(), is_last=index == len(gradients) - 1)
             for index, (layout, flat) in enumerate(gradients)
@@ -143,7 +142,7 @@ def _timed(
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
         found.append(spent)
-        bytes_after, messages_after = _counts(transport)
+        bytes_after, messages_after = left_so_far(transport)
         sent.append(bytes_after - bytes_before)
         messages.append(messages_after - messages_before)
     settled = slice(min(_WARM_UP, len(found) - 1), None)
@@ -152,15 +151,6 @@ def _timed(
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
         statistics.fmean(each.total() for each in sent[settled]),
         _messages(sent[-1], messages[-1]),
-    )
-
-
-def _counts(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
-    """What has left this worker so far, meetings aside: bytes and messages by kind."""
-    by_kind = {kind: count for kind, count in transport.traffic.by_kind.items() if kind != "meeting"}
-    return (
-        Counter({kind: count.bytes_out for kind, count in by_kind.items()}),
-        Counter({kind: count.messages for kind, count in by_kind.items()}),
     )
 
 
