@@ -21,7 +21,7 @@ TEXTS = ["topk:rho=0.05", "topk:rho=0.05,quantize=none", "topk:rho=0.1,per=param
 
 
 def _as_on_gpu(path: Gathering, work: Work) -> bool:
-    return path.records and path.plans.of(work).is_recordable and work.flat.dtype == torch.float32
+    return path.replays and path.plans.of(work).is_recordable and work.flat.dtype == torch.float32
 
 
 @contextmanager
@@ -86,6 +86,6 @@ def test_what_is_kept_otherwise_is_not_recorded() -> None:
     def work(transport: InProcess) -> bool:
         session = Session(made("scheme:select=topk(rho=0.05),memory=momentum,exchange=all-gather"), transport)
         assert isinstance(session._path, Gathering)
-        return session._path.records
+        return session._path.replays
 
     assert in_process(1, work) == [False]

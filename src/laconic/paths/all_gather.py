@@ -20,13 +20,13 @@ from laconic.wire import FrameShape
 class Gathering(Path):
     """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order.
 
-    Where that asks nothing of the host (`records`), a GPU whose frames leave from the host does it in two recordings.
+    Where that asks nothing of the host (`replays`), a GPU whose frames leave from the host does it in two recordings.
     """
 
     transport: Collectives
     plans: FramePlans
     quantize: Quantizer
-    records: bool = False
+    replays: bool = False
     _on_gpu: dict[FramePlan, BucketOnGpu] = field(default_factory=dict)
     _stations: Stations | None = None
 
@@ -39,7 +39,7 @@ class Gathering(Path):
     def looks_itself(self, work: Work) -> bool:
         wire = self.transport.wire
         on_the_way = work.device.type == "cuda" and wire is not None and wire.type == "cpu"
-        return self.records and on_the_way and self.plans.of(work).is_recordable and work.flat.dtype == torch.float32
+        return self.replays and on_the_way and self.plans.of(work).is_recordable and work.flat.dtype == torch.float32
 
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)

@@ -51,8 +51,8 @@ def path_for(
     plans = FramePlans(select, scheme.frame_code)
     if not scheme.has_owners:
         assert isinstance(transport, Collectives)
-        records = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
-        return Gathering(transport, clock, plans, scheme.frame_code, records=records)
+        replays = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
+        return Gathering(transport, clock, plans, scheme.frame_code, replays=replays)
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
