@@ -37,7 +37,10 @@ class History:
     def note_(self, score: Score, union: Tensor, aggregate: Tensor) -> None:
         """Take in an answer: the entries in it, ascending, and its values there."""
         if score.note_ is not None:
-            score.note_(self.past, self.told[0], union, aggregate)
+            before, _ = self.told
+            score.note_(self.past, before, union, aggregate)
+            if before.is_cuda:  # made on the stream that chooses, whose next tensor could lie here too soon
+                before.record_stream(torch.cuda.current_stream(before.device))
             self._told = None
             if not score.fades:
                 self._told = union, self.past.index_select(0, union)

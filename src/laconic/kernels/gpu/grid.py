@@ -83,9 +83,8 @@ def memory_of(device: torch.device, num_words: int) -> Tensor:
     index = device.index or 0
     key = (index, triton.runtime.driver.active.get_current_stream(index)) if on_cuda else (-1, 0)
     kept = _memories.setdefault(key, [])
-    if not kept or kept[-1].numel() < num_words:
-        num_words = max(num_words, 2 * kept[-1].numel() if kept else 0)
-        fresh = torch.zeros(num_words, dtype=torch.int32, device=device)
-        kept.append(fresh)
-        return fresh  # another thread may have added one meanwhile
-    return kept[-1]
+    last = kept[-1] if kept else None  # looked at once: another thread may add one meanwhile
+    if last is None or last.numel() < num_words:
+        last = torch.zeros(max(num_words, 2 * last.numel() if last is not None else 0), dtype=torch.int32, device=device)
+        kept.append(last)
+    return last
