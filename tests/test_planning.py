@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn, optim
 
 from laconic import SchemeError
+from laconic.attach.own_steps import _ALONE_S, _numbers
 from laconic.layout import Layout
 from laconic.measure.train import Job
 from laconic.measure.train.probe import factor_of, probe
@@ -28,6 +30,7 @@ from laconic.planning import (
     candidate,
     kind_of,
     optimizer_name,
+    part_of,
     penalty_of,
     predict,
 )
@@ -125,6 +128,20 @@ def test_of_nearly_equal_ones_the_simpler_is_picked() -> None:
     found = answer(_measured(compute=equal, rehearsals=tuple((candidate(text), free) for text in CANDIDATES)))
     assert found.pick == "dense" and found.limit == "host cores"
     assert found.reasons[0].startswith("do not compress: the network is 0 %")
+
+
+def test_a_part_is_of_the_larger_parameters_cut_to_their_first_rows() -> None:
+    layout = Layout.of(["a", "b", "c"], [(10, 7), (3,), (100, 2, 2)])
+    flat = torch.arange(473.0)
+    for wanted, shapes in ((50, [(12, 2, 2), (1, 7)]), (470, [(100, 2, 2), (10, 7)]), (0.1, [(1, 2, 2)])):
+        ((part, values),) = part_of([(layout, flat)], wanted)
+        assert [span.shape for span in part.spans] == shapes
+        assert values[0] == 73 and values.numel() == part.num_entries
+
+
+@pytest.mark.parametrize(("step_s", "numbers"), [(0.1, (5, 10, 3)), (3.0, (2, 1, 1)), (10.0, (0, 0, 0))])
+def test_of_long_steps_fewer_are_taken(step_s: float, numbers: tuple[int, int, int]) -> None:
+    assert _numbers(step_s, _ALONE_S - 2 * step_s) == numbers
 
 
 def test_a_row_can_be_asked_for_again_and_its_text_makes_it() -> None:

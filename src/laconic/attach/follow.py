@@ -116,14 +116,25 @@ def follow(
             follower.close()
             raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
         return follower
-    gossip_end: Group | TcpMailbox = meeting
-    if scheme.exchange.mode != "matched":
-        longest = longest_message(tensors_of(model))
-        gossip_end = open_mailbox(meeting, scheme.exchange.patience, timeout_s or TIMEOUT_S, longest)
-        meeting.close()
-    gossiper = Follower(model, optimizer, scheme, gossip_end)
+    gossiper = gossip_among(model, optimizer, scheme, meeting, timeout_s or TIMEOUT_S)
     gossiper.everyone = Everyone(group)
     return gossiper
+
+
+def gossip_among(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: GossipScheme,
+    meeting: Group,
+    timeout_s: float = TIMEOUT_S,
+) -> Follower:
+    """One of a gossip among all who meet there, whose model begins as it is; a call that all of them make."""
+    end: Group | TcpMailbox = meeting
+    if scheme.exchange.mode != "matched":
+        longest = longest_message(tensors_of(model))
+        end = open_mailbox(meeting, scheme.exchange.patience, timeout_s, longest)
+        meeting.close()
+    return Follower(model, optimizer, scheme, end)
 
 
 def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:

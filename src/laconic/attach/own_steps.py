@@ -24,6 +24,7 @@ from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group
 
 _FIRST_STEPS = 2  # after the first of them DDP cuts its buckets anew
+_ALONE_S = 24.0  # for all steps without an exchange, the first included; one is taken however long it is
 _MEASURED_S = 4.0  # for which steps are measured, two of them at least
 _MOST_STEPS = 10
 _TRIED_S = 2.5  # for which steps of a scheme are taken
@@ -55,20 +56,24 @@ class OwnSteps:
 
     def measure(self) -> tuple[Compute, list[tuple[Layout, Tensor]]]:
         """What steps cost, and the last one's gradient in buckets."""
+        own: list[float] = []
+        arrivals: list[list[float]] = []
         with self._listening():
+            left_s = _ALONE_S
             for _ in range(_FIRST_STEPS):
-                self._timed()
-            first_s = slowest(self._transport, self._timed())
-            number = max(2, min(_MOST_STEPS, round(_MEASURED_S / first_s)))
+                own, arrivals = [self._timed()], [self._arrivals]
+                step_s = slowest(self._transport, own[0])
+                left_s -= step_s
+                if left_s < step_s:
+                    break
+            alone_number, number, beside_number = _numbers(step_s, left_s)
             with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
-                alone = [self._plain() for _ in range(max(3, number // 2))][1:]
-            own: list[float] = []
-            arrivals: list[list[float]] = []
+                alone = [self._plain() for _ in range(alone_number)][1:] or own
             for _ in range(number):
                 own.append(self._timed())
-                arrivals.append(list(self._arrivals))
+                arrivals.append(self._arrivals)
             with busy(self._device):
-                beside = [self._timed() for _ in range(max(2, number // 3))]
+                beside = [self._timed() for _ in range(beside_number)] or own
         everyone = self._everyone(own)
         alone_s = statistics.median(statistics.fmean(row) for row in self._everyone(alone))
         own_s = statistics.median(statistics.fmean(row) for row in everyone)
@@ -197,6 +202,15 @@ class OwnSteps:
         rows: Tensor = self._transport.tell_all(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
         return by_step
+
+
+def _numbers(step_s: float, left_s: float) -> tuple[int, int, int]:
+    """How many steps to take alone, with all workers at once, and beside a busy thread: fewer where they take long."""
+    number = max(2, min(_MOST_STEPS, round(_MEASURED_S / step_s)))
+    for numbers in ((max(3, number // 2), number, max(2, number // 3)), (2, 1, 1)):
+        if sum(numbers) * step_s <= left_s:
+            return numbers
+    return 0, 0, 0
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from laconic.layout import plain_name
 from laconic.planning import CANDIDATES, Plan, answer, candidate, optimizer_name
 from laconic.transport import Group, ProcessGroup, own_group, silence_said, world
 
+_REHEARSING_S = 35.0  # after which exchanges are rehearsed as seldom as can be
 _PLANNING_S = 45.0  # after which no more is tried
 
 
@@ -71,6 +72,7 @@ def plan(
                 transport,
                 group,
                 busy=lambda: busy(device),
+                until=start + _REHEARSING_S,
             )
             with silence_said(group.rank()):
                 measured = replace(measured, pairs=measure_pairs(own))

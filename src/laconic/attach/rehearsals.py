@@ -1,6 +1,6 @@
 """Every candidate's exchange, rehearsed over the network of a job."""
 
-import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from laconic.attach.follow import follow
+from laconic.attach.follow import gossip_among
 from laconic.layout import Layout, plain_name
 from laconic.planning import (
     Candidate,
@@ -20,15 +20,19 @@ from laconic.planning import (
     Rehearsal,
     kind_of,
     measure_link_costs,
+    part_of,
     rehearse,
     slowest,
 )
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
-from laconic.transport import Group, ProcessGroup
+from laconic.transport import Group, ProcessGroup, own_group
 
 _OUTER_PASSES = 10  # over the model in an outer step: drift, anchor, momentum, model
-_GOSSIP_STEPS = 10
+_MOST_GOSSIP_STEPS = 10
+_LEAST_GOSSIP_STEPS = 5
+_GOSSIP_S = 5.0  # for which steps are taken
 _GOSSIP_STEP_S = 0.1  # at most, between two of them
+_AFFORDABLE_S = 1.2  # of wire, for a model; of a larger one, a part gossips
 
 
 def measure_exchanges(
@@ -40,13 +44,18 @@ def measure_exchanges(
     transport: Group,
     group: ProcessGroup,
     busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+    until: float = math.inf,
 ) -> Measured:
-    """Measure the links and each candidate's exchange over them; a call that all ranks make."""
+    """Measure the links and each candidate's exchange over them; a call that all ranks make.
+
+    `until` is when it should be over, by time.perf_counter(): repetitions are spared for that.
+    """
     links = measure_link_costs(transport, busy)
+    rehearsals = _rehearse_all(candidates, gradients, model, compute, transport, links, group, until)
     return Measured(
         compute=compute,
         links=links,
-        rehearsals=tuple(_rehearse_all(candidates, gradients, model, compute, transport, links, group).items()),
+        rehearsals=tuple(rehearsals.items()),
         tried_s=(),
         layouts=tuple(layout for layout, _ in gradients),
         num_workers=transport.num_workers,
@@ -64,10 +73,11 @@ def _rehearse_all(
     transport: Group,
     links: LinkCosts,
     group: ProcessGroup,
+    until: float,
 ) -> dict[Candidate, Rehearsal]:
     """Each candidate's exchange; those that say the same are rehearsed once."""
     known: dict[object, Rehearsal] = {}
-    found = {}
+    found: dict[Candidate, Rehearsal] = {}
     pass_s = slowest(transport, _pass_s(gradients))
     for asked in candidates:
         scheme = asked.scheme
@@ -78,7 +88,8 @@ def _rehearse_all(
         said = scheme.said
         key = said.select, said.quantize, said.memory, said.exchange, said.trigger
         if key not in known:
-            known[key] = rehearse(scheme, gradients, transport, links)
+            most_s = (until - time.perf_counter()) / (len(candidates) - len(found))
+            known[key] = rehearse(scheme, gradients, transport, links, most_s)
         found[asked] = known[key]
         if scheme.of_what == "drift":
             outer_s = _OUTER_PASSES * pass_s
@@ -109,26 +120,35 @@ def _rehearse_gossip(
     links: LinkCosts,
     group: ProcessGroup,
 ) -> Rehearsal:
-    """Some steps of a copy of the model, with pauses where it would train."""
-    twin = copy.deepcopy(model)
+    """Some steps of a copy of the model, with pauses where it would train.
+
+    Where the link would take long, of a part of it: what the worker itself does follows in proportion.
+    """
+    by_name = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    spans = [span for layout, _ in gradients for span in layout.spans]
+    num_entries = sum(span.num_entries for span in spans)
+    bytes_out = scheme.bytes_out(Layout.of([s.name for s in spans], [s.num_entries for s in spans]), group.size())
+    talk_s = links.frames.seconds(bytes_out)
+    parts = gradients if talk_s <= _AFFORDABLE_S else part_of(gradients, num_entries * _AFFORDABLE_S / talk_s)
+    pairs = [(span, flat[span.start : span.stop]) for layout, flat in parts for span in layout.spans]
+    device = pairs[0][1].device
+    values = [by_name[span.name].detach().flatten()[: span.num_entries].view(span.shape) for span, _ in pairs]
+    twin = nn.ParameterList([value.clone() for value in values])
+    for parameter, (_, gradient) in zip(twin, pairs, strict=True):
+        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
     optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
-    by_name = {span.name: flat[span.start : span.stop] for layout, flat in gradients for span in layout.spans}
-    follower = follow(twin, optimizer, scheme, group=group)
-    for _ in range(_GOSSIP_STEPS):
+    follower = gossip_among(twin, optimizer, scheme, Group(own_group(group, device), device))
+    number = max(_LEAST_GOSSIP_STEPS, min(_MOST_GOSSIP_STEPS, round(_GOSSIP_S / talk_s)))
+    for _ in range(number):
         time.sleep(min(compute.alone_s, _GOSSIP_STEP_S))
-        for name, parameter in twin.named_parameters():
-            if plain_name(name) in by_name:
-                parameter.grad = by_name[plain_name(name)].view_as(parameter).to(parameter.dtype)
         optimizer.step()
         follower.step()
-    own_s = slowest(transport, sum(follower.stats().seconds.values()) / _GOSSIP_STEPS)
+    own_s = slowest(transport, sum(follower.stats().seconds.values()) / number)
     follower.close()
-    num_entries = sum(layout.num_entries for layout, _ in gradients)
-    whole = Layout.of([name for name in by_name], [flat.numel() for flat in by_name.values()])
-    bytes_out = scheme.bytes_out(whole, group.size())
+    own_s *= num_entries / sum(span.num_entries for span, _ in pairs)
     return Rehearsal(
         choose_s=own_s,
-        talk_s=links.frames.seconds(bytes_out),
+        talk_s=talk_s,
         apply_s=0.0,
         bytes_out=bytes_out,
         messages=Messages(),

@@ -7,4 +7,4 @@ from laconic.planning.link_costs import LinkCost, LinkCosts, Messages, measure_l
 from laconic.planning.pairs import PairLink
 from laconic.planning.penalties import Penalty, kind_of, optimizer_name, penalty_of
 from laconic.planning.prediction import Prediction, predict
-from laconic.planning.rehearsal import Rehearsal, rehearse
+from laconic.planning.rehearsal import Rehearsal, part_of, rehearse

@@ -1,5 +1,6 @@
 """An exchange rehearsed: the scheme's own session over the real network, on real gradients, without training."""
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -56,9 +57,15 @@ class Rehearsal:
 
 
 def rehearse(
-    scheme: Scheme | OuterScheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, links: LinkCosts
+    scheme: Scheme | OuterScheme,
+    gradients: Sequence[tuple[Layout, Tensor]],
+    transport: Collectives,
+    links: LinkCosts,
+    most_s: float = math.inf,
 ) -> Rehearsal:
     """Exchange copies of `gradients` a few times under a scheme of gradients or drift; a call that all workers make.
+
+    After `most_s` no more than one is repeated.
 
     Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
     proportion: its stations by entries, its talk by what the link takes for the bytes, and for each bucket what the
@@ -69,8 +76,8 @@ def rehearse(
     num_bytes = _bytes_out(said, gradients, transport.num_workers)
     link = links.sums if said.exchange.adds_in_flight else links.frames
     expected_s = num_bytes / link.bytes_per_s
-    parts = gradients if expected_s <= _AFFORDABLE_S else _some(gradients, num_entries * _AFFORDABLE_S / expected_s)
-    spent, sent, messages = _timed(said, parts, transport)
+    parts = gradients if expected_s <= _AFFORDABLE_S else part_of(gradients, num_entries * _AFFORDABLE_S / expected_s)
+    spent, sent, messages = _timed(said, parts, transport, most_s)
     entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
     bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
     talk_s = spent["exchange"]
@@ -100,31 +107,40 @@ def _bytes_out(said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], num_wor
     return sum(bytes_out(said, layout, num_workers) for layout, _ in gradients)
 
 
-def _some(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> list[tuple[Layout, Tensor]]:
-    """One bucket of whole parameters, the larger first, that together have at most so many entries; at least one."""
-    pairs = [(span, flat) for layout, flat in gradients for span in layout.spans]
+def part_of(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> list[tuple[Layout, Tensor]]:
+    """One bucket of about so many entries: the larger parameters, the last of them cut to its first rows."""
+    pairs = [(span, flat) for layout, flat in gradients for span in layout.spans if span.num_entries]
     pairs.sort(key=lambda pair: -pair[0].num_entries)
-    taken = []
+    names: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    parts: list[Tensor] = []
     for span, flat in pairs:
-        if span.num_entries <= num_entries:
-            taken.append((span, flat))
-            num_entries -= span.num_entries
-    taken = taken or pairs[-1:]
-    layout = Layout.of([span.name for span, _ in taken], [span.shape for span, _ in taken])
-    return [(layout, torch.cat([flat[span.start : span.stop] for span, flat in taken]))]
+        num_rows, *others = span.shape or (1,)
+        row = math.prod(others)
+        rows = min(num_rows, max(1, int(num_entries / row)))
+        names.append(span.name)
+        shapes.append((rows, *others))
+        parts.append(flat[span.start : span.start + rows * row])
+        num_entries -= rows * row
+        if num_entries < 1:
+            break
+    return [(Layout.of(names, shapes), torch.cat(parts))]
 
 
 def _timed(
-    said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives
+    said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, most_s: float
 ) -> tuple[dict[str, float], float, Messages]:
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
     session = Session(said, transport, undoes=True)
     found: list[dict[str, float]] = []
     sent: list[Counter[str]] = []  # bytes by kind
     messages: list[Counter[str]] = []
+    begun = time.perf_counter()
     for _ in range(_WARM_UP + _REPEATS):
-        if len(found) > 1 and slowest(transport, sum(found[-1].values())) > _LONG_S:
-            break
+        if len(found) > 1:
+            too_long_s = max(sum(found[-1].values()) - _LONG_S, time.perf_counter() - begun - most_s)
+            if slowest(transport, too_long_s) > 0:
+                break
         bytes_before, messages_before = left_so_far(transport)
         buckets = [
             Bucket(index, layout, flat.clone(), is_last=index == len(gradients) - 1)
