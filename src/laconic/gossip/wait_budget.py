@@ -16,9 +16,10 @@ _USUAL = 2.0  # times what a quick one takes; with less, chance makes workers la
 class WaitBudget:
     """Waits for peers while there is time for it: a model that moves a step late learns less from the others.
 
-    What an exchange may take on the link is waited for at no charge. What is beyond that, and waiting in vain, is paid
-    from a share of the time a worker has trained for. Who was waited for in vain is not waited for the next time, so
-    that a slow peer slows nobody down for long.
+    What an exchange may take on the link is waited for at no charge, and while that is not known all that patience
+    allows: exchanges that nobody waits for share the link, and each then takes longer than is usual. What is beyond
+    that, and waiting in vain, is paid from a share of the time a worker has trained for. Who was waited for in vain is
+    not waited for the next time, so that a slow peer slows nobody down for long.
     """
 
     def __init__(self, pattern: Gossip, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,6 +28,7 @@ class WaitBudget:
         self.tardy: set[int] = set()  # who was waited for in vain
         self._pattern = pattern
         self._clock = clock
+        self._is_first = True  # the next exchange, for which kernels are compiled: it does not tell what is usual
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
         self._training_since = clock()
 
@@ -41,6 +43,11 @@ class WaitBudget:
 
     def note_exchanged_(self, seconds: float) -> None:
         """An exchange took so long."""
+        if not self._is_first:
+            self._learn_(seconds)
+        self._is_first = False
+
+    def _learn_(self, seconds: float) -> None:
         self._took_s.append(seconds)
         self.usual_s = _USUAL * sorted(self._took_s)[len(self._took_s) // _QUICK]
 
@@ -48,7 +55,7 @@ class WaitBudget:
         """Wait for a peer until all of these are set, or it is enough."""
         patience = self._pattern.patience
         since = self._clock()
-        free_s = self.usual_s if self.usual_s < patience else 0.0
+        free_s = patience if not self._took_s else self.usual_s if self.usual_s < patience else 0.0
         if self._pattern.mode == "wait":
             self._all_set(over, patience)
         elif peer in self.tardy:
@@ -56,6 +63,8 @@ class WaitBudget:
         elif self._pattern.grace and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
             self.tardy.add(peer)
             free_s = 0.0
+            if not self._took_s:  # one takes longer than that
+                self._learn_(patience)
         self.left_s -= max(0.0, self._clock() - since - free_s)
 
     def _all_set(self, events: Sequence[Event], longest_s: float) -> bool:
