@@ -85,6 +85,8 @@ def memory_of(device: torch.device, num_words: int) -> Tensor:
     kept = _memories.setdefault(key, [])
     last = kept[-1] if kept else None  # looked at once: another thread may add one meanwhile
     if last is None or last.numel() < num_words:
-        last = torch.zeros(max(num_words, 2 * last.numel() if last is not None else 0), dtype=torch.int32, device=device)
+        last = torch.zeros(
+            max(num_words, 2 * last.numel() if last is not None else 0), dtype=torch.int32, device=device
+        )
         kept.append(last)
     return last
