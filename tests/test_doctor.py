@@ -18,7 +18,7 @@ from laconic.errors import LabError, PeerError
 from laconic.measure import cli
 from laconic.measure.doctor import CHECKS, Finding, Seen, examine
 from laconic.measure.doctor.between import everyones
-from laconic.measure.doctor.facts import HostFacts, facts_here
+from laconic.measure.doctor.facts import _CONGESTION_CONTROL, HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
 from laconic.measure.lab.enter import join
@@ -104,6 +104,7 @@ FAULTS = {
     "MTU": (seen(used=replace(ETH0, mtu=1400)), "host1", "1400"),
     "MTU of all": (Seen((replace(HOST, used=replace(ETH0, mtu=1400)),)), "host0", "overlay"),
     "MTU of the way": (replace(seen(), narrow_paths=((0, 1, 1500),)), "host0 to host1", "switch"),
+    "congestion control": (seen(congestion_control="bbr"), "host1", "tcp_congestion_control=cubic"),
     "slow host": (seen(work_s=0.02), "host1", "top"),
     "threads": (seen(num_threads=16), "host1", "OMP_NUM_THREADS=4"),
     "threads of all processes": (Seen((replace(HOST, num_threads=3),) * 2), "host0", "OMP_NUM_THREADS=2"),
@@ -310,6 +311,30 @@ def test_a_bridge_is_found(capfd: pytest.CaptureFixture[str]) -> None:
         netlink.add_address(host.namespace, "br-lab", host.address)
         inside = {1: {"env": {"GLOO_SOCKET_IFNAME": "br-lab"}}}
         assert _found_in(lab, capfd, inside) == [("tunnel or bridge", "host1")]
+
+
+def _congestion_control_of(host: Host, wanted: str = "") -> str:
+    """What TCP goes by on a host, after it was set to what is wanted."""
+
+    def look() -> str:
+        join(host.namespace)
+        if wanted:
+            _CONGESTION_CONTROL.write_text(wanted)
+        return _CONGESTION_CONTROL.read_text().strip()
+
+    return netlink._in_a_child(look)
+
+
+@needs_lab
+@pytest.mark.slow
+def test_another_congestion_control_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    with Lab.create(LabSpec(2, Link.parse("50mbit"))) as lab:
+        assert _congestion_control_of(lab.hosts[0]) == "cubic", "whatever this machine's is"
+        try:
+            _congestion_control_of(lab.hosts[1], "bbr")
+        except OSError:
+            pytest.skip("this kernel has no BBR")
+        assert _found_in(lab, capfd) == [("congestion control", "host1")]
 
 
 @needs_lab

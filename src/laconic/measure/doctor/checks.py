@@ -163,6 +163,19 @@ def mtu(seen: Seen) -> Iterator[Finding]:
         yield Finding("MTU", way, f"packets of {size} bytes get lost", "they arrive as short ones do", cure)
 
 
+def congestion_control(seen: Seen) -> Iterator[Finding]:
+    """TCP sends at a pace that connections which take turns do not let it find."""
+    for facts in seen.hosts if len(seen.hosts) > 1 else ():
+        if facts.congestion_control.startswith("bbr"):
+            yield Finding(
+                "congestion control",
+                facts.host,
+                facts.congestion_control,
+                "cubic: connections to peers take turns, and BBR goes on at the pace of each one's last",
+                "sysctl -w net.ipv4.tcp_congestion_control=cubic, unless packets get lost on the way",
+            )
+
+
 def slow_host(seen: Seen) -> Iterator[Finding]:
     """One host computes more slowly than the others."""
     taken = [min(f.work_s for f in seen.facts if f.machine == host.machine) for host in seen.hosts]
@@ -236,6 +249,7 @@ CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     rate,
     slow_link,
     mtu,
+    congestion_control,
     slow_host,
     threads,
     kernels,

@@ -28,6 +28,7 @@ from laconic.measure.doctor.interfaces import (
 _WORK_SIDE = 256
 _WORK_S = 0.5
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class HostFacts:
     used: Interface | None  # by which the group talks, or would
     towards: Interface | None  # on the way to MASTER_ADDR, or on the default route
     work_s: float = 0.0  # of a fixed piece of work
+    congestion_control: str = ""  # of TCP
 
     def as_dict(self) -> dict[str, Any]:
         """Its JSON form."""
@@ -75,6 +77,7 @@ def facts_here(work: Callable[[], object] | None = None) -> HostFacts:
         used=used,
         towards=towards,
         work_s=_least_seconds(work or _work()),
+        congestion_control=_congestion_control(),
     )
 
 
@@ -85,6 +88,13 @@ def num_cores() -> int:
         quota, period = _CPU_QUOTA.read_text().split()
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
+
+
+def _congestion_control() -> str:
+    try:
+        return _CONGESTION_CONTROL.read_text().strip()
+    except OSError:  # not Linux
+        return ""
 
 
 def _machine() -> str:

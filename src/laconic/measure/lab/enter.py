@@ -14,6 +14,7 @@ from pathlib import Path
 
 _CLONE_NEWNS, _CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 _MS_BIND, _MS_RDONLY, _MS_REC, _MS_SLAVE = 1 << 12, 1, 1 << 14, 1 << 19
+_TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace that one is in
 _FIRST_FILE = 100  # of the files by which a holder keeps its namespaces
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as a shell says it
 
@@ -61,9 +62,14 @@ def become_owner() -> None:
 
 
 def hold(count: int) -> None:
-    """Make network namespaces, print the number of the process that holds them, and let it stay once told `go`."""
+    """Make network namespaces, print the number of the process that holds them, and let it stay once told `go`.
+
+    TCP is alike in all labs, whatever the machine's own is set to.
+    """
     for index in range(count):
         call("unshare", CLONE_NEWNET)
+        with suppress(OSError):  # a kernel that has another one alone
+            _TCP.write_text("cubic")
         made = os.open("/proc/self/ns/net", os.O_RDONLY)
         os.dup2(made, _FIRST_FILE + index)
         os.close(made)
