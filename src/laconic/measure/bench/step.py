@@ -69,6 +69,8 @@ def _bench_step(asked: Scheme, n: int, workers: int, device: str, steps: int, se
     def step(number: int) -> None:
         for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
             flat.copy_(gradients[number % _NUM_GRADIENTS][index])
+            if flat.is_cuda:
+                torch.cuda.current_stream().synchronize()  # the gradient is there before anything is chosen of it
             session.exchange_(Bucket(index, layout, flat, is_last=index == len(layouts) - 1))
 
     for number in range(_STEPS_BEFORE):
