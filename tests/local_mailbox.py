@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, Reply
+from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Answered, Combine, Reply, nobody_is_told
 from laconic.transport.traffic import Traffic
 
 
@@ -33,8 +33,13 @@ class LocalMailbox:
         self._delay = delay
         self._counting = threading.Lock()
 
-    def listen(self, reply: Reply) -> None:
-        self._network.replies[self.rank] = reply
+    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
+        def answer(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+            told = reply(peer, turn, message, num_bytes)
+            answered(peer, turn)
+            return told
+
+        self._network.replies[self.rank] = answer
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         self._delay()

@@ -83,6 +83,21 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
         assert boxes[1].traffic.bytes_out == 0
 
 
+def test_who_answers_hears_when_an_answer_has_left() -> None:
+    left = threading.Event()
+    told: list[tuple[int, int]] = []
+
+    def answered(peer: int, turn: int) -> None:
+        told.append((peer, turn))
+        left.set()
+
+    with _mailboxes(2) as boxes:
+        for box in boxes:
+            box.listen(_echo, answered)
+        boxes[1].ask(0, 7, _bytes(9), 9)
+        assert left.wait(10) and told == [(1, 7)]
+
+
 def test_a_peer_that_takes_its_time_holds_up_nobody_else() -> None:
     goes_on = threading.Event()
 

@@ -55,7 +55,7 @@ class Free(Side):
         self._catch_up()
         self._closed = False
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
-        self.end.listen(self._serve)
+        self.end.listen(self._serve, self._served)
 
     def step(self, step: int, lr: float) -> None:
         """Move by what is owed, and talk; raises what went wrong in another thread."""
@@ -146,6 +146,9 @@ class Free(Side):
         except Exception as error:
             self._failed = error
             raise
+
+    def _served(self, peer: int, turn: int) -> None:
+        """An answer has left."""
 
     def _answer(self, peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         """j hears of x_i, owes itself (x_i - x_j)/2, and tells of x_j: its model with all that is owed."""

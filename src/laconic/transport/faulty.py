@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.transport.mailbox import Combine, Mailbox, Reply
+from laconic.transport.mailbox import Answered, Combine, Mailbox, Reply, nobody_is_told
 from laconic.transport.transport import Collectives, Push, Transport
 
 
@@ -164,11 +164,11 @@ class FaultyMailbox:
         self._questions = questions
         self._replies = replies
 
-    def listen(self, reply: Reply) -> None:
+    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
         def faulty(peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
             return self._replies.filled(reply(peer, turn, said, num_bytes))
 
-        self._inner.listen(faulty)
+        self._inner.listen(faulty, answered)
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         with self._closed_at_death():

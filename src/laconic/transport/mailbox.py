@@ -9,9 +9,14 @@ from laconic.transport.connection import HEAD_BYTES
 from laconic.transport.traffic import Traffic
 
 Reply = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
+Answered = Callable[[int, int], object]  # (who asked, at which turn)
 Combine = Callable[[list[Tensor]], Tensor]
 
 QUESTION_HEAD_BYTES = HEAD_BYTES  # before a question: what it is, its turn, its length and that of the answer
+
+
+def nobody_is_told(peer: int, turn: int) -> None:
+    """Of an answer that has left."""
 
 
 class Mailbox(Protocol):
@@ -21,8 +26,8 @@ class Mailbox(Protocol):
     num_workers: int
     traffic: Traffic
 
-    def listen(self, reply: Reply) -> None:
-        """Answer whoever asks from now on, in threads of the mailbox's own."""
+    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
+        """Answer whoever asks from now on, in threads of the mailbox's own; `answered` hears of each that has left."""
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
         """The `num_bytes` that `peer` answers; PeerError if it has died or hangs. A slow peer is waited for."""
