@@ -122,7 +122,8 @@ def _rehearse_gossip(
 ) -> Rehearsal:
     """Some steps of a copy of the model, with pauses where it would train.
 
-    Where the link would take long, of a part of it: what the worker itself does follows in proportion.
+    Where the link would take long, of a part of it, and the rest follows in proportion. Who keeps an appointment waits
+    in its step for what crosses; what is beyond that is the worker's own.
     """
     by_name = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     spans = [span for layout, _ in gradients for span in layout.spans]
@@ -139,13 +140,16 @@ def _rehearse_gossip(
     optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
     follower = gossip_among(twin, optimizer, scheme, Group(own_group(group, device), device))
     number = max(_LEAST_GOSSIP_STEPS, min(_MOST_GOSSIP_STEPS, round(_GOSSIP_S / talk_s)))
-    for _ in range(number):
+    first_s = 0.0
+    for _ in range(1 + number):
         time.sleep(min(compute.alone_s, _GOSSIP_STEP_S))
         optimizer.step()
         follower.step()
-    own_s = slowest(transport, sum(follower.stats().seconds.values()) / number)
+        first_s = first_s or sum(follower.stats().seconds.values())
+    taken_s = slowest(transport, (sum(follower.stats().seconds.values()) - first_s) / number)
     follower.close()
-    own_s *= num_entries / sum(span.num_entries for span, _ in pairs)
+    taken_s *= num_entries / sum(span.num_entries for span, _ in pairs)
+    own_s = taken_s if scheme.exchange.mode == "free" else max(0.0, taken_s - talk_s)
     return Rehearsal(
         choose_s=own_s,
         talk_s=talk_s,
