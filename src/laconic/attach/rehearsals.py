@@ -125,19 +125,14 @@ def _rehearse_gossip(
     Where the link would take long, of a part of it, and the rest follows in proportion. Who keeps an appointment waits
     in its step for what crosses; what is beyond that is the worker's own.
     """
-    by_name = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     spans = [span for layout, _ in gradients for span in layout.spans]
     num_entries = sum(span.num_entries for span in spans)
     bytes_out = scheme.bytes_out(Layout.of([s.name for s in spans], [s.num_entries for s in spans]), group.size())
     talk_s = links.frames.seconds(bytes_out)
     parts = gradients if talk_s <= _AFFORDABLE_S else part_of(gradients, num_entries * _AFFORDABLE_S / talk_s)
-    pairs = [(span, flat[span.start : span.stop]) for layout, flat in parts for span in layout.spans]
-    device = pairs[0][1].device
-    values = [by_name[span.name].detach().flatten()[: span.num_entries].view(span.shape) for span, _ in pairs]
-    twin = nn.ParameterList([value.clone() for value in values])
-    for parameter, (_, gradient) in zip(twin, pairs, strict=True):
-        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+    twin = _twin(model, parts)
     optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    device = parts[0][1].device
     follower = gossip_among(twin, optimizer, scheme, Group(own_group(group, device), device))
     number = max(_LEAST_GOSSIP_STEPS, min(_MOST_GOSSIP_STEPS, round(_GOSSIP_S / talk_s)))
     first_s = 0.0
@@ -148,7 +143,7 @@ def _rehearse_gossip(
         first_s = first_s or sum(follower.stats().seconds.values())
     taken_s = slowest(transport, (sum(follower.stats().seconds.values()) - first_s) / number)
     follower.close()
-    taken_s *= num_entries / sum(span.num_entries for span, _ in pairs)
+    taken_s *= num_entries / sum(layout.num_entries for layout, _ in parts)
     own_s = taken_s if scheme.exchange.mode == "free" else max(0.0, taken_s - talk_s)
     return Rehearsal(
         choose_s=own_s,
@@ -162,3 +157,16 @@ def _rehearse_gossip(
         num_entries=num_entries,
         adds=False,
     )
+
+
+def _twin(model: nn.Module, parts: Sequence[tuple[Layout, Tensor]]) -> nn.ParameterList:
+    """What of a model these are parts of, each with its gradient."""
+    by_name = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    twin = nn.ParameterList()
+    for layout, flat in parts:
+        for span in layout.spans:
+            values = by_name[span.name].flatten()[: span.num_entries].view(span.shape)
+            parameter = nn.Parameter(values.clone())
+            parameter.grad = flat[span.start : span.stop].view(span.shape).to(values.dtype)
+            twin.append(parameter)
+    return twin

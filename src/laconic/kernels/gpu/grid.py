@@ -83,10 +83,8 @@ def memory_of(device: torch.device, num_words: int) -> Tensor:
     index = device.index or 0
     key = (index, triton.runtime.driver.active.get_current_stream(index)) if on_cuda else (-1, 0)
     kept = _memories.setdefault(key, [])
-    last = kept[-1] if kept else None  # looked at once: another thread may add one meanwhile
-    if last is None or last.numel() < num_words:
-        last = torch.zeros(
-            max(num_words, 2 * last.numel() if last is not None else 0), dtype=torch.int32, device=device
-        )
+    last = kept[-1] if kept else torch.empty(0)  # looked at once: another thread may add one meanwhile
+    if last.numel() < num_words:
+        last = torch.zeros(max(num_words, 2 * last.numel()), dtype=torch.int32, device=device)
         kept.append(last)
     return last
