@@ -16,6 +16,7 @@ from torch import Tensor
 import virtual
 from laconic import FrameError, Session
 from laconic.exchange import Server, Shares
+from laconic.exchange import shares as shares_module
 from laconic.layout import Bucket, Layout
 from laconic.measure.records import read
 from laconic.measure.train import Job, verdict, work_in_process
@@ -37,8 +38,12 @@ from parts import made
 from virtual import LAYOUTS, gradients, one_step
 
 
+@pytest.mark.parametrize("long_run", [0, 500])  # places are joined by runs, or by entry
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 64])
-def test_shares_are_pieces_of_every_parameter_and_lead_back(num_shares: int) -> None:
+def test_shares_are_pieces_of_every_parameter_and_lead_back(
+    num_shares: int, long_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares_module, "_LONG_RUN", long_run)
     layout = Layout.of(["a", "empty", "b", "c", "d"], [1000, 0, 7, 1, 333])
     shares = Shares(layout, num_shares)
     for own in shares.layouts:
@@ -50,10 +55,12 @@ def test_shares_are_pieces_of_every_parameter_and_lead_back(num_shares: int) -> 
     positions = torch.randperm(layout.num_entries, generator=torch.Generator().manual_seed(0))[:500].sort().values
     order, places = shares.cut(positions)
     assert all(bool((at[1:] > at[:-1]).all()) for at in places)
-    back, as_told = shares.positions(places)
-    assert torch.equal(back, positions)
-    assert torch.equal(positions[order] if as_told is None else positions[order][as_told], positions)
-    everything, _ = shares.positions([torch.arange(own.num_entries) for own in shares.layouts])
+    values = torch.randn(positions.numel(), generator=torch.Generator().manual_seed(1))
+    by_share = torch.split(values[order], [at.numel() for at in places])
+    back, told = shares.joined(places, by_share)
+    assert torch.equal(back, positions) and torch.equal(told, values)
+    whole = [torch.arange(own.num_entries) for own in shares.layouts]
+    everything, _ = shares.joined(whole, [at.to(torch.float32) for at in whole])
     assert torch.equal(everything, torch.arange(layout.num_entries))
 
 

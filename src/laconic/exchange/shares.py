@@ -7,8 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laconic.kernels.host import repeated
+from laconic.kernels.host import joined_runs, repeated
 from laconic.layout import Layout
+
+_LONG_RUN = 500  # entries, on average, from which on runs are copied sooner than entries are looked up
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,21 @@ class Shares:
         places = positions.index_select(0, order).sub_(repeated(ways, counts, positions.numel())).to(torch.int32)
         return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
-    def positions(self, places: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Where ascending places within each share lie in the bucket, int64, ascending, and the order that makes it so.
-
-        The order is that of the shares end to end; None where it changes nothing.
-        """
+    def joined(self, places: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Where ascending places of each share lie in the bucket, int64, ascending, and the values that are there."""
         if self.num_shares == 1:
-            return places[0].to(torch.int64), None
-        _, within, ways = self._pieces(places[0].device)
+            return places[0].to(torch.int64), values[0]
+        starts, within, ways = self._pieces(places[0].device)
+        total = sum(place.numel() for place in places)
+        if places[0].device.type == "cpu" and total > _LONG_RUN * starts.numel():
+            return joined_runs(places, values, within, ways.view_as(within))
         counts = torch.stack([_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)])
         begins = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
         begins, counts, ways = (self._turned(each) for each in (begins, counts, ways.view_as(counts)))
         at = torch.cat(list(places))
         order = _in_order(begins, counts, at)
-        return at.index_select(0, order).add_(repeated(ways, counts, at.numel())).to(torch.int64), order
+        positions = at.index_select(0, order).add_(repeated(ways, counts, total)).to(torch.int64)
+        return positions, torch.cat(list(values)).index_select(0, order)
 
     @staticmethod
     def _turned(pieces: Tensor) -> Tensor:

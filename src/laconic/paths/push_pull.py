@@ -254,10 +254,8 @@ class PushPull(Path):
             places.append(contents.positions)
             fixed_values.append(contents.values[: shape.num_fixed])
             chosen_values.append(contents.values[shape.num_fixed :])
-        positions, order = division.shares.positions(places)
-        if order is not None:
-            chosen_values = [torch.cat(chosen_values).index_select(0, order)]
-        values = torch.cat([*fixed_values, *chosen_values])
+        positions, chosen = division.shares.joined(places, chosen_values)
+        values = torch.cat([*fixed_values, chosen])
         values = values.sign() if self.server.votes else values
         num_entries = work.layout.num_entries
         if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
