@@ -18,10 +18,10 @@ from laconic.errors import LabError, PeerError
 from laconic.measure import cli
 from laconic.measure.doctor import CHECKS, Finding, Seen, examine
 from laconic.measure.doctor.between import everyones
-from laconic.measure.doctor.facts import _CONGESTION_CONTROL, HostFacts, facts_here
+from laconic.measure.doctor.facts import HostFacts, facts_here
 from laconic.measure.doctor.interfaces import Interface, interfaces
 from laconic.measure.lab import Host, Lab, LabSpec, Link, netlink, noted_signals, run
-from laconic.measure.lab.enter import join
+from laconic.measure.lab.enter import CONGESTION_CONTROL, join
 from laconic.planning import PairLink
 from laconic.transport import own_group, world
 from workers import WorkerPool
@@ -319,8 +319,8 @@ def _congestion_control_of(host: Host, wanted: str = "") -> str:
     def look() -> str:
         join(host.namespace)
         if wanted:
-            _CONGESTION_CONTROL.write_text(wanted)
-        return _CONGESTION_CONTROL.read_text().strip()
+            CONGESTION_CONTROL.write_text(wanted)
+        return CONGESTION_CONTROL.read_text().strip()
 
     return netlink._in_a_child(look)
 

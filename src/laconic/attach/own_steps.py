@@ -25,7 +25,7 @@ from laconic.transport import Everyone, Group
 
 _FIRST_STEPS = 2  # after the first of them DDP cuts its buckets anew
 _ALONE_S = 24.0  # for all steps without an exchange, the first included; one is taken however long it is
-_MEASURED_S = 4.0  # for which steps are measured, two of them at least
+_MEASURED_S = 4.0  # for which steps are measured, two of them at least where there is time
 _MOST_STEPS = 10
 _TRIED_S = 2.5  # for which steps of a scheme are taken
 _LEAST_TRIED = 4

@@ -1,6 +1,7 @@
 """Every candidate's exchange, rehearsed over the network of a job."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +33,7 @@ _MOST_GOSSIP_STEPS = 10
 _LEAST_GOSSIP_STEPS = 5
 _GOSSIP_S = 5.0  # for which steps are taken
 _GOSSIP_STEP_S = 0.1  # at most, between two of them
-_AFFORDABLE_S = 1.2  # of wire, for a model; of a larger one, a part gossips
+_GOSSIP_WIRE_S = 1.2  # for a whole model; of a larger one, a part gossips
 
 
 def measure_exchanges(
@@ -129,19 +130,22 @@ def _rehearse_gossip(
     num_entries = sum(span.num_entries for span in spans)
     bytes_out = scheme.bytes_out(Layout.of([s.name for s in spans], [s.num_entries for s in spans]), group.size())
     talk_s = links.frames.seconds(bytes_out)
-    parts = gradients if talk_s <= _AFFORDABLE_S else part_of(gradients, num_entries * _AFFORDABLE_S / talk_s)
+    parts = gradients if talk_s <= _GOSSIP_WIRE_S else part_of(gradients, num_entries * _GOSSIP_WIRE_S / talk_s)
     twin = _twin(model, parts)
     optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
     device = parts[0][1].device
     follower = gossip_among(twin, optimizer, scheme, Group(own_group(group, device), device))
     number = max(_LEAST_GOSSIP_STEPS, min(_MOST_GOSSIP_STEPS, round(_GOSSIP_S / talk_s)))
-    first_s = 0.0
-    for _ in range(1 + number):
+
+    def step_s() -> float:
         time.sleep(min(compute.alone_s, _GOSSIP_STEP_S))
         optimizer.step()
+        start = time.perf_counter()
         follower.step()
-        first_s = first_s or sum(follower.stats().seconds.values())
-    taken_s = slowest(transport, (sum(follower.stats().seconds.values()) - first_s) / number)
+        return time.perf_counter() - start
+
+    step_s()  # for which connections are tried and kernels compiled
+    taken_s = slowest(transport, statistics.fmean(step_s() for _ in range(number)))
     follower.close()
     taken_s *= num_entries / sum(layout.num_entries for layout, _ in parts)
     own_s = taken_s if scheme.exchange.mode == "free" else max(0.0, taken_s - talk_s)

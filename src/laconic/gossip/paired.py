@@ -17,9 +17,8 @@ class Paired(Free):
     everything.
 
     Who is to be asked waits a moment until its answer has left, so both of a pair move to the middle before they train
-    on, and no answer shares a link with the questions of the next turn: on gpt2 among four at 1gbit, pairs that did
-    came too late for others, and links were idle half of the time. In `free` who is asked moves a step later. Who comes
-    late finds what it owes, and who is early is not held up for long.
+    on, and no answer shares a link with the questions of the next turn, which makes one pair late for all others. In
+    `free` who is asked moves a step later. Who comes late finds what it owes, and who is early is not held up for long.
     """
 
     def __post_init__(self) -> None:

@@ -55,7 +55,8 @@ class WaitBudget:
         """Wait for a peer until all of these are set, or it is enough."""
         patience = self._pattern.patience
         since = self._clock()
-        free_s = patience if not self._took_s else self.usual_s if self.usual_s < patience else 0.0
+        usual_s = self.usual_s if self.usual_s < patience else 0.0
+        free_s = usual_s if self._took_s else patience
         if self._pattern.mode == "wait":
             self._all_set(over, patience)
         elif peer in self.tardy:

@@ -24,11 +24,11 @@ from laconic.measure.doctor.interfaces import (
     interface_at,
     interfaces,
 )
+from laconic.measure.lab.enter import CONGESTION_CONTROL
 
 _WORK_SIDE = 256
 _WORK_S = 0.5
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def num_cores() -> int:
 
 def _congestion_control() -> str:
     try:
-        return _CONGESTION_CONTROL.read_text().strip()
+        return CONGESTION_CONTROL.read_text().strip()
     except OSError:  # not Linux
         return ""
 

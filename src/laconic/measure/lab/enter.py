@@ -14,7 +14,7 @@ from pathlib import Path
 
 _CLONE_NEWNS, _CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 _MS_BIND, _MS_RDONLY, _MS_REC, _MS_SLAVE = 1 << 12, 1, 1 << 14, 1 << 19
-_TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace that one is in
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # TCP's, in the namespace that one is in
 _FIRST_FILE = 100  # of the files by which a holder keeps its namespaces
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as a shell says it
 
@@ -69,7 +69,7 @@ def hold(count: int) -> None:
     for index in range(count):
         call("unshare", CLONE_NEWNET)
         with suppress(OSError):  # a kernel that has another one alone
-            _TCP.write_text("cubic")
+            CONGESTION_CONTROL.write_text("cubic")
         made = os.open("/proc/self/ns/net", os.O_RDONLY)
         os.dup2(made, _FIRST_FILE + index)
         os.close(made)
