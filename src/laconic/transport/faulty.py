@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.transport.mailbox import Answered, Combine, Mailbox, Reply, nobody_is_told
+from laconic.transport.mailbox import Combine, Mailbox, OnAnswered, Reply, nobody_is_told
 from laconic.transport.transport import Collectives, Push, Transport
 
 
@@ -164,7 +164,7 @@ class FaultyMailbox:
         self._questions = questions
         self._replies = replies
 
-    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
+    def listen(self, reply: Reply, answered: OnAnswered = nobody_is_told) -> None:
         def faulty(peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
             return self._replies.filled(reply(peer, turn, said, num_bytes))
 

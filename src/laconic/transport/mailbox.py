@@ -9,7 +9,7 @@ from laconic.transport.connection import HEAD_BYTES
 from laconic.transport.traffic import Traffic
 
 Reply = Callable[[int, int, Tensor, int], Tensor]  # (who asks, at which turn, what it says, bytes it awaits) -> those
-Answered = Callable[[int, int], object]  # (who asked, at which turn)
+OnAnswered = Callable[[int, int], object]  # (who asked, at which turn)
 Combine = Callable[[list[Tensor]], Tensor]
 
 QUESTION_HEAD_BYTES = HEAD_BYTES  # before a question: what it is, its turn, its length and that of the answer
@@ -26,7 +26,7 @@ class Mailbox(Protocol):
     num_workers: int
     traffic: Traffic
 
-    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
+    def listen(self, reply: Reply, answered: OnAnswered = nobody_is_told) -> None:
         """Answer whoever asks from now on, in threads of the mailbox's own; `answered` hears of each that has left."""
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import FrameError, LaunchError, PeerError
 from laconic.transport.connection import Connection, Kind, Message, longest_message
 from laconic.transport.door import meet
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Answered, Combine, Reply, nobody_is_told
+from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, OnAnswered, Reply, nobody_is_told
 from laconic.transport.silence import SilenceWatch
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
@@ -53,13 +53,13 @@ class TcpMailbox:
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def listen(self, reply: Reply, answered: Answered = nobody_is_told) -> None:
+    def listen(self, reply: Reply, answered: OnAnswered = nobody_is_told) -> None:
         self._watch.start()
         for peer in self.of:
             self._threads.append(threading.Thread(target=self._hear, args=(peer, reply, answered), daemon=True))
             self._threads[-1].start()
 
-    def _hear(self, peer: int, reply: Reply, answered: Answered) -> None:
+    def _hear(self, peer: int, reply: Reply, answered: OnAnswered) -> None:
         """Answer one peer until it hangs up; what it gives to combine is put where `combine_all` finds it."""
         connection = self.of[peer]
         try:
