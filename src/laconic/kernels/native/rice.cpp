@@ -69,13 +69,17 @@ extern "C" int64_t laconic_encode_rice(const int32_t* positions, int64_t k, uint
   uint32_t* runs = words + begins[kWidths];
   std::memset(runs, 0, 4 * words_of(3 * k));
   int64_t bit = -1, before = -1;
-  for (int64_t i = 0; i < k; ++i) {
-    const int width = widths[i / kBlock];
-    const auto gap = static_cast<uint32_t>(positions[i] - before - 1);
-    if (width > 0) low[width].put(gap & ((1u << width) - 1));
-    bit += (gap >> width) + 1;
-    runs[bit >> 5] |= 1u << (bit & 31);
-    before = positions[i];
+  for (int64_t start = 0; start < k; start += kBlock) {
+    const int width = widths[start / kBlock];
+    LaneWriter lanes = low[width];  // where it is at hand
+    for (int64_t i = start; i < std::min(k, start + kBlock); ++i) {
+      const auto gap = static_cast<uint32_t>(positions[i] - before - 1);
+      if (width > 0) lanes.put(gap & ((1u << width) - 1));
+      bit += (gap >> width) + 1;
+      runs[bit >> 5] |= 1u << (bit & 31);
+      before = positions[i];
+    }
+    low[width] = lanes;
   }
   for (LaneWriter& one : low) one.finish();
   return begins[kWidths] + words_of(bit + 1);
@@ -93,18 +97,28 @@ extern "C" int64_t laconic_decode_rice(const uint32_t* words, int64_t num_words,
   std::vector<LaneReader> low;
   low.reserve(kWidths);
   for (int width = 0; width < kWidths; ++width) low.emplace_back(words + begins[width], width);
-  int64_t count = 0, next = 0, position = -1;
-  for (int64_t w = begins[kWidths]; w < num_words; ++w) {
-    for (uint32_t left = words[w]; left != 0; left &= left - 1, ++count) {
-      if (count == k) return k + 1;
-      const int64_t bit = 32 * (w - begins[kWidths]) + __builtin_ctz(left);
-      if (bit - next > n) return count;  // before it is shifted out of 64 bits
-      const int width = widths[count / kBlock];
-      position += ((bit - next) << width) + (width > 0 ? low[width].get() : 0) + 1;
-      if (position >= n) return count;
-      positions[count] = static_cast<int32_t>(position);
+  const uint32_t* const runs = words + begins[kWidths];
+  const int64_t num_run_words = num_words - begins[kWidths];
+  uint32_t left = 0;  // of the runs in word w
+  int64_t w = -1, next = 0, position = -1;
+  for (int64_t start = 0; start < k; start += kBlock) {
+    const int width = widths[start / kBlock];
+    LaneReader lanes = low[width];  // where it is at hand
+    for (int64_t i = start; i < std::min(k, start + kBlock); ++i) {
+      while (left == 0) {
+        if (++w == num_run_words) return i;
+        left = runs[w];
+      }
+      const int64_t bit = 32 * w + __builtin_ctz(left);
+      if (bit - next > n) return i;  // before it is shifted out of 64 bits
+      position += ((bit - next) << width) + (width > 0 ? lanes.get() : 0) + 1;
+      if (position >= n) return i;
+      positions[i] = static_cast<int32_t>(position);
+      left &= left - 1;
       next = bit + 1;
     }
+    low[width] = lanes;
   }
-  return count;
+  for (++w; w < num_run_words; ++w) left |= runs[w];
+  return left == 0 ? k : k + 1;
 }

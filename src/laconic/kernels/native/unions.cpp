@@ -7,6 +7,12 @@
 
 using namespace laconic;
 
+namespace {
+
+constexpr int64_t kAhead = 24;  // entries: far from all caches, each would be waited for
+
+}  // namespace
+
 // total[positions[f][i]] += values[f][i] for each frame f in turn; positions are ascending. `places` and `sums`, with
 // room for all counts, get the union of the positions, ascending, and the totals there, which become zero if `take`.
 // Returns the length of the union, or -1 where a frame reaches outside [0, n), with nothing done, or is not ascending.
@@ -39,6 +45,7 @@ extern "C" int64_t laconic_sum_over_union(float* total, int64_t n, const int32_t
         for (; i < counts[f] && positions[f][i] < stop; ++i) {
           const int64_t place = positions[f][i] - first;
           if (place < 0) return;  // not ascending: found stays -1
+          if (i + kAhead < counts[f]) __builtin_prefetch(total + positions[f][i + kAhead], 1);
           total[first + place] += values[f][i];
           named[place / 64] |= 1ull << (place % 64);
         }
