@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -24,8 +25,8 @@ class Recorder:
         self._pool: Any = torch.cuda.graph_pool_handle() if on_cuda else None
         self._latest: torch.cuda.CUDAGraph | None = None  # as memory that no recording uses any more is gone for good
 
-    def record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
-        """A recording and what it returns; None, and a warning, where this GPU or its driver cannot."""
+    def record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """A recording; None, and a warning, where this GPU or its driver cannot."""
         if self._stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
@@ -33,7 +34,7 @@ class Recorder:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    result = body()
+                    body()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -41,13 +42,14 @@ class Recorder:
             warnings.warn(f"launches are not recorded here, so that steps take longer: {why}", stacklevel=2)
             return None
         self._latest = graph
-        return graph, result
+        return graph
 
 
 class Recorded(Generic[T]):
     """A body that asks nothing of the host and finds its tensors where they were: called, then recorded and replayed.
 
-    What it returns lies in the same tensors after each replay.
+    It returns nothing, or an object whose attributes are tensors of the same shapes each time. Those lie in the same
+    memory after each replay, which no recording has in between: others may be made, or replayed, before they are read.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -55,7 +57,8 @@ class Recorded(Generic[T]):
         self._key: Hashable = None
         self._num_calls = 0
         self._num_recordings = 0
-        self._recording: tuple[torch.cuda.CUDAGraph, T] | None = None
+        self._recording: torch.cuda.CUDAGraph | None = None
+        self._result: T
 
     def run(self, body: Callable[[], T], key: Hashable) -> T:
         """What the body would do; the key says where its tensors are, and all else that it depends on."""
@@ -65,10 +68,19 @@ class Recorded(Generic[T]):
             self._recording = None
         self._num_calls += 1
         if self._num_calls == _CALLS_BEFORE + 1 and self._num_recordings < _MOST_RECORDINGS:
-            self._recording = self._recorder.record(body)
+            self._recording = self._recorder.record(lambda: self._keep(body()))
             self._num_recordings += 1
         if self._recording is None:
-            return body()
-        graph, result = self._recording
-        graph.replay()
-        return result
+            self._result = body()
+        else:
+            self._recording.replay()
+        return self._result
+
+    def _keep(self, result: T) -> None:
+        """Where the result of the last call lies."""
+        for kept, fresh in zip(_tensors_of(self._result), _tensors_of(result), strict=True):
+            kept.copy_(fresh)
+
+
+def _tensors_of(result: object) -> list[Tensor]:
+    return [] if result is None else [each for each in vars(result).values() if isinstance(each, Tensor)]
