@@ -36,24 +36,25 @@ class Shares:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
             return torch.arange(positions.numel(), device=positions.device), [positions.to(torch.int32)]
-        starts, _, ways = self._pieces(positions.device)
+        starts, _, ways = self.pieces(positions.device)
         runs = _runs(positions, starts.view(-1).to(positions.dtype))
         begins, counts = (self._turned(each.view(-1, self.num_shares)) for each in runs)  # share by share
         order = _in_order(begins, counts, positions)
-        places = positions.index_select(0, order).sub_(repeated(ways, counts, positions.numel())).to(torch.int32)
+        moved = repeated(ways.view(-1), counts, positions.numel())
+        places = positions.index_select(0, order).sub_(moved).to(torch.int32)
         return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
     def joined(self, places: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Where ascending places of each share lie in the bucket, int64, ascending, and the values that are there."""
         if self.num_shares == 1:
             return places[0].to(torch.int64), values[0]
-        starts, within, ways = self._pieces(places[0].device)
+        starts, within, ways = self.pieces(places[0].device)
         total = sum(place.numel() for place in places)
         if places[0].device.type == "cpu" and total > _LONG_RUN * starts.numel():
-            return joined_runs(places, values, within, ways.view_as(within))
+            return joined_runs(places, values, within, ways)
         counts = torch.stack([_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)])
         begins = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
-        begins, counts, ways = (self._turned(each) for each in (begins, counts, ways.view_as(counts)))
+        begins, counts, ways = (self._turned(each) for each in (begins, counts, ways))
         at = torch.cat(list(places))
         order = _in_order(begins, counts, at)
         positions = at.index_select(0, order).add_(repeated(ways, counts, total)).to(torch.int64)
@@ -64,21 +65,21 @@ class Shares:
         """What is told of pieces by row, told by column, end to end."""
         return pieces.T.reshape(-1)
 
-    def _pieces(self, device: torch.device) -> tuple[Tensor, ...]:
+    def pieces(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Where the pieces begin in the bucket [parameter, share] and within shares [share, parameter], and the ways.
 
-        The way of a piece leads from its share to the bucket, share by share; all are int32.
+        The way of a piece leads from its share to the bucket, as [share, parameter]; all are int32.
         """
         if device not in self._on_device:
             cuts = [(span.start, piece_borders(span.num_entries, self.num_shares)[:-1]) for span in self.layout.spans]
             starts = torch.tensor([[start + border for border in cut] for start, cut in cuts], dtype=torch.int32)
             within = torch.tensor([[s.start for s in own.spans] for own in self.layouts], dtype=torch.int32)
-            ways = (starts.view(-1, self.num_shares).T - within).reshape(-1)
-            self._on_device[device] = tuple(each.to(device) for each in (starts, within, ways))
+            ways = starts.view(-1, self.num_shares).T - within
+            self._on_device[device] = starts.to(device), within.to(device), ways.contiguous().to(device)
         return self._on_device[device]
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, tuple[Tensor, ...]]:
+    def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
 
 

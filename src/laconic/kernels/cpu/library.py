@@ -29,7 +29,7 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 5  # as in native/interface.cpp
+_INTERFACE = 6  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -51,6 +51,12 @@ _SIGNATURES = {
     "most_rice_words": (_N, (_N,)),
     "encode_rice": (_N, (_P, _N, _P)),
     "decode_rice": (_N, (_P, _N, _N, _N, _P)),
+    "write_frames": (None, (_P, _N, _INT)),
+    "read_frames": (None, (_P, _N, _INT)),
+    "write_parts": (_INT, (_P, _P, _P, _P, _N, _P, _N, _N, _INT, _P, _P, _P)),
+    "read_answers": (_INT, (_P, _N, _P, _P, _N, _INT, _P, _P)),
+    "take_mean": (_N, (_P, _N, _P, _N, _P, _P, _P, _N, _P, _N, _P, _N, _INT, _P, _P, ctypes.POINTER(Facts))),
+    "owe": (None, (_P, _P, _N, _P, _N, _P, _P, _F)),
     "largest_changes": (None, (_P, _P, _N, _INT, _P, _P)),
     "encode_residues": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
     "compare_residues": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -27,10 +29,22 @@ def check_apart(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 def check_reach(positions: Tensor, n: int) -> None:
     """Refuse ascending positions of which the first or the last is not under n."""
-    if positions.numel() and not 0 <= int(positions[0]) <= int(positions[-1]) < n:
-        raise KernelError(f"positions reach from {int(positions[0])} to {int(positions[-1])}; give ascending under {n}")
+    if not positions.numel():
+        return
+    first, last = positions.numpy()[[0, -1]].tolist()
+    if not 0 <= first <= last < n:
+        raise KernelError(f"positions reach from {first} to {last}; give ascending under {n}")
 
 
 def num_threads() -> int:
-    """As many threads as torch uses."""
-    return torch.get_num_threads()
+    """As many threads as torch uses, unless the calling thread was given a number of its own."""
+    given: int = getattr(_here, "num_threads", 0)
+    return given or torch.get_num_threads()
+
+
+def give_threads(number: int) -> None:
+    """Let native kernels start so many in the calling thread, whatever torch uses there: theirs end with a call."""
+    _here.num_threads = number
+
+
+_here = threading.local()

@@ -15,7 +15,7 @@ from laconic.kernels.cpu.pointer import check_reach, num_threads, pointer
 
 
 def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    outside = library().laconic_add_at(*_addresses(total, positions, values), num_threads())
+    outside = library().laconic_add_at(*addresses(total, positions, values), num_threads())
     if outside:
         for one in positions:
             check_reach(one, total.numel())
@@ -27,7 +27,7 @@ def sum_over_union_(
     most = sum(at.numel() for at in positions)
     places = torch.empty(most, dtype=torch.int32)
     sums = torch.empty(most, dtype=torch.float32)
-    frames = _addresses(total, positions, values)
+    frames = addresses(total, positions, values)
     length = library().laconic_sum_over_union(*frames, take, num_threads(), places.data_ptr(), sums.data_ptr())
     if length < 0:
         for one in positions:
@@ -36,11 +36,13 @@ def sum_over_union_(
     return places[:length], sums[:length]
 
 
-def _addresses(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Any, ...]:
-    """A total and the frames to be added to it as the library takes them."""
+def addresses(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, more: int = 0
+) -> tuple[Any, ...]:
+    """A total and the frames to be added to it as the library takes them; of values there are so many more."""
     counts = [at.numel() for at in positions]
     at = [pointer("positions", one, torch.int32) for one in positions]
-    what = [pointer("values", one, torch.float32, count) for one, count in zip(values, counts, strict=True)]
+    what = [pointer("values", one, torch.float32, count + more) for one, count in zip(values, counts, strict=True)]
     frames = len(counts)
     return (
         pointer("total", total, torch.float32),

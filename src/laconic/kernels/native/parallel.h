@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -40,6 +42,17 @@ void parallel_over(int64_t entries, int threads, const Work& work) {
 template <class Work>
 void in_parallel(int threads, const Work& work) {
   parallel_over(threads * kBlock, threads, [&](int thread, int64_t, int64_t) { work(thread); });
+}
+
+// Calls work(i) for each of `count` pieces, in as many threads as pay for so many entries in all, whoever is free.
+template <class Work>
+void for_each(int64_t count, int64_t entries, int threads, const Work& work) {
+  constexpr int64_t kEntriesOfPieces = 1 << 13;  // which are decoded one by one
+  const int64_t useful = std::min<int64_t>({threads, count, entries / kEntriesOfPieces});
+  std::atomic<int64_t> next{0};
+  in_parallel(static_cast<int>(std::max<int64_t>(useful, 1)), [&](int) {
+    for (int64_t i = next++; i < count; i = next++) work(i);
+  });
 }
 
 }  // namespace laconic

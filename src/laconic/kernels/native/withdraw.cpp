@@ -7,6 +7,8 @@
 // time but no second pass, and ties, zeros and constants need no special case: of equals the first are kept, and then
 // only what is larger can come in.
 
+#include "withdraw.h"
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -286,17 +288,6 @@ float choose(float* balance, const std::vector<Catch>& catches, int64_t k, uint3
 
 using namespace laconic;
 
-// What a withdrawal found out.
-struct Facts {
-  double mean;     // of |balance| after the addition, before anything was taken
-  double kth;      // magnitude of the smallest that was taken
-  int64_t caught;  // candidates of the first pass
-  int64_t passes;
-};
-
-// balance += factor * addend; the k largest |balance| (of equals the first) go to index and value, ascending by
-// position, and become zero in balance. `guess` is a magnitude where the search starts, negative for a sample's.
-// 1 <= k <= n < 2^31.
 extern "C" void laconic_withdraw(float* balance, const float* addend, float factor, int64_t n, int64_t k, float guess,
                                  int threads, int32_t* index, float* value, Facts* facts) {
   Start start{guess, guess};

@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 
+def has_zeros(x: Tensor) -> bool:
+    """Whether any entry of a vector is zero."""
+    if x.device.type == "cpu":
+        return bool(np.count_nonzero(x.numpy()) < x.numel())
+    return not x.all()
+
+
 def nonzero(x: Tensor) -> Tensor:
     """Positions of the entries of a vector that are not zero, ascending, int64."""
     if x.device.type == "cpu":

@@ -1,0 +1,24 @@
+"""What an owner says to frames, by the kernels of this device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laconic.kernels.gpu.selection import all_finite
+from laconic.kernels.gpu.sums import sum_over_union_
+from laconic.kernels.gpu.withdraw import withdraw_
+from laconic.kernels.reference.owners import Window, taken_by
+
+
+def take_mean_(
+    held: Tensor,
+    fixed: Tensor,
+    positions: Sequence[Tensor],
+    values: Sequence[Tensor],
+    windows: Sequence[Window],
+    searches: Sequence[Tensor],
+    spare: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor]:
+    return taken_by(sum_over_union_, withdraw_, all_finite)(held, fixed, positions, values, windows, searches, spare)

@@ -1,0 +1,171 @@
+"""A bucket whose entries others answer for: what each owner is told, what it says to that, what all of them said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.kernels.reference.frames import Blocks, read_rice_frames, write_rice_frames
+from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.reference.selection import all_finite, withdraw_
+from laconic.kernels.reference.sums import sum_over_union_
+from laconic.kernels.registry import kernel
+
+Window = tuple[int, int, int]  # where it starts and stops, and how many of its entries may be said
+
+
+class Pieces(NamedTuple):
+    """How a bucket of S parameters is cut among P owners: each parameter into P pieces, piece p for owner p.
+
+    All lie on one device.
+    """
+
+    starts: Tensor  # in the bucket, int32 [S, P]
+    within: Tensor  # in the owner's share, int32 [P, S]
+    ways: Tensor  # from there to the bucket, int32 [P, S]
+    fixed_lengths: Tensor  # of those pieces whose entries go at every step, int64 [number of such parameters, P]
+
+
+@kernel
+def write_parts(
+    positions: Tensor, values: Tensor, pieces: Pieces, heads: Sequence[Sequence[int]], said: Tensor
+) -> list[Tensor] | None:
+    """A frame for each owner, as `write_rice_frames` writes them; `said` becomes what they say of the values.
+
+    Positions are int32, ascend and lie in the bucket; values are those of the fixed entries, then those at positions.
+    None where there is an owner of none of these positions.
+    """
+    num_owners = len(heads)
+    owner_of_piece = torch.arange(num_owners, device=values.device).repeat(len(pieces.starts))
+    piece = torch.searchsorted(pieces.starts.view(-1), positions, right=True) - 1
+    owners_of_fixed = owner_of_piece[: pieces.fixed_lengths.numel()].repeat_interleave(pieces.fixed_lengths.view(-1))
+    owners = torch.cat([owners_of_fixed, owner_of_piece[piece]])
+    places = positions - pieces.ways.T.reshape(-1)[piece]
+    mine = [nonzero(owners == owner) for owner in range(num_owners)]
+    chosen = [nonzero(owner_of_piece[piece] == owner) for owner in range(num_owners)]
+    if not all(at.numel() for at in chosen):
+        return None
+    told = write_rice_frames([places[at] for at in chosen], [values[at] for at in mine], heads)
+    for at, (_, what) in zip(mine, told, strict=True):
+        said[at] = what
+    return [frame for frame, _ in told]
+
+
+@kernel
+def read_answers(
+    frames: Sequence[Tensor], blocks: Sequence[Blocks], pieces: Pieces, positions: Tensor, values: Tensor
+) -> bool:
+    """Put together what owners say: values of fixed entries, owner after owner, then those of the others in order.
+
+    `positions`, int64, becomes where those others lie in the bucket. False where a frame is wrong, as above.
+    """
+    found = read_rice_frames(frames, blocks)
+    if found is None:
+        return False
+    at = []
+    for (places, _), within, ways in zip(found, pieces.within, pieces.ways, strict=True):
+        at.append(places.to(torch.int64) + ways[torch.searchsorted(within, places, right=True) - 1])
+    order = torch.cat(at).argsort()
+    num_fixed = [each.num_values - each.k for each in blocks]
+    halves = [told.tensor_split([count]) for (_, told), count in zip(found, num_fixed, strict=True)]
+    positions.copy_(torch.cat(at)[order])
+    values.copy_(torch.cat([*(fixed for fixed, _ in halves), torch.cat([rest for _, rest in halves])[order]]))
+    return True
+
+
+@kernel
+def take_mean_(
+    held: Tensor,
+    fixed: Tensor,
+    positions: Sequence[Tensor],
+    values: Sequence[Tensor],
+    windows: Sequence[Window],
+    searches: Sequence[Tensor],
+    spare: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor]:
+    """Add what frames say to what is held, and take out what is said of it: (places, means at fixed ones and there).
+
+    Values are those at the fixed entries, then those at ascending positions. Of each window the largest sums are said,
+    no more than frames speak of there: else the rest of the room would go to what answers have rounded away; where
+    there is no window, all that they speak of. Zeros are not worth a place. What is held of a spare range that nobody
+    speaks of stays. A sum beyond float32 is the largest there.
+    """
+    return taken_by(sum_over_union_, withdraw_, all_finite)(held, fixed, positions, values, windows, searches, spare)
+
+
+def taken_by(
+    sum_over_union_: Callable[..., tuple[Tensor, Tensor]],
+    withdraw_: Callable[..., tuple[Tensor, Tensor]],
+    all_finite: Callable[[Tensor], bool],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`take_mean_` by these kernels."""
+
+    def take_mean_(
+        held: Tensor,
+        fixed: Tensor,
+        positions: Sequence[Tensor],
+        values: Sequence[Tensor],
+        windows: Sequence[Window],
+        searches: Sequence[Tensor],
+        spare: Sequence[tuple[int, int]] = (),
+    ) -> tuple[Tensor, Tensor]:
+        whole = held.index_select(0, fixed)
+        held.index_fill_(0, fixed, 0)
+        for told in values:
+            whole += told[: fixed.numel()]
+        chosen = [told[fixed.numel() :] for told in values]
+        places, sums = sum_over_union_(held, positions, chosen, take=not windows)
+        if not (all_finite(whole) and all_finite(sums)):
+            whole.nan_to_num_(nan=0.0)
+            sums.nan_to_num_(nan=0.0)
+            if windows:
+                held.index_copy_(0, places.to(torch.int64), sums)
+        if windows and places.numel():
+            places, sums = largest(held, places, windows, searches, spare)
+        return places, torch.cat([whole, sums]).div_(len(values))
+
+    def largest(
+        held: Tensor,
+        heard: Tensor,
+        windows: Sequence[Window],
+        searches: Sequence[Tensor],
+        spare: Sequence[tuple[int, int]],
+    ) -> tuple[Tensor, Tensor]:
+        told = zip(spare, _within(spare, heard), strict=True)
+        silent = [held[start:stop] for (start, stop), count in told if not count]
+        aside = [each.clone() for each in silent]
+        for each in silent:
+            each.zero_()
+        places = [heard[:0]]
+        values = [held[:0]]
+        counts = _within([window[:2] for window in windows], heard)
+        for (start, stop, most), count, search in zip(windows, counts, searches, strict=True):
+            if not count:
+                continue
+            at, sums = withdraw_(held[start:stop], None, min(most, count), search)
+            there = nonzero(sums)
+            places.append(at.index_select(0, there).add_(start))
+            values.append(sums.index_select(0, there))
+        for each, kept in zip(silent, aside, strict=True):
+            each.copy_(kept)
+        return torch.cat(places), torch.cat(values)
+
+    return take_mean_
+
+
+@kernel
+def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, said: Tensor, factor: float) -> None:
+    """Add factor*(values - said) at the fixed entries, which values tell first, and at the places."""
+    whole, chosen = ((values - said) * factor).tensor_split([fixed.numel()])
+    held.index_add_(0, fixed, whole)
+    held.index_add_(0, places.to(torch.int64), chosen)
+
+
+def _within(ranges: Sequence[tuple[int, int]], positions: Tensor) -> list[int]:
+    """How many of these ascending positions lie in each range."""
+    ends = positions.new_tensor(ranges).view(-1, 2)
+    counts: list[int] = torch.searchsorted(positions, ends).diff().flatten().tolist()
+    return counts
