@@ -265,7 +265,7 @@ def _parts() -> Reader:
         valid.append(_bytes_of(shape.write_smallest(_positions(150, k) + 20, codes, scale, step=7, bucket=2)))
 
     def read(data: bytes) -> None:
-        parts = [(0, _tensor(valid[1])), (1, _tensor(data))]
+        parts = {0: _tensor(valid[1]), 1: _tensor(data)}
         answer = owner.answer(parts, layout, step=7, bucket=2)
         FrameShape.of(answer, layout.num_entries, [BF16()], peer=0).read(answer, step=7, bucket=2, peer=0)
 

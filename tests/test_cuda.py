@@ -25,8 +25,10 @@ from laconic.measure.bench.echo import Echo
 from laconic.measure.train import Job, work_in_process
 from laconic.measure.train.result import Result
 from laconic.paths.all_gather import Gathering
+from laconic.paths.push_pull import PushPull
 from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
+from laconic.transport import Push
 from laconic.wire import Bitmap, EliasFano, FrameShape
 from parts import ALL_TEXTS, gossip_texts, made, outer_texts, talking_schemes
 from test_cli import laconic as run_laconic
@@ -86,18 +88,52 @@ def test_sessions_give_the_numbers_of_the_cpu(scheme: Scheme) -> None:
                 assert torch.equal(got[name], want[name])
 
 
-@pytest.mark.parametrize("quantize", ["bf16", "none", "fp16"])
-def test_recordings_give_the_bits_of_launches_one_by_one(quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class _Alone(Echo):
+    """One worker, who owns everything."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def push(self, push: Push) -> dict[int, Tensor]:
+        return dict(enumerate(push.parts))
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        assert own is not None
+        return [own]
+
+
+def _num_recorded(path: Any) -> int:
+    if isinstance(path, Gathering):
+        return sum(each._applying._recording is not None for each in path._on_gpu.values())
+    assert isinstance(path, PushPull)
+    return sum(each._recorded._recording is not None for each in path._on_gpu.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"topk:rho=0.05,quantize={quantize}" for quantize in ("bf16", "none", "fp16")),
+        "topk:rho=0.05,exchange=server",
+        "overlap:rho=0.05",
+        "overlap:rho=0.05,score=member,quantize=none",
+    ],
+)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_recordings_give_the_bits_of_launches_one_by_one(
+    text: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the stations, with gradients that stay where they are, one step of NaN, and a loss scale that changes."""
     layouts = virtual.LAYOUTS
+    scheme = made(text)
 
     def steps() -> tuple[list[Tensor], int]:
-        session = Session(made(f"topk:rho=0.05,quantize={quantize}"), Echo(2), loss_scale=lambda: scale)
+        transport = _Alone() if scheme.has_owners else Echo(2)
+        session = Session(scheme, transport, loss_scale=(lambda: scale) if scaled else None)
         flats = [torch.empty(layout.num_entries, device="cuda") for layout in layouts]
         outs = []
         stations = background.Background(session, torch.device("cuda", 0))
         for step in range(20):
-            scale = 8.0 if step < 10 else 4.0
+            scale = (8.0 if step < 10 else 4.0) if scaled else 1.0
             given = gradients(0, step)
             if step == 7:
                 given["c"][3] = torch.nan
@@ -113,13 +149,11 @@ def test_recordings_give_the_bits_of_launches_one_by_one(quantize: str, monkeypa
             outs += [flat.cpu() for flat in flats]
         stations.close()
         kept = session.state_dict()["memory"]["residual"]
-        path = session._path
-        assert isinstance(path, Gathering)
-        num_recorded = sum(each._applying._recording is not None for each in path._on_gpu.values())
-        return [*outs, *kept.values()], num_recorded
+        return [*outs, *kept.values()], _num_recorded(session._path)
 
     recorded, num_recorded = steps()
-    monkeypatch.setattr(Gathering, "looks_itself", lambda path, work: False)
+    for kind in (Gathering, PushPull):
+        monkeypatch.setattr(kind, "looks_itself", lambda path, work: False)
     usual, none = steps()
     assert num_recorded == 2 and none == 0  # the third bucket goes whole
     for one, other in zip(recorded, usual, strict=True):

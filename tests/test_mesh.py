@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import FrameError, LaunchError, PeerError
-from laconic.layout import Layout
-from laconic.transport import Group, Push, own_group, world
+from laconic.transport import Group, own_group, world
 from laconic.transport.connection import Connection
 from laconic.transport.door import Acceptor
 from laconic.transport.mesh import Mesh
@@ -62,19 +61,14 @@ class _Local(Connection):
         self._link = link
 
 
-def _push(longest: int) -> Push:
-    parts = [torch.zeros(4, dtype=torch.uint8)] * 2
-    return Push(Layout.of(["w"], [4]), 0, 0, parts, lambda heard: next(iter(heard))[1], [longest] * 2)
-
-
 @pytest.mark.parametrize("length", [41, -4, 1 << 60])
 def test_a_length_that_cannot_be_names_its_sender(pair: tuple[Mesh, socket.socket], length: int) -> None:
     mesh, theirs = pair
     theirs.send(length.to_bytes(8, "little", signed=True))
     with pytest.raises(FrameError, match=f"from rank 1 says it has {length} bytes of 40"):
-        mesh.push_pull(_push(40))
+        mesh.swap([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
     with pytest.raises(PeerError, match="rank 1 is gone"):  # who fails hangs up, for good
-        mesh.push_pull(_push(40))
+        mesh.swap([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
 
 
 def test_who_hangs_up_and_who_says_nothing_is_named(pair: tuple[Mesh, socket.socket]) -> None:
@@ -128,6 +122,23 @@ def _ends(num_workers: int) -> list[Mesh]:
         mine, theirs = map(_Local, socket.socketpair(socket.AF_UNIX))
         links[one][other], links[other][one] = mine, theirs
     return [Mesh(rank, links[rank], timeout_s=30) for rank in range(num_workers)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_messages_of_any_length_reach_whom_they_are_for(num_workers: int) -> None:
+    """Also longer ones than any before, and empty ones."""
+    meshes = _ends(num_workers)
+    for length in (5, 0, 3_000_001, 200_000):
+        said = [
+            [torch.randint(0, 256, (length + to if length else 0,), dtype=torch.uint8) for to in range(num_workers)]
+            for _ in meshes
+        ]
+        with ThreadPoolExecutor(num_workers) as pool:
+            heard = list(pool.map(Mesh.swap, meshes, said, [[3_000_010] * num_workers] * num_workers))
+        for to, messages in enumerate(heard):
+            assert all(torch.equal(message, said[sender][to]) for sender, message in enumerate(messages))
+    for mesh in meshes:
+        mesh.close()
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

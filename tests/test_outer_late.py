@@ -67,15 +67,11 @@ class LateEnd(FaultyCollectives):
         self.is_late = missed and self.rank == LATE
         return missed
 
-    def push_pull(self, push: Push) -> list[Tensor]:
-        answer = push.answer
-        if self._is_missed() and answer is not None:
-
-            def without(frames: Any, answer: Callable[[Any], Tensor] = answer) -> Tensor:
-                return answer((rank, frame) for rank, frame in frames if rank != LATE)
-
-            push = replace(push, answer=without)
-        return super().push_pull(push)
+    def push(self, push: Push) -> dict[int, Tensor]:
+        heard = super().push(push)
+        if self._is_missed():
+            heard.pop(LATE, None)
+        return heard
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         missed = kind == "dense" and self._is_missed()

@@ -1,9 +1,9 @@
-"""Three stations: the numbers of one bucket after the other, messages in an order that all share, errors that land."""
+"""Four stations: the numbers of one bucket after the other, messages in an order that all share, errors that land."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,12 +43,13 @@ class _Rounds(Path):
     """Says as many messages about a bucket as that has parameters, and nothing else."""
 
     said: list[tuple[str, int]]
+    in_turns: Sequence[int] = (0, 1, 2)
 
     looks = False
 
     @property
-    def most_messages(self) -> int:
-        return 3
+    def turns(self) -> Sequence[int]:
+        return self.in_turns
 
     def speak(self, work: Work) -> Speech:
         for number in range(len(work.layout.spans)):
@@ -69,14 +70,15 @@ def _step(work: Callable[[Pipeline, list[BaseException | None]], None], session:
     return landed
 
 
-def _session_of_rounds(said: list[tuple[str, int]]) -> Session:
+def _session_of_rounds(said: list[tuple[str, int]], turns: Sequence[int] = (0, 1, 2)) -> Session:
     transport = silent_end(1)
     session = Session(parse("dense"), transport)  # type: ignore[arg-type]
-    session._path = session._dense = _Rounds(transport, session._clock, said)
+    session._path = session._dense = _Rounds(transport, session._clock, said, turns)
     return session
 
 
-def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_r() -> None:
+@pytest.mark.parametrize("turns", [(0, 1, 2), (0, 2, 3), (0, 1, 4)])
+def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_its_turn(turns: Sequence[int]) -> None:
     said: list[tuple[str, int]] = []
     layouts = [Layout.of([f"{name}{number}" for number in range(3)], [1] * 3) for name in "abcd"]
 
@@ -85,8 +87,8 @@ def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_r() -> None:
             bucket = Bucket(number, layout, torch.zeros(3), is_last=number == 3)
             pipeline.begin(Flight(bucket, landed.append))
 
-    assert _step(work, _session_of_rounds(said)) == [None] * 4
-    expected = sorted((b + r, b, r) for b in range(4) for r in range(3))
+    assert _step(work, _session_of_rounds(said, turns)) == [None] * 4
+    expected = sorted((b + turns[r], b, r) for b in range(4) for r in range(3))
     assert said == [(f"{'abcd'[b]}0", r) for _, b, r in expected]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from laconic import FrameError, PeerError, Scheme, Session, parse
 from laconic.layout import Layout
+from laconic.server import Owner
 from laconic.transport import (
     Count,
     Fault,
@@ -83,16 +82,18 @@ def _one_gives_up() -> str:
     """What a worker says when one of them fails before it answers."""
     cpu = torch.device("cpu")
 
-    def answer(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
-        if dist.get_rank() == 2:
-            raise FrameError("rank 2 fails")
-        return torch.cat([part for _, part in parts])
-
     group = Group(own_group(world(), cpu), cpu)
-    push = Push(Layout.of(["w"], [4]), 0, 0, [torch.ones(8, dtype=torch.uint8)] * 4, answer, [32] * 4)
-    with pytest.raises((FrameError, PeerError)) as error:
-        group.push_pull(push)
+    session = Session(made("topk:rho=0.05,exchange=server"), group)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(Owner, "answer_to", _fail)
+        with pytest.raises((FrameError, PeerError)) as error:
+            one_step(session, gradients(dist.get_rank(), 0))
     return str(error.value)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise FrameError("rank 2 fails")
 
 
 def _says_too_much() -> list[str]:
@@ -106,7 +107,7 @@ def _says_too_much() -> list[str]:
         group.broadcast(torch.zeros(101, dtype=torch.uint8) if speaks else None, 2, 100)
     said.append(str(error.value))
     with pytest.raises(FrameError) as error:
-        group.push_pull(Push(Layout.of(["w"], [4]), 0, 0, parts, lambda heard: next(iter(heard))[1], [8] * 4))
+        group.push(Push(Layout.of(["w"], [4]), 0, 0, parts, [8] * 4))
     return [*said, str(error.value)]
 
 

@@ -13,21 +13,31 @@ from torch import Tensor
 from laconic import FrameError, Session
 from laconic.paths.all_gather import Gathering
 from laconic.paths.path import Work
+from laconic.paths.push_pull import PushPull
 from laconic.transport import InProcess, in_process
 from parts import made
 from virtual import gradients, one_core, one_step, pipelined_step
 
-TEXTS = ["topk:rho=0.05", "topk:rho=0.05,quantize=none", "topk:rho=0.1,per=parameter,quantize=fp16"]
+TEXTS = [
+    "topk:rho=0.05",
+    "topk:rho=0.05,quantize=none",
+    "topk:rho=0.1,per=parameter,quantize=fp16",
+    "topk:rho=0.05,exchange=server",
+    "overlap:rho=0.05",
+]
 
 
-def _as_on_gpu(path: Gathering, work: Work) -> bool:
-    return path.replays and path.plans.of(work).is_recordable and work.flat.dtype == torch.float32
+def _as_on_gpu(path: Gathering | PushPull, work: Work) -> bool:
+    plan = path.plans.of(work)
+    can_be = plan.is_recordable if isinstance(path, Gathering) else bool(plan.plan.windows)
+    return path.replays and can_be and work.flat.dtype == torch.float32
 
 
 @contextmanager
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(Gathering, "looks_itself", _as_on_gpu)
+        for path in (Gathering, PushPull):
+            patch.setattr(path, "looks_itself", _as_on_gpu)
         yield
 
 

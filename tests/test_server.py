@@ -154,7 +154,7 @@ def test_a_record_fades_once_a_step_however_many_buckets_there_are() -> None:
                 frame = FrameShape(n, 0, n, Sign()).write(
                     torch.empty(0, dtype=torch.int32), codes, scale, step=step, bucket=bucket
                 )
-                owner.answer(((rank, frame) for rank in range(3)), layout, step=step, bucket=bucket)
+                owner.answer(dict.fromkeys(range(3), frame), layout, step=step, bucket=bucket)
         kept: dict[str, list[float]] = owner.state_dict()["records"]
         return kept
 
@@ -411,6 +411,6 @@ def test_an_owner_names_the_worker_whose_frame_is_damaged() -> None:
     frame = shape.write(torch.empty(0, dtype=torch.int32), torch.ones(10), torch.ones(()), step=0, bucket=0)
     for spoilt in (frame[:-4], torch.cat([frame[:50], frame[50:51] ^ 1, frame[51:]]), frame[:20]):
         with pytest.raises(FrameError, match="rank 5"):
-            owner.answer([(0, frame), (5, spoilt)], layout, step=0, bucket=0)
+            owner.answer({0: frame, 5: spoilt}, layout, step=0, bucket=0)
     with pytest.raises(FrameError, match="rank 5"):
-        owner.answer([(5, shape.write_overflow(frame.device, step=1, bucket=0))], layout, step=0, bucket=0)
+        owner.answer({5: shape.write_overflow(frame.device, step=1, bucket=0)}, layout, step=0, bucket=0)

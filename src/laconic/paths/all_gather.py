@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from laconic.errors import FrameError
 from laconic.layout import Layout
 from laconic.paths.frame_plan import FramePlan, FramePlans
@@ -37,9 +35,7 @@ class Gathering(Path):
         return (num_workers - 1) * shape.num_bytes
 
     def looks_itself(self, work: Work) -> bool:
-        wire = self.transport.wire
-        on_the_way = work.device.type == "cuda" and wire is not None and wire.type == "cpu"
-        return self.replays and on_the_way and self.plans.of(work).is_recordable and work.flat.dtype == torch.float32
+        return self.replays and self.comes_from_gpu(work) and self.plans.of(work).is_recordable
 
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)

@@ -1,6 +1,6 @@
 """Integers that add up: agree on a grid, round onto it, let the network add the codes, read the mean."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,9 @@ class IntegerSum(Path):
     carrier: Carrier
 
     @property
-    def most_messages(self) -> int:
+    def turns(self) -> Sequence[int]:
         """Norms, scales where there are several, codes, and in two stages their means."""
-        return 2 + (len(self.grid.level_counts) > 1) + (self.carrier.num_rows > 1)
+        return range(2 + (len(self.grid.level_counts) > 1) + (self.carrier.num_rows > 1))
 
     def bytes_out(self, layout: Layout) -> int:
         """What the workers agree on before counts too; two stages move as much as a ring."""

@@ -47,9 +47,9 @@ class LowRankSum(Path):
         self._factors: dict[Layout, Factors] = {}
 
     @property
-    def most_messages(self) -> int:
+    def turns(self) -> Sequence[int]:
         """P and Q, or one of them."""
-        return 2 if self.select.form == "both" else 1
+        return (0, 1) if self.select.form == "both" else (0,)
 
     def bytes_out(self, layout: Layout) -> int:
         """In the alternating form the mean of two steps."""

@@ -84,9 +84,12 @@ class Path:
     looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
 
     @property
-    def most_messages(self) -> int:
-        """About a bucket: whoever has sent so many need not know what came of the last, to go on with the next one."""
-        return 1
+    def turns(self) -> Sequence[int]:
+        """Message r about bucket b leaves in turn b + turns[r]; whatever ends before its last says no more.
+
+        What takes long to find after a message is said two turns later: another bucket's travels meanwhile.
+        """
+        return (0,)
 
     def bytes_out(self, layout: Layout) -> int:
         """What leaves one worker for a float32 bucket of this layout once the trigger has reached its target."""
@@ -107,6 +110,12 @@ class Path:
         if device.type != "cuda" or message.is_cuda:
             return message.to(device)
         return message.pin_memory().to(device, non_blocking=True)
+
+    def comes_from_gpu(self, work: Work) -> bool:
+        """Whether a GPU's float32 bucket is told by messages of the host."""
+        wire = self.transport.wire
+        on_the_way = work.device.type == "cuda" and wire is not None and wire.type == "cpu"
+        return on_the_way and work.flat.dtype == torch.float32
 
     def looks_itself(self, work: Work) -> bool:
         """Whether `speak` finds out by itself whether a gradient is finite, and says it in the work."""

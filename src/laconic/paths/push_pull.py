@@ -9,56 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError, StateError
+from laconic.errors import StateError
 from laconic.exchange import Server, Shares, piece_borders
-from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.recorded import Recorder
+from laconic.kernels.reference.nonzero import has_zeros, nonzero
 from laconic.layout import Layout
 from laconic.memory import Account, Due, Ledger
+from laconic.paths.choosing_on_gpu import ChoiceOnGpu
+from laconic.paths.division import Answered, Division
 from laconic.paths.frame_plan import FramePlan, FramePlans
 from laconic.paths.path import Message, Path, Said, Speech, Taken, Work
 from laconic.quantize import Quantizer, Trits
 from laconic.server import Owner
 from laconic.server.vote import take_sides
-from laconic.transport import Answer, Push, Transport
-from laconic.wire import FrameShape, longest_frame
+from laconic.transport import Push, Transport
+from laconic.wire import FrameShape
 
 # What is chosen: (positions, fixed and chosen values), or None where the gradient is not finite.
 Choosing = Generator[Message, Any, tuple[Tensor, Tensor] | None]
 
 _LENGTH_BYTES = 8  # before each message between workers that own shares
-
-
-@dataclass(frozen=True)
-class _Division:
-    """A bucket divided among owners, with what never changes of it."""
-
-    shares: Shares
-    fixed_order: Tensor  # of the entries that go at every step, by share
-    fixed: Sequence[Tensor]  # those of each share
-    is_fixed: Tensor  # for each entry of the bucket whether it is one of them
-    longest: Sequence[int]  # bytes that a frame about a share may take
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """What the answers say."""
-
-    positions: Tensor | None  # int64, ascending but for the fixed; None: every entry, in order
-    values: Tensor
-    num_fixed: int  # of entries that go at every step and are told as such: they come first
-
-    def free(self, division: _Division) -> Tensor | None:
-        """Which are told of entries that are chosen among, ascending; None: all that are not told as fixed.
-
-        A dense answer also says where nothing is.
-        """
-        there = self.values != 0
-        if self.positions is not None and self.num_fixed == division.fixed_order.numel():
-            if bool(there[self.num_fixed :].all()):
-                return None
-            there[: self.num_fixed] = False
-            return nonzero(there)
-        return nonzero(there & ~(division.is_fixed if self.positions is None else division.is_fixed[self.positions]))
 
 
 @dataclass
@@ -74,12 +44,19 @@ class PushPull(Path):
     quantize: Quantizer
     owner: Owner | None  # of this worker's own share, where workers own
     ledger: Ledger[Account]
+    replays: bool  # whether a GPU that chooses asks nothing of the host
 
     def __post_init__(self) -> None:
-        self._forms = [self.quantize, Trits()] if self.server.votes else [self.quantize]  # of values, up or down
-        self._divisions: dict[Layout, _Division] = {}
+        self._divisions: dict[Layout, Division] = {}
+        self._on_gpu: dict[FramePlan, ChoiceOnGpu] = {}
+        self._recorder: Recorder | None = None
         self._num_pushed = 0
         self._num_answered = 0
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Parts, then answers."""
+        return 0, self.transport.pull_turn
 
     def bytes_out(self, layout: Layout) -> int:
         up, down = self.up_and_down(layout)
@@ -116,30 +93,25 @@ class PushPull(Path):
     def speak(self, work: Work) -> Speech:
         plan = self.plans.of(work)
         division = self._division(work.layout, plan)
-        wire = self.transport.wire or work.device
         sent = None
-        choice = yield from self.take_(work)
-        if choice is not None:
-            with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
-                chosen, values = _without_zeros(*choice, plan.num_fixed)
-                work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
-                told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
-                chosen, told = self.on_wire(chosen), self.on_wire(told)
+        told = self._take_on_gpu(work, plan) if self.looks_itself(work) else (yield from self._take(work, plan))
+        if told is not None:
             with self.clock.time("encode", work.device):
-                parts, sent = self._parts(work, division, plan, chosen, told)
+                parts, sent = division.parts(work, *told)
                 sent = self.off_wire(sent, work.device)
         else:
-            shapes = [FrameShape(own.num_entries, 0, 0, self.quantize) for own in division.shares.layouts]
-            parts = [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
-        push = Push(work.layout, work.step, work.number, parts, self._answer(work), division.longest)
-        answers = yield partial(self.transport.push_pull, push)
+            parts = division.overflows(work, self.transport.wire or work.device)
+        push = Push(work.layout, work.step, work.number, parts, division.longest)
+        heard = yield partial(self.transport.push, push)
+        own = self._answer(work, heard)
+        answers = yield partial(self.transport.pull, push, own)
         with self.clock.time("decode", work.device):
-            answered = self._read(work, division, answers)
+            answered = division.read(work, answers)
         return Said(answered, sent) if answered is not None else None
 
     def apply_(self, work: Work, said: Said) -> None:
         """Overwrite the bucket with what the owners said, and learn from it."""
-        answered: _Answered = said.heard
+        answered: Answered = said.heard
         flat = work.flat
         positions = None if answered.positions is None else self.off_wire(answered.positions, flat.device)
         values = self.off_wire(answered.values, flat.device)
@@ -154,7 +126,7 @@ class PushPull(Path):
             if work.taken.positions is None:
                 return
             chosen = work.taken.positions[work.taken.num_fixed :]
-        at = answered.free(self._divisions[work.layout])
+        at = self._divisions[work.layout].free(answered)
         if at is None:
             assert positions is not None
             union, aggregate = positions[answered.num_fixed :], values[answered.num_fixed :]
@@ -165,6 +137,48 @@ class PushPull(Path):
         self._num_pushed += chosen.numel()
         self._num_answered += union.numel()
         self.heard_(work, chosen, union, aggregate)
+
+    def looks_itself(self, work: Work) -> bool:
+        return self.replays and self.comes_from_gpu(work) and bool(self.plans.of(work).plan.windows)
+
+    def _take_on_gpu(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
+        """As below, where a GPU is told of it once and then repeats it."""
+        if plan not in self._on_gpu:
+            self._recorder = self._recorder or Recorder(work.device)
+            self._on_gpu[plan] = ChoiceOnGpu(plan, self._recorder)
+        choice = self._on_gpu[plan]
+        self.prepare_(work)
+        due = work.account.due_(work.flat, 1 / work.scale)
+        with self.clock.time("select", work.device):
+            choice.take_(work, lambda: self.withdraw_(work, plan, due), *self.looked_at(work))
+        found = choice.found(work)
+        if found is None:
+            return None
+        told = _without_zeros(*found, plan.num_fixed)
+        if told[0] is not found[0]:
+            assert work.taken is not None and work.taken.positions is not None
+            chosen, values = _without_zeros(work.taken.positions[plan.num_fixed :], work.taken.values, plan.num_fixed)
+            work.taken = Taken(plan.positions(chosen), plan.num_fixed, values)
+        return told
+
+    def _take(self, work: Work, plan: FramePlan) -> Generator[Message, Any, tuple[Tensor, Tensor] | None]:
+        """What is told of the chosen entries and of the fixed ones, on the wire; None where it is not finite."""
+        self.prepare_(work)
+        choice = yield from self.take_(work)
+        if choice is None:
+            return None
+        with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
+            chosen, values = _without_zeros(*choice, plan.num_fixed)
+            work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
+            told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
+            return self.on_wire(chosen), self.on_wire(told)
+
+    def prepare_(self, work: Work) -> None:
+        """Find out what the step says about a choice, before a GPU is asked for it."""
+
+    def looked_at(self, work: Work) -> Sequence[Tensor]:
+        """What a choice looks at beside the bucket and its account."""
+        return ()
 
     def take_(self, work: Work) -> Choosing:
         """Deposit the gradient and take out what is to be said; nothing where it is not finite."""
@@ -181,86 +195,23 @@ class PushPull(Path):
     def heard_(self, work: Work, chosen: Tensor, union: Tensor, aggregate: Tensor) -> None:
         """Learn from an answer: what was chosen, the entries of it that are chosen among, ascending, and its values."""
 
-    def _answer(self, work: Work) -> Answer | None:
-        """What the owner of this worker's own share says to all parts, as they arrive."""
+    def _answer(self, work: Work, parts: Mapping[int, Tensor]) -> Tensor | None:
+        """What the owner of this worker's own share says to all parts of it."""
         if self.owner is None:
             return None
-        return partial(self.owner.answer, layout=work.layout, step=work.step, bucket=work.number)
+        try:
+            with self.clock.time("decode", self.transport.wire or work.device):
+                return self.owner.answer(parts, work.layout, **work.frame_id)
+        except Exception:
+            self.transport.hang_up()  # others wait for this answer
+            raise
 
-    def _division(self, layout: Layout, plan: FramePlan) -> _Division:
+    def _division(self, layout: Layout, plan: FramePlan) -> Division:
         if layout not in self._divisions:
-            shares = Shares(layout, self.transport.num_shares)
-            fixed = plan.fixed.to(self.transport.wire or plan.fixed.device)
-            order, places = shares.cut(fixed)
-            by_share = torch.split(fixed[order], [place.numel() for place in places])
-            is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=fixed.device)
-            is_fixed[fixed] = True
-            longest = [longest_frame(own.num_entries, self._forms) for own in shares.layouts]
-            self._divisions[layout] = _Division(shares, order, by_share, is_fixed, longest)
+            wire = self.transport.wire or plan.fixed.device
+            num_shares = self.transport.num_shares
+            self._divisions[layout] = Division(layout, num_shares, plan, wire, self.quantize, votes=self.server.votes)
         return self._divisions[layout]
-
-    def _parts(
-        self, work: Work, division: _Division, plan: FramePlan, chosen: Tensor, values: Tensor
-    ) -> tuple[list[Tensor], Tensor]:
-        """A frame for each owner, and what all of them together say, in the order of `values`."""
-        shares = division.shares
-        if shares.num_shares == 1:
-            frame, sent = self._written(work, shares.layouts[0], plan.num_fixed, chosen.to(torch.int32), values)
-            return [frame], sent
-        order, places = shares.cut(chosen)
-        num_fixed = [fixed.numel() for fixed in division.fixed]
-        whole, rest = values.tensor_split([plan.num_fixed])
-        fixed_values = torch.split(whole.index_select(0, division.fixed_order), num_fixed)
-        chosen_values = torch.split(rest.index_select(0, order), [place.numel() for place in places])
-        frames = []
-        fixed_sent = []
-        chosen_sent = []
-        for p, own in enumerate(shares.layouts):
-            said = torch.cat([fixed_values[p], chosen_values[p]])
-            frame, decoded = self._written(work, own, num_fixed[p], places[p], said)
-            frames.append(frame)
-            fixed_sent.append(decoded[: num_fixed[p]])
-            chosen_sent.append(decoded[num_fixed[p] :])
-        sent = torch.empty_like(values)
-        sent[: plan.num_fixed].index_copy_(0, division.fixed_order, torch.cat(fixed_sent))
-        sent[plan.num_fixed :].index_copy_(0, order, torch.cat(chosen_sent))
-        return frames, sent
-
-    def _written(
-        self, work: Work, own: Layout, num_fixed: int, places: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """A frame of these values of a share, and what it says of them."""
-        codes, scale = self.quantize.encode(values)
-        shape = FrameShape(own.num_entries, places.numel(), num_fixed, self.quantize)
-        frame = shape.write_smallest(places, codes, scale, **work.frame_id)
-        return frame, self.quantize.decode(codes, scale)[: values.numel()]
-
-    def _read(self, work: Work, division: _Division, answers: Sequence[Tensor]) -> _Answered | None:
-        """What all owners say; None if someone overflowed."""
-        fixed = []
-        places = []
-        fixed_values = []
-        chosen_values = []
-        for p, frame in enumerate(answers):
-            shape = FrameShape.of(frame, division.shares.layouts[p].num_entries, self._forms, peer=p)
-            contents = shape.read(frame, **work.frame_id, peer=p)
-            if contents.overflow:
-                return None
-            is_dense = shape.k == shape.num_entries
-            num_fixed = 0 if self.server.votes or is_dense else division.fixed[p].numel()
-            if shape.num_fixed != num_fixed:
-                raise FrameError(f"owner {p} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
-            fixed.append(division.fixed[p][:num_fixed])
-            places.append(contents.positions)
-            fixed_values.append(contents.values[: shape.num_fixed])
-            chosen_values.append(contents.values[shape.num_fixed :])
-        positions, chosen = division.shares.joined(places, chosen_values)
-        values = torch.cat([*fixed_values, chosen])
-        values = values.sign() if self.server.votes else values
-        num_entries = work.layout.num_entries
-        if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
-            return _Answered(None, values, 0)
-        return _Answered(torch.cat([*fixed, positions]), values, sum(told.numel() for told in fixed))
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {
@@ -292,9 +243,9 @@ def _ties(num_voters: int) -> float:
 
 def _without_zeros(chosen: Tensor, values: Tensor, num_fixed: int) -> tuple[Tensor, Tensor]:
     """The chosen entries that are worth a place: a zero merely filled up the k."""
-    told = nonzero(values[num_fixed:])
-    if told.numel() == chosen.numel():
+    if not has_zeros(values[num_fixed:]):
         return chosen, values
+    told = nonzero(values[num_fixed:])
     return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.exchange import Shares
 from laconic.kernels.host import merged
-from laconic.layout import positions_of
+from laconic.layout import Layout, positions_of
 from laconic.memory import Due, Ledger
 from laconic.paths.frame_plan import FramePlan
 from laconic.paths.history import Boost, History, HistoryKeeper
@@ -29,9 +30,23 @@ class ScoredPushPull(PushPull):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._histories = Ledger(HistoryKeeper())
+        self._turns: dict[Layout, Tensor] = {}  # entries whose turn it is, on the host
 
     def _history(self, work: Work) -> History:
-        return self._histories.open(work.layout, work.device)
+        history = self._histories.open(work.layout, work.device)
+        if self.replays and not history.room and work.device.type == "cuda":
+            shares = Shares(work.layout, self.transport.num_shares).layouts
+            history.room = sum(max(1, round((self.server.down_rho or 1.0) * own.num_entries)) for own in shares)
+        return history
+
+    def prepare_(self, work: Work) -> None:
+        turn = self.select.swept(work.layout, work.density, work.step, work.number)
+        if work.layout not in self._turns or self._turns[work.layout].shape != turn.shape:
+            self._turns[work.layout] = torch.empty_like(turn, pin_memory=work.device.type == "cuda")
+        self._turns[work.layout].copy_(turn)
+
+    def looked_at(self, work: Work) -> Sequence[Tensor]:
+        return self._history(work).told[:2]
 
     def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
         """Take out the entries whose turn it is, then those with the largest scores.
@@ -39,7 +54,7 @@ class ScoredPushPull(PushPull):
         What was swept just now is not chosen again, unless as a zero.
         """
         balance = work.account.balance
-        turn = self.select.swept(work.layout, work.density, work.step, work.number, work.device)
+        turn = self._turns[work.layout].to(work.device, non_blocking=True)
         owed = due.at(turn)
         swept = balance.index_select(0, turn).add_(owed)
         balance.index_copy_(0, turn, -owed)  # the addition leaves zeros, which have no score and are not chosen
@@ -95,9 +110,12 @@ class LedPushPull(ScoredPushPull):
     """Everyone takes what worker (step mod M) would choose for itself; where it cannot say, each chooses."""
 
     @property
-    def most_messages(self) -> int:
-        """The leader's choice, then parts."""
-        return 2
+    def turns(self) -> Sequence[int]:
+        """The leader's choice, then parts and answers."""
+        return (0, *(1 + turn for turn in super().turns))
+
+    def looks_itself(self, work: Work) -> bool:
+        return False  # it asks the leader
 
     def take_(self, work: Work) -> Choosing:
         if not work.finite:  # the others wait for the leader, and the leader for nobody

@@ -49,14 +49,14 @@ def path_for(
         return _path_of_sums(scheme, transport, clock)
     assert isinstance(select, Chooser)
     plans = FramePlans(select, scheme.frame_code)
+    replays = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
     if not scheme.has_owners:
         assert isinstance(transport, Collectives)
-        replays = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
         return Gathering(transport, clock, plans, scheme.frame_code, replays=replays)
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
-    asked = *ends, plans, scheme.server, scheme.frame_code, owner, ledger
+    asked = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, replays
     if not isinstance(select, Overlap):
         return PushPull(*asked)
     return LedPushPull(*asked, select) if select.score == "leader" else ScoredPushPull(*asked, select)

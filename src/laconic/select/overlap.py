@@ -49,13 +49,19 @@ class Overlap(TopK):
     def plan(self, layout: Layout, density: float) -> BucketPlan:
         return super().plan(layout, density * (1 - self.explore))
 
-    def swept(self, layout: Layout, density: float, step: int, bucket: int, device: torch.device) -> Tensor:
-        """The entries whose turn it is, the same on every worker; ascending, int64."""
+    @property
+    def asks_host(self) -> bool:
+        """Also where a score is of its norm, where the past fades, and where a past is cut into windows."""
+        score = self.scored
+        return super().asks_host or score.needs_norm or score.fades or self.per_parameter
+
+    def swept(self, layout: Layout, density: float, step: int, bucket: int) -> Tensor:
+        """The entries whose turn it is, the same on every worker; ascending, int64, on the host."""
         if not self.explore or self.score == "leader":
-            return positions_of((), device)
+            return positions_of((), _HOST)
         rounds = _rounds(self, layout, density, bucket)
         turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]
-        return torch.cat([positions_of((), _HOST), *turns]).to(device)
+        return torch.cat([positions_of((), _HOST), *turns])
 
 
 @lru_cache

@@ -32,6 +32,7 @@ class ServerClient:
     """
 
     owned_share: int | None = None
+    pull_turn = 1  # a server hears nothing while a worker has not taken its last answer
     wire: torch.device | None = torch.device("cpu")
 
     def __init__(
@@ -53,6 +54,7 @@ class ServerClient:
         self._longest = longest  # bytes of an answer whose length only the server knows
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
+        self._about = Message(Kind.PARTS)  # what was pushed last
         self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
         for connection in self._connections:
             connection.set_timeout(self._patience_s)
@@ -63,15 +65,26 @@ class ServerClient:
             said[0] = frame.cpu()
         return self._ask(Message(Kind.ECHO), "broadcast", said, [longest] * self.num_shares)[0].payload
 
-    def push_pull(self, push: Push) -> list[Tensor]:
+    def push(self, push: Push) -> dict[int, Tensor]:
         parts = [part.cpu() for part in push.parts]
         kind = Kind.PARTS
         if self._told.get(push.bucket) != push.layout:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        about = Message(kind, push.step, push.bucket)
-        return [reply.payload for reply in self._ask(about, "", parts, push.longest)]
+        self._about = Message(kind, push.step, push.bucket)
+        bytes_out = self._send(self._about, parts)
+        self.traffic.count("up", bytes_out, bytes_out, 0)
+        return {}
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        replies = self._receive(self._about.kind, push.longest)
+        self.traffic.count("down", 0, 0, sum(reply.num_bytes for reply in replies))
+        return [reply.payload for reply in replies]
+
+    def hang_up(self) -> None:
+        for connection in self._connections:
+            connection.shut_down()
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the living, on the CPU; not of gradients, so it does not count as training."""
@@ -112,15 +125,25 @@ class ServerClient:
         self, about: Message, kind: str, payloads: Sequence[Tensor] = (), longest: Sequence[int] = ()
     ) -> list[Message]:
         """Send each server its payload, or none, and wait for all answers, each of at most so many bytes."""
+        bytes_out = self._send(about, payloads or [about.payload] * self.num_shares)
+        replies = self._receive(about.kind, longest or [self._longest] * self.num_shares)
+        self.traffic.count(kind, bytes_out, bytes_out, sum(reply.num_bytes for reply in replies))
+        return replies
+
+    def _send(self, about: Message, payloads: Sequence[Tensor]) -> int:
+        """How many bytes that were."""
         bytes_out = 0
-        replies = []
-        for number, payload in enumerate(payloads or [about.payload] * self.num_shares):
+        for number, payload in enumerate(payloads):
             with self._connected(number) as connection:
                 bytes_out += connection.send(replace(about, payload=payload))
-        for number in range(self.num_shares):
+        return bytes_out
+
+    def _receive(self, kind: Kind, longest: Sequence[int]) -> list[Message]:
+        """Every server's answer to what was sent last."""
+        replies = []
+        for number, room in enumerate(longest):
             with self._connected(number) as connection:
-                room = longest[number] if longest else self._longest
-                most = {about.kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES}
+                most = {kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES}
                 reply = connection.receive(most, self._patience_s)
             if reply.kind == Kind.ERROR:
                 raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
@@ -128,12 +151,6 @@ class ServerClient:
             self.place = reply.place
             self.was_late = reply.kind == Kind.LATE
             replies.append(reply)
-        bytes_in = sum(reply.num_bytes for reply in replies)
-        if kind:
-            self.traffic.count(kind, bytes_out, bytes_out, bytes_in)
-        else:
-            self.traffic.count("up", bytes_out, bytes_out, 0)
-            self.traffic.count("down", 0, 0, bytes_in)
         return replies
 
     @contextmanager

@@ -201,7 +201,7 @@ class _RequestHandler:
             raise FrameError(
                 f"worker {rank} sent {message} without the layout that the others have; give all one model"
             )
-        return self.owner.read(part, layout, step=message.step, bucket=message.bucket, peer=rank)
+        return self.owner.read({rank: part}, layout, step=message.step, bucket=message.bucket)[rank]
 
     def _refuse(self, rank: int, what: str) -> NoReturn:
         self.listener.fail(FrameError(f"worker {rank} sent {what}; run the same script and release on all workers"))

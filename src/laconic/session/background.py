@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from laconic import kernels
 from laconic.errors import LaconicError
+from laconic.kernels.cpu.pointer import give_threads
 from laconic.layout import Bucket, Layout
 from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.replicas import Replicas
@@ -22,6 +23,7 @@ from laconic.session.session import Session
 
 SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and telling a GPU takes as long
 _CLOSE_TIMEOUT_S = 5.0
+_NUM_STATIONS = 4  # that compute at once
 
 
 def belongs_on_host(model: Layout, device: torch.device, wire: torch.device | None) -> bool:
@@ -222,6 +224,7 @@ def _compute_alone_on_host() -> None:
         _here.is_alone = True
         before = torch.get_num_threads()
         torch.set_num_threads(1)
+        give_threads(max(1, before // _NUM_STATIONS))  # those of native kernels do not spin
         # Threads that torch meets later take the number that was set last, whoever set it.
         restore = threading.Thread(target=torch.set_num_threads, args=(before,))
         restore.start()

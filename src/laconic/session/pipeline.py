@@ -1,8 +1,8 @@
 """While one bucket travels, the next is chosen and encoded, and the one before is applied.
 
 A step then takes as long as its slowest station, not as all of them. Message r of bucket b leaves in the order of
-(b + r, b), whatever is ready first, so all workers agree on the order, and results are those of one bucket after the
-other, bit for bit: buckets share nothing that a station changes.
+(b + r, b), where a path may let turns pass before a message, whatever is ready first. So all workers agree on the
+order, and results are those of one bucket after the other, bit for bit: buckets share nothing that a station changes.
 """
 
 import queue
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from laconic.layout import Bucket
@@ -26,6 +27,7 @@ class Flight:
     bucket: Bucket
     land: Callable[[BaseException | None], None]
     talk: Talk | None = None  # None where it could not begin
+    num_turns: int = -1  # since it has begun
     num_said: int = 0
     is_over: bool = False
     ready: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)  # told whenever it is the talker's turn
@@ -39,7 +41,7 @@ class _Heard:
 
 
 class Pipeline:
-    """Three stations: `begin` runs where it is called, and the talker and the hearer each in a thread.
+    """Four stations: `begin` runs where it is called; a thread each talks, finds what to say next, and applies.
 
     After a first failure nothing more is said, since the workers no longer agree on the order; whatever is in flight
     lands with that error.
@@ -49,10 +51,11 @@ class Pipeline:
         self.error: BaseException | None = None
         self._session = session
         self._begun: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._heard: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
+        self._to_answer: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
+        self._to_apply: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_within, args=(station, work), name=f"laconic-{name}", daemon=True)
-            for name, work in (("talk", self._talk), ("hear", self._hear))
+            for name, work in (("talk", self._talk), ("answer", self._answer), ("apply", self._apply))
         ]
         for thread in self._threads:
             thread.start()
@@ -68,72 +71,85 @@ class Pipeline:
         self._begun.put(flight)
 
     def _talk(self) -> None:
-        """The second: in each turn everyone who has begun says its next message, then the next bucket its first."""
+        """The second: in each turn everyone who has begun says what is due, then the next bucket its first message."""
         speaking: list[Flight] = []
         step_is_whole = False
         while True:
-            speaking = [flight for flight in speaking if self._say(flight)]
+            speaking = [flight for flight in speaking if self._take_turn(flight)]
             if not step_is_whole:
                 flight = self._begun.get()
                 if flight is None:
                     return
                 step_is_whole = flight.bucket.is_last
-                if self._say(flight):
+                if self._take_turn(flight):
                     speaking.append(flight)
                 del flight  # while it waits, the thread holds nothing
             elif not speaking:
                 step_is_whole = False
 
-    def _say(self, flight: Flight) -> bool:
-        """Send its next message, if there is one; whether there may be another."""
+    def _take_turn(self, flight: Flight) -> bool:
+        """Send its next message, if there is one and this is its turn; whether there may be another."""
+        flight.num_turns += 1
+        turns = flight.talk.path.turns if flight.talk is not None else (0,)
+        if flight.num_turns < turns[flight.num_said]:
+            return True
         flight.ready.get()
         if flight.is_over:
             return False
-        talk = flight.talk
-        if self.error is None and talk is not None and talk.message is not None:
+        if self.error is None and flight.talk is not None and flight.talk.message is not None:
             try:
-                heard = self._session.say(talk)
+                heard = self._session.say(flight.talk)
                 flight.num_said += 1
-                self._heard.put(_Heard(flight, True, heard))
-                return flight.num_said < talk.path.most_messages
+                is_last = flight.num_said == len(turns)
+                (self._to_apply if is_last else self._to_answer).put(_Heard(flight, True, heard))
+                return not is_last
             except BaseException as error:
                 self._fail(error)
-        self._heard.put(_Heard(flight, spoke=False))
+        self._to_apply.put(_Heard(flight, spoke=False))
         return False
 
-    def _hear(self) -> None:
-        """The third: go on with what was heard, which at a speech's end is to apply it."""
-        while (heard := self._heard.get()) is not None:
+    def _answer(self) -> None:
+        """The third: find the next message; where there is none, what was heard is applied."""
+        while (heard := self._to_answer.get()) is not None:
             flight = heard.flight
-            if self.error is None:
-                try:
-                    flight.is_over = self._go_on(flight, heard)
-                except BaseException as error:
-                    self._fail(error)
-            if flight.is_over or self.error is not None:
-                flight.is_over = True
-                flight.land(self.error)
+            self._go_on(flight, heard)
+            flight.is_over = self.error is not None or flight.talk is None or flight.talk.message is None
+            if flight.is_over:
+                self._to_apply.put(_Heard(flight, spoke=False))
             flight.ready.put(None)
             del flight, heard  # as above
 
-    def _go_on(self, flight: Flight, heard: _Heard) -> bool:
-        """Whether that was its end."""
-        assert flight.talk is not None
-        if heard.spoke:
-            flight.talk.go_on(heard.heard)
-        if flight.talk.message is None:
-            self._session.end_(flight.talk)
-        return flight.talk.message is None
+    def _apply(self) -> None:
+        """The last."""
+        while (heard := self._to_apply.get()) is not None:
+            flight = heard.flight
+            self._go_on(flight, heard)
+            if self.error is None:
+                try:
+                    assert flight.talk is not None
+                    self._session.end_(flight.talk)
+                except BaseException as error:
+                    self._fail(error)
+            flight.land(self.error)
+            del flight, heard  # as above
+
+    def _go_on(self, flight: Flight, heard: _Heard) -> None:
+        if self.error is None and heard.spoke:
+            try:
+                assert flight.talk is not None
+                flight.talk.go_on(heard.heard)
+            except BaseException as error:
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
 
     def close(self) -> None:
         """End the threads after what has begun; one that hangs in a collective is left behind."""
-        self._begun.put(None)
-        self._join(self._threads[0])
-        self._heard.put(None)
-        self._join(self._threads[1])
+        ends = [partial(entrance.put, None) for entrance in (self._begun, self._to_answer, self._to_apply)]
+        for end, thread in zip(ends, self._threads, strict=True):
+            end()
+            self._join(thread)
 
     def _join(self, thread: threading.Thread) -> None:
         if thread is not threading.current_thread():  # as it is where that one held the last reference

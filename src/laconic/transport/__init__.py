@@ -25,5 +25,5 @@ from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
 from laconic.transport.silence import say
 from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
-from laconic.transport.transport import Answer, Collectives, Push, Transport
+from laconic.transport.transport import Collectives, Push, Transport
 from laconic.transport.virtual import InProcess, in_process, silent_end

@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
 from laconic.transport.door import Address
 from laconic.transport.mesh import Mesh, open_mesh
-from laconic.transport.push_pull import push_pull_in_rounds
+from laconic.transport.rounds import swap_in_rounds
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
 
@@ -99,15 +99,27 @@ class Group(Collectives):
             self._mesh.all_to_all(mine, heard)
         return heard.to(rows.device)
 
-    def push_pull(self, push: Push) -> list[Tensor]:
-        if self._mesh is None:
-            with silence_said(self.rank):
-                answers, heard = push_pull_in_rounds(push, self._group, self.wire)
-        else:
-            answers, heard = self._mesh.push_pull(push)
-        sent = [part.numel() for part in push.parts]
-        self.traffic.count_push_pull(self.rank, sent, heard, [answer.numel() for answer in answers])
+    def push(self, push: Push) -> dict[int, Tensor]:
+        heard = self._swap(push.parts, [push.longest[self.rank]] * self.num_workers)
+        self.traffic.count_push(self.rank, *([part.numel() for part in parts] for parts in (push.parts, heard)))
+        return dict(enumerate(heard))
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        assert own is not None
+        answers = self._swap([own] * self.num_workers, push.longest)
+        self.traffic.count_pull(self.rank, [answer.numel() for answer in answers])
         return answers
+
+    def _swap(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+        """Message r goes to worker r; those for this one, by rank, of at most longest[r] bytes."""
+        if self._mesh is not None:
+            return self._mesh.swap(messages, longest)
+        with silence_said(self.rank):
+            return swap_in_rounds(messages, longest, self._group, self.wire)
+
+    def hang_up(self) -> None:
+        if self._mesh is not None:
+            self._mesh.shut_down()
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         speaks = self.rank == speaker

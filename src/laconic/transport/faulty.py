@@ -85,7 +85,7 @@ def _damaged(frame: Tensor) -> Tensor:
 class FaultyTransport:
     """One worker's end of any transport, of which some calls go wrong; a call is a message, whatever it is split into.
 
-    Who only hears a broadcast says nothing.
+    Who only hears a broadcast says nothing, and what owners answer arrives.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -115,9 +115,19 @@ class FaultyTransport:
             (frame,) = self.faults.arriving([frame])
         return self._inner.broadcast(frame, speaker, longest)
 
-    def push_pull(self, push: Push) -> list[Tensor]:
+    @property
+    def pull_turn(self) -> int:
+        return self._inner.pull_turn
+
+    def push(self, push: Push) -> dict[int, Tensor]:
         arriving = zip(self.faults.arriving(push.parts), push.longest, strict=True)
-        return self._inner.push_pull(replace(push, parts=[part[:longest] for part, longest in arriving]))
+        return self._inner.push(replace(push, parts=[part[:longest] for part, longest in arriving]))
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        return self._inner.pull(push, own)
+
+    def hang_up(self) -> None:
+        self._inner.hang_up()
 
     def owner_states(self) -> list[bytes]:
         return self._inner.owner_states()

@@ -4,20 +4,16 @@ Gloo passes frames on around a ring, a peer at a time: 73 % of a 1gbit link for 
 this fills 96 % (link-use in docs/results.md).
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError, PeerError
 from laconic.transport.connection import Connection
 from laconic.transport.door import TellAll, meet
-from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, move
-from laconic.transport.transport import Push
+from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, move, swap
 
-_LENGTH_BYTES = 8  # before a message whose length only its sender knows
+_USUAL_BYTES = 1 << 16  # of a message whose length only its sender knows, until longer ones have come
 
 
 class Mesh:
@@ -31,6 +27,7 @@ class Mesh:
         self.rank = rank
         self._links = links
         self._timeout_s = timeout_s
+        self._usual = _USUAL_BYTES
         for link in links.values():
             link.set_timeout(0)  # whoever waits, waits for all of them
 
@@ -41,7 +38,7 @@ class Mesh:
     def all_to_all(self, outgoing: Tensor, incoming: Tensor) -> None:
         """Give row r of `outgoing` to worker r, and fill row r of `incoming` with what that one gives."""
         incoming[self.rank] = outgoing[self.rank]
-        self._swap([_view(row) for row in outgoing], [_view(row) for row in incoming])
+        self._fill([_view(row) for row in outgoing], [_view(row) for row in incoming])
 
     def add_up_(self, vector: Tensor) -> None:
         """Overwrite a vector with its sum over all workers: each adds up a share, in rank order, and tells all.
@@ -55,71 +52,34 @@ class Mesh:
         shares = vector.tensor_split(num_workers)
         mine = shares[self.rank]
         rows = mine.new_empty(num_workers, mine.numel())
-        self._swap([_view(share) for share in shares], [_view(row) for row in rows])
+        self._fill([_view(share) for share in shares], [_view(row) for row in rows])
         rows[self.rank] = mine
         mine.copy_(rows[0])
         for row in rows[1:]:
             mine.add_(row)
-        self._swap([_view(mine)] * num_workers, [_view(share) for share in shares])
+        self._fill([_view(mine)] * num_workers, [_view(share) for share in shares])
 
-    def push_pull(self, push: Push) -> tuple[list[Tensor], list[int]]:
-        """The answers of all owners, and how many bytes of parts each worker sent here, by rank."""
-        assert push.answer is not None
+    def swap(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+        """Give message r to worker r; those for this one, by rank: of up to longest[r] bytes, as only senders know."""
+        links = {peer: self._links[peer] for peer in self._ahead()}
         try:
-            heard = {self.rank: push.parts[self.rank]}
-            arriving = self._exchange_any(push.parts, push.longest[self.rank], heard)
-            try:
-                own = push.answer((peer, heard[peer]) for peer in arriving)
-            except Exception:
-                with suppress(PeerError):
-                    deque(arriving, maxlen=0)  # others wait for the parts that still have to leave
-                raise
-            answers = {self.rank: own}
-            deque(self._exchange_any([own] * len(push.parts), max(push.longest), answers), maxlen=0)
+            heard = swap(links, dict(enumerate(messages)), dict(enumerate(longest)), self._usual, self._timeout_s)
         except Exception:
             self.shut_down()
             raise
-        in_order = [answers[rank] for rank in range(len(push.parts))]
-        for rank, answer in answers.items():
-            if answer.numel() > push.longest[rank]:
-                raise _too_long(rank, answer.numel(), push.longest[rank])
-        return in_order, [heard[rank].numel() for rank in range(len(push.parts))]
+        heard[self.rank] = messages[self.rank]
+        self._usual = max(self._usual, *(2 * message.numel() for message in heard.values()))
+        return [heard[rank] for rank in range(len(messages))]
 
-    def _swap(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
+    def _fill(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
         """Give each other worker its part, and fill its room; by rank."""
-        said = {peer: [outgoing[peer]] for peer in self._links}
-        rooms = {peer: iter([incoming[peer]]) for peer in self._links}
-        deque(self._exchange(said, rooms, as_they_come=False), maxlen=0)
-
-    def _exchange_any(self, said: Sequence[Tensor], longest: int, heard: dict[int, Tensor]) -> Iterator[int]:
-        """Messages of lengths that only senders know; yields this worker, then each whose message is in `heard`."""
-        outgoing = {peer: [_length(said[peer]), _view(said[peer])] for peer in self._links}
-        rooms = {peer: _of_any_length(peer, longest, heard) for peer in self._links}
-        yield self.rank
-        yield from self._exchange(outgoing, rooms, as_they_come=True)
-
-    def _exchange(
-        self,
-        outgoing: Mapping[int, Iterable[memoryview]],
-        rooms: Mapping[int, Iterator[memoryview]],
-        *,
-        as_they_come: bool,
-    ) -> Iterator[int]:
-        """Send and receive until all is done; yields each peer that has filled its rooms, at once or at the end.
-
-        The peer ahead comes first: everyone begins with another one, and no link is asked by all at once.
-        """
-        deadline = Deadline(self._timeout_s)
-        flows = {peer: Flow(self._links[peer], iter(outgoing[peer]), rooms[peer]) for peer in self._ahead()}
-        reading = {peer for peer, flow in flows.items() if flow.into.view}
-        while flows := {peer: flow for peer, flow in flows.items() if not flow.is_through}:
-            move(flows, deadline, until_any=as_they_come)
-            heard = {peer for peer in reading if not flows[peer].into.view}
-            reading -= heard
-            yield from sorted(heard)
+        flows = {
+            peer: Flow(self._links[peer], iter([outgoing[peer]]), iter([incoming[peer]])) for peer in self._ahead()
+        }
+        move(flows, Deadline(self._timeout_s))
 
     def _ahead(self) -> list[int]:
-        """The others, from the next one on."""
+        """The others, from the next one on: everyone begins with another one, and no link is asked by all at once."""
         num_workers = len(self._links) + 1
         return [(self.rank + hop) % num_workers for hop in range(1, num_workers)]
 
@@ -139,25 +99,6 @@ def open_mesh(rank: int, num_workers: int, tell_all: TellAll, timeout_s: float) 
     """Connections among all workers; a call that all of them make, and LaunchError on all where one cannot."""
     to, of = meet(rank, tell_all, calls=range(rank), awaits=range(rank + 1, num_workers))
     return Mesh(rank, to | of, timeout_s)
-
-
-def _of_any_length(sender: int, longest: int, heard: dict[int, Tensor]) -> Iterator[memoryview]:
-    """Room for a length, then for as many bytes, which become heard[sender]."""
-    head = bytearray(_LENGTH_BYTES)
-    yield memoryview(head)
-    length = int.from_bytes(head, "little", signed=True)
-    if not 0 <= length <= longest:
-        raise _too_long(sender, length, longest)
-    heard[sender] = torch.empty(length, dtype=torch.uint8)
-    yield _view(heard[sender])
-
-
-def _too_long(sender: int, length: int, longest: int) -> FrameError:
-    return FrameError(f"a message from rank {sender} says it has {length} bytes of {longest}; nothing is applied")
-
-
-def _length(message: Tensor) -> memoryview:
-    return memoryview(bytearray(message.numel().to_bytes(_LENGTH_BYTES, "little")))
 
 
 def _view(message: Tensor) -> memoryview:

@@ -1,31 +1,20 @@
 """Bytes to and from several connections at once: natively, where that is built, or by Python."""
 
-import ctypes
 import math
 import os
 import select
 import time
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.errors import PeerError
-from laconic.kernels.cpu.library import level, library
+from laconic.errors import FrameError, PeerError
+from laconic.kernels.cpu import sockets
+from laconic.kernels.cpu.library import level
 from laconic.transport.connection import Connection, Cursor
 
-_LATE = -1  # as in kernels/native/exchange.cpp
-_ADDED = {  # as in kernels/native/hops.cpp
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.uint8: 3,
-    torch.int8: 3,
-    torch.int16: 4,
-    torch.int32: 5,
-    torch.int64: 6,
-}
+_LENGTH_BYTES = 8  # before a message whose length only its sender knows
 
 
 class Deadline:
@@ -61,58 +50,105 @@ class Flow:
         return not self.out.view and not self.into.view
 
 
-def move(flows: Mapping[int, Flow], deadline: Deadline, *, until_any: bool) -> None:
-    """Send and receive what comes next, all of it or until any of it is through; PeerError names who fails."""
-    if level() is not None:
-        _move_natively(flows, deadline, until_any)
-    else:
-        _move(flows, deadline)
+def move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
+    """Send and receive until all is through; PeerError names who fails."""
+    while flows := {peer: flow for peer, flow in flows.items() if not flow.is_through}:
+        if level() is not None:
+            _move_natively(flows, deadline)
+        else:
+            _move(flows, deadline)
+
+
+def swap(
+    links: Mapping[int, Connection],
+    messages: Mapping[int, Tensor],
+    longest: Mapping[int, int],
+    usual: int,
+    timeout_s: float,
+) -> dict[int, Tensor]:
+    """Each peer's message for this one's to it: bytes, of a length that only its sender knows, up to longest[peer].
+
+    One of up to `usual` bytes finds room without a word. FrameError names whose length cannot be.
+    """
+    deadline = Deadline(timeout_s)
+    if level() is not None and links:
+        return _swap_natively(links, messages, longest, usual, deadline)
+    heard: dict[int, Tensor] = {}
+    flows = {
+        peer: Flow(link, iter(_with_length(messages[peer])), _of_any_length(peer, longest[peer], heard))
+        for peer, link in links.items()
+    }
+    move(flows, deadline)
+    return heard
+
+
+def _of_any_length(sender: int, longest: int, heard: dict[int, Tensor]) -> Iterator[memoryview]:
+    """Room for a length, then for as many bytes, which become heard[sender]."""
+    head = bytearray(_LENGTH_BYTES)
+    yield memoryview(head)
+    length = int.from_bytes(head, "little", signed=True)
+    _check_length(sender, length, longest)
+    heard[sender] = torch.empty(length, dtype=torch.uint8)
+    yield heard[sender].numpy().data
+
+
+def _check_length(sender: int, length: int, longest: int) -> None:
+    if not 0 <= length <= longest:
+        raise FrameError(f"a message from rank {sender} says it has {length} bytes of {longest}; nothing is applied")
+
+
+def _with_length(message: Tensor) -> list[memoryview]:
+    """What leaves of a message."""
+    return [memoryview(bytearray(message.numel().to_bytes(_LENGTH_BYTES, "little"))), message.numpy().data]
 
 
 def adds_natively(dtype: torch.dtype) -> bool:
     """Whether `add_up_` knows a type; others are added by torch, to the same bits."""
-    return level() is not None and dtype in _ADDED
+    return level() is not None and dtype in sockets.ADDED
 
 
 def add_up_(vector: Tensor, rank: int, links: Mapping[int, Connection], timeout_s: float) -> None:
     """Both hops of a sum over all workers, each with a deadline; PeerError names who fails."""
-    num_workers = len(links) + 1
-    sockets = [links[peer].fileno() if peer != rank else -1 for peer in range(num_workers)]
-    failed = ctypes.c_int64()
-    has_moved = ctypes.c_int()
-    error = library().laconic_add_up(
-        vector.data_ptr(),
-        vector.numel(),
-        _ADDED[vector.dtype],
-        rank,
-        num_workers,
-        (ctypes.c_int32 * num_workers)(*sockets),
-        Deadline(timeout_s).left_ms,
-        ctypes.byref(failed),
-        ctypes.byref(has_moved),
-    )
-    if error == _LATE:
-        raise _late(failed.value, timeout_s, has_moved=bool(has_moved.value))
+    ends = [links[peer].fileno() if peer != rank else -1 for peer in range(len(links) + 1)]
+    error, failed, has_moved = sockets.add_up_(vector, rank, ends, Deadline(timeout_s).left_ms)
+    if error == sockets.LATE:
+        raise _late(failed, timeout_s, has_moved=has_moved)
     if error:
-        raise _gone(failed.value, OSError(error, os.strerror(error)))
+        raise _gone(failed, OSError(error, os.strerror(error)))
 
 
-def _move_natively(flows: Mapping[int, Flow], deadline: Deadline, until_any: bool) -> None:
-    """In one call, which leaves the interpreter to others."""
-    sockets = np.array([flow.link.fileno() for flow in flows.values()], dtype=np.int32)
-    ends = [(flow.out.view, flow.into.view) for flow in flows.values()]
-    views = np.array([[_address(o), len(o), _address(i), len(i)] for o, i in ends], dtype=np.int64).T.copy()
-    before = views.copy()
-    failed = ctypes.c_int64()
-    rows = [row.ctypes.data for row in views]
-    error = library().laconic_exchange(
-        len(flows), sockets.ctypes.data, *rows, until_any, deadline.left_ms, ctypes.byref(failed)
-    )
-    if error not in (0, _LATE):
-        raise _gone(list(flows)[failed.value], OSError(error, os.strerror(error)))
-    for flow, (_, sent, _, received) in zip(flows.values(), (before - views).T.tolist(), strict=True):
-        flow.advance(sent, received)
-    if error == _LATE:
+def _swap_natively(
+    links: Mapping[int, Connection],
+    messages: Mapping[int, Tensor],
+    longest: Mapping[int, int],
+    usual: int,
+    deadline: Deadline,
+) -> dict[int, Tensor]:
+    peers = list(links)
+    ends = [link.fileno() for link in links.values()]
+    outgoing, most = [messages[peer] for peer in peers], [longest[peer] for peer in peers]
+    moved = sockets.swap(ends, outgoing, most, usual, deadline.left_ms)
+    if moved.error == sockets.TOO_LONG:
+        _check_length(peers[moved.failed], moved.lengths[moved.failed], most[moved.failed])
+    if moved.error == sockets.LATE:
+        late = min((peer, at) for at, peer in enumerate(peers) if not moved.is_over(at))[1]
+        has_moved = moved.lengths[late] >= 0 or moved.in_left[late] < _LENGTH_BYTES
+        raise _late(peers[late], deadline.timeout_s, has_moved=has_moved)
+    if moved.error:
+        raise _gone(peers[moved.failed], OSError(moved.error, os.strerror(moved.error)))
+    return dict(zip(peers, moved.messages, strict=True))
+
+
+def _move_natively(flows: Mapping[int, Flow], deadline: Deadline) -> None:
+    """What comes next of each."""
+    ends = [flow.link.fileno() for flow in flows.values()]
+    out, into = [flow.out.view for flow in flows.values()], [flow.into.view for flow in flows.values()]
+    moved = sockets.exchange(ends, out, into, deadline.left_ms)
+    if moved.error not in (0, sockets.LATE):
+        raise _gone(list(flows)[moved.failed], OSError(moved.error, os.strerror(moved.error)))
+    for at, flow in enumerate(flows.values()):
+        flow.advance(len(out[at]) - moved.out_left[at], len(into[at]) - moved.in_left[at])
+    if moved.error == sockets.LATE:
         raise _late_of(flows, deadline)
 
 
@@ -150,7 +186,3 @@ def _late(peer: int, timeout_s: float, *, has_moved: bool) -> PeerError:
 
 def _gone(peer: int, error: OSError) -> PeerError:
     return PeerError(f"rank {peer} is gone, or gave up this step ({error.strerror or error}); see what it says")
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view else 0

@@ -42,12 +42,15 @@ class Traffic:
         moved = payload_bytes // num_workers * (num_workers - 1)
         self.count(kind, payload_bytes, moved, moved)
 
-    def count_push_pull(self, rank: int, sent: Sequence[int], heard: Sequence[int], answers: Sequence[int]) -> None:
-        """Parts that went up and answers that came down, in bytes by rank, where each of M workers is an owner."""
+    def count_push(self, rank: int, sent: Sequence[int], heard: Sequence[int]) -> None:
+        """Parts that went up, in bytes by rank, where each of M workers is an owner, and lengths, of answers too."""
         others = len(sent) - 1
         self.count("lengths", 8, 16 * others, 16 * others)
         self.count("up", sum(sent), sum(sent) - sent[rank], sum(heard) - heard[rank])
-        self.count("down", answers[rank], others * answers[rank], sum(answers) - answers[rank])
+
+    def count_pull(self, rank: int, answers: Sequence[int]) -> None:
+        """Answers that came down."""
+        self.count("down", answers[rank], (len(answers) - 1) * answers[rank], sum(answers) - answers[rank])
 
     def count_broadcast(self, num_bytes: int, num_workers: int, *, speaks: bool) -> None:
         """A frame that goes from one worker to all others."""

@@ -1,6 +1,6 @@
 """What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -9,8 +9,6 @@ from torch import Tensor
 
 from laconic.layout import Layout
 from laconic.transport.traffic import Traffic
-
-Answer = Callable[[Iterable[tuple[int, Tensor]]], Tensor]  # an owner's, to (rank, part) of each worker as they arrive
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,6 @@ class Push:
     step: int
     bucket: int
     parts: Sequence[Tensor]  # part p (bytes, uint8) goes to owner p
-    answer: Answer | None  # this worker's own, for the share it owns; None where it owns none
     longest: Sequence[int]  # no part for owner p, nor what it answers, has more bytes than longest[p]
 
 
@@ -51,11 +48,20 @@ class Transport(Protocol):
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         """What one worker says to all, in at most so many bytes: its `frame`, else None; empty where it is gone."""
 
-    def push_pull(self, push: Push) -> list[Tensor]:
-        """Every owner's answer to the parts it heard, the same on all workers.
+    @property
+    def pull_turn(self) -> int:
+        """How many turns after a push its answers are pulled: an owner among workers has one to find its own in."""
+        return 2
 
-        Answers may lie in buffers that the next call overwrites.
-        """
+    def push(self, push: Push) -> dict[int, Tensor]:
+        """Give every owner its part; those for the share that this worker owns, by rank, none where it owns none."""
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        """Every owner's answer to the parts it heard, the same on all workers; `own` is this worker's for its share."""
+
+    def hang_up(self) -> None:
+        """Let nobody wait for what this worker was to say: it has failed."""
+        return
 
     def owner_states(self) -> list[bytes]:
         """What owners that are no workers keep, for a checkpoint, told to one of the workers; [] where workers own."""

@@ -1,7 +1,7 @@
 """M virtual workers in one process, each in a thread of its own: for tests, teaching and large M."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -55,26 +55,27 @@ class InProcess(Collectives):
         self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=self.rank == speaker)
         return said
 
-    def push_pull(self, push: Push) -> list[Tensor]:
-        heard: list[Tensor] = []
-
-        def answered(shown: list[Sequence[Tensor]]) -> Tensor | None:
-            if self.owned_share is None:
-                return None
-            assert push.answer is not None
-            heard.extend(parts[self.owned_share] for parts in shown)
-            return push.answer(enumerate(heard))
-
-        own = self._exchange(push.parts, answered)
-        answers = self._exchange(own, lambda shown: shown[: self.num_shares])
+    def push(self, push: Push) -> dict[int, Tensor]:
+        share = self.owned_share
+        heard: list[Tensor] = self._exchange(
+            push.parts, lambda shown: [] if share is None else [parts[share] for parts in shown]
+        )
         sent = [part.numel() for part in push.parts]
-        lengths = [each.numel() for each in answers]
-        assert all(max(up, down) <= most for up, down, most in zip(sent, lengths, push.longest, strict=True))
+        assert all(length <= most for length, most in zip(sent, push.longest, strict=True))
         if self._served:
             self.traffic.count("up", sum(sent), sum(sent), 0)
+        else:
+            self.traffic.count_push(self.rank, sent, [part.numel() for part in heard])
+        return dict(enumerate(heard))
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        answers = self._exchange(own, lambda shown: shown[: self.num_shares])
+        lengths = [each.numel() for each in answers]
+        assert all(length <= most for length, most in zip(lengths, push.longest, strict=True))
+        if self._served:
             self.traffic.count("down", 0, 0, sum(lengths))
         else:
-            self.traffic.count_push_pull(self.rank, sent, [part.numel() for part in heard], lengths)
+            self.traffic.count_pull(self.rank, lengths)
         return answers
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:

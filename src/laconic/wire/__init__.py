@@ -6,3 +6,4 @@ from laconic.wire.frame import CodesShape, Contents, FrameShape, ValueCode, Valu
 from laconic.wire.implied import Implied
 from laconic.wire.index_codec import INDEX_CODECS, IndexCodec, floor_bits, smallest_index_codec
 from laconic.wire.rice import Rice
+from laconic.wire.several import read_answers, read_each, write_each, write_parts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ _FORETOLD = ("magic", "version and codecs", "n", "k", "number of fixed entries",
 # Places in the header: the check sum of all that follows takes two words.
 _MAGIC_AT = 2
 _CODECS = 3
+_COUNT = 5
 _BUCKET = 8
 _SCALE = 9
 _HEADER_WORDS = 10
@@ -112,9 +115,9 @@ class CodesShape:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
         return end_to_end(blocks)
 
-    def head(self, *, step: int, bucket: int) -> list[int]:
-        """The words of a header, whose check sum and scale are yet to come."""
-        return [0, 0, *self._header(step, bucket), 0]
+    def head(self, *, step: int, bucket: int, scale: float = 0.0) -> list[int]:
+        """The words of a header, whose check sum is yet to come, and its scale where none is given."""
+        return [0, 0, *self._header(step, bucket), *struct.unpack("<i", struct.pack("<f", scale))]
 
     def write_after(self, head: Tensor, positions: Tensor, codes: Tensor, scale: Tensor, overflow: Tensor) -> Tensor:
         """A frame for a header that lies on the device, which this changes; `overflow`, one int32: 1 marks it so."""
@@ -224,6 +227,11 @@ class FrameShape(CodesShape):
         """Whether all frames have the length and the header that they should, and none says that it overflowed."""
         return self._foretold_heads(frames, step, bucket) is not None
 
+    def is_foretold(self, frame: Tensor, *, step: int, bucket: int) -> bool:
+        """The same of one frame."""
+        known = self._header(step, bucket)
+        return frame.numel() == self.num_bytes and _header_of(frame)[_MAGIC_AT:_SCALE] == known
+
     def _foretold_heads(self, frames: Tensor, step: int, bucket: int) -> list[list[int]] | None:
         """The headers of such frames; None where one of them is another."""
         heads: list[list[int]] = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
@@ -275,6 +283,11 @@ def bucket_of(frame: Tensor) -> int:
     return _header_of(frame)[_BUCKET]
 
 
+def count_in(frame: Tensor) -> int:
+    """How many positions a frame says that it has, not yet checked."""
+    return _header_of(frame)[_COUNT]
+
+
 def longest_frame(num_entries: int, quantizers: Sequence[ValueCode]) -> int:
     """The most bytes of a frame about so many entries, whichever of them it holds: those of a map and of all values."""
     most = max(quantize.num_bytes(num_entries) for quantize in quantizers)
@@ -284,7 +297,10 @@ def longest_frame(num_entries: int, quantizers: Sequence[ValueCode]) -> int:
 def _header_of(frame: Tensor) -> list[int]:
     """The words of a header, not yet checked; each -1 if there is none."""
     end = 4 * _HEADER_WORDS
-    words: list[int] = frame[:end].view(torch.int32).tolist() if frame.numel() >= end else [-1] * _HEADER_WORDS
+    if frame.numel() < end:
+        return [-1] * _HEADER_WORDS
+    there = frame if frame.device.type == "cpu" else frame[:end].cpu()
+    words: list[int] = there.numpy()[:end].view(np.int32).tolist()
     return words
 
 

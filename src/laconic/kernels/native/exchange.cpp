@@ -14,11 +14,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int LATE = -1;
+constexpr int TOO_LONG = -2;
+constexpr int64_t HEAD_BYTES = 8;
 
 #ifdef MSG_NOSIGNAL
 constexpr int QUIETLY = MSG_DONTWAIT | MSG_NOSIGNAL;
 #else
 constexpr int QUIETLY = MSG_DONTWAIT;
+#endif
+
+#ifdef MSG_MORE
+constexpr int MORE = MSG_MORE;
+#else
+constexpr int MORE = 0;
 #endif
 
 // What a call of send or recv moved: none where it would have to wait, or minus the error.
@@ -28,45 +36,110 @@ int64_t moved(ssize_t result, bool receives) {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : -errno;
 }
 
-}  // namespace
+// What is left to send to a socket, and to receive from it.
+struct Flow {
+  int32_t socket;
+  const uint8_t* out;
+  int64_t out_left;
+  uint8_t* in;
+  int64_t in_left;
+  bool has_more = false;  // to send, after that
+};
 
-// Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
-// are through, or until any is where that is asked for; the pointers and counts tell how far each has come. Returns 0,
-// LATE if that takes longer than timeout_ms, or the error of sockets[*failed].
-extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t** out, int64_t* out_left, uint8_t** in,
-                                int64_t* in_left, int until_any, int timeout_ms, int64_t* failed) {
+// Moves all flows at once until they are through. `emptied(i)` and `filled(i)` are asked whenever nothing is left to
+// send or to receive of flow i: 0, with more where more is to come, or what to return. Returns 0, LATE if it takes longer
+// than timeout_ms, or the error of flow *failed.
+template <class Emptied, class Filled>
+int exchange(std::vector<Flow>& flows, int timeout_ms, int64_t* failed, const Emptied& emptied, const Filled& filled) {
+  const auto count = static_cast<int64_t>(flows.size());
   std::vector<pollfd> waiting(count);
   const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
-  for (bool any = false; !(any && until_any);) {
+  while (true) {
     bool is_open = false;
     for (int64_t i = 0; i < count; ++i) {
-      const int events = (out_left[i] ? POLLOUT : 0) | (in_left[i] ? POLLIN : 0);
-      waiting[i] = {events ? sockets[i] : -1, static_cast<short>(events), 0};
+      const int events = (flows[i].out_left ? POLLOUT : 0) | (flows[i].in_left ? POLLIN : 0);
+      waiting[i] = {events ? flows[i].socket : -1, static_cast<short>(events), 0};
       is_open |= events != 0;
     }
-    if (!is_open) break;
+    if (!is_open) return 0;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
     const int ready = poll(waiting.data(), count, static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready == 0) return LATE;
     if (ready < 0 && errno != EINTR) return errno;
     for (int64_t i = 0; i < count && ready > 0; ++i) {
       const int told = waiting[i].revents;
+      Flow& flow = flows[i];
       int64_t sent = 0;
       int64_t received = 0;
-      if (out_left[i] && (told & (POLLOUT | POLLERR))) sent = moved(send(sockets[i], out[i], out_left[i], QUIETLY), false);
-      if (in_left[i] && (told & (POLLIN | POLLHUP | POLLERR))) {
-        received = moved(recv(sockets[i], in[i], in_left[i], MSG_DONTWAIT), true);
+      if (flow.out_left && (told & (POLLOUT | POLLERR))) {
+        sent = moved(send(flow.socket, flow.out, flow.out_left, flow.has_more ? QUIETLY | MORE : QUIETLY), false);
       }
-      if (received < 0 || sent < 0) {
-        *failed = i;
-        return static_cast<int>(-(received < 0 ? received : sent));
+      if (flow.in_left && (told & (POLLIN | POLLHUP | POLLERR))) {
+        received = moved(recv(flow.socket, flow.in, flow.in_left, MSG_DONTWAIT), true);
       }
-      any |= (sent && sent == out_left[i]) || (received && received == in_left[i]);
-      out[i] += sent;
-      out_left[i] -= sent;
-      in[i] += received;
-      in_left[i] -= received;
+      *failed = i;
+      if (received < 0 || sent < 0) return static_cast<int>(-(received < 0 ? received : sent));
+      flow.out += sent;
+      flow.out_left -= sent;
+      flow.in += received;
+      flow.in_left -= received;
+      if (sent > 0 && flow.out_left == 0) emptied(i);
+      if (received > 0 && flow.in_left == 0) {
+        const int strange = filled(i);
+        if (strange != 0) return strange;
+      }
     }
   }
-  return 0;
+}
+
+}  // namespace
+
+// Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
+// are through; the counts tell what is left of each. Returns 0, LATE, or the error of sockets[*failed].
+extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
+                                uint8_t* const* in, int64_t* in_left, int timeout_ms, int64_t* failed) {
+  std::vector<Flow> flows;
+  for (int64_t i = 0; i < count; ++i) flows.push_back({sockets[i], out[i], out_left[i], in[i], in_left[i]});
+  const int error = exchange(flows, timeout_ms, failed, [](int64_t) {}, [](int64_t) { return 0; });
+  for (int64_t i = 0; i < count; ++i) {
+    out_left[i] = flows[i].out_left;
+    in_left[i] = flows[i].in_left;
+  }
+  return error;
+}
+
+// The same for messages that begin with their length, in eight bytes: out_left[i] is that of out[i], and lengths[i]
+// becomes that of what comes, -1 until it has. That goes to in[i], with room for sizes[i] bytes, or to where `room(i,
+// length)` says. Returns TOO_LONG where lengths[*failed] is less than 0 or more than longest[*failed].
+extern "C" int laconic_swap(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
+                            uint8_t* const* in, int64_t* in_left, const int64_t* sizes, const int64_t* longest,
+                            uint8_t* (*room)(int64_t, int64_t), int64_t* lengths, int timeout_ms, int64_t* failed) {
+  std::vector<Flow> flows;
+  const std::vector<int64_t> heads(out_left, out_left + count);
+  std::vector<int64_t> heard(count);
+  for (int64_t i = 0; i < count; ++i) {
+    flows.push_back({sockets[i], reinterpret_cast<const uint8_t*>(&heads[i]), HEAD_BYTES,
+                     reinterpret_cast<uint8_t*>(&heard[i]), HEAD_BYTES, heads[i] > 0});
+    lengths[i] = -1;
+  }
+  const auto emptied = [&](int64_t i) {
+    if (!flows[i].has_more) return;
+    flows[i].has_more = false;
+    flows[i].out = out[i];
+    flows[i].out_left = heads[i];
+  };
+  const auto filled = [&](int64_t i) {
+    if (lengths[i] >= 0) return 0;
+    lengths[i] = heard[i];
+    if (heard[i] < 0 || heard[i] > longest[i]) return TOO_LONG;
+    flows[i].in = heard[i] <= sizes[i] ? in[i] : room(i, heard[i]);
+    flows[i].in_left = heard[i];
+    return 0;
+  };
+  const int error = exchange(flows, timeout_ms, failed, emptied, filled);
+  for (int64_t i = 0; i < count; ++i) {
+    out_left[i] = flows[i].out_left;
+    in_left[i] = flows[i].in_left;
+  }
+  return error;
 }

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t** out, int64_t* out_left, uint8_t** in,
-                                int64_t* in_left, int until_any, int timeout_ms, int64_t* failed);
+extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
+                                uint8_t* const* in, int64_t* in_left, int timeout_ms, int64_t* failed);
 
 namespace {
 
@@ -33,7 +33,7 @@ struct Hop {
     const std::vector<int64_t> before = in_left;
     const int64_t count = peers.size();
     int64_t at = 0;
-    const int error = laconic_exchange(count, sockets.data(), out.data(), out_left.data(), in.data(), in_left.data(), 0,
+    const int error = laconic_exchange(count, sockets.data(), out.data(), out_left.data(), in.data(), in_left.data(),
                                        timeout_ms, &at);
     if (error == 0) return 0;
     if (error < 0) {

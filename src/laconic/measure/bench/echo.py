@@ -37,8 +37,11 @@ class Echo(Collectives):
         assert frame is not None
         return frame
 
-    def push_pull(self, push: Push) -> list[Tensor]:
-        raise AssertionError("an owner's answers are not measured here")
+    def push(self, push: Push) -> dict[int, Tensor]:
+        raise AssertionError("owners are not measured here")
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        raise AssertionError("owners are not measured here")
 
     def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         return frame

@@ -203,7 +203,7 @@ class _Recorded(FaultyCollectives):
 
     def __init__(self, inner: Collectives, faults: Faults, note: Callable[[str], None]) -> None:
         super().__init__(inner, faults)
-        for call in ("all_reduce_", "all_gather", "all_to_all", "broadcast", "push_pull", "swap"):
+        for call in ("all_reduce_", "all_gather", "all_to_all", "broadcast", "push", "swap"):
             setattr(self, call, self._noting(call, getattr(self, call), note))
 
     def _noting(self, name: str, call: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
