@@ -20,6 +20,7 @@ from laconic.paths import Path, Said, Work
 from laconic.paths.path import Speech
 from laconic.session import Background
 from laconic.session.pipeline import Flight, Pipeline
+from laconic.session.replicas import Replicas
 from laconic.transport import InProcess, in_process, silent_end
 from virtual import LAYOUTS, buckets_of, gradients, pipelined_step
 
@@ -145,3 +146,40 @@ def test_a_bucket_that_cannot_begin_ends_those_in_flight() -> None:
 
     landed = _step(work, _session_of_rounds(said))
     assert len(landed) == 2 and isinstance(landed[1], AttributeError)
+
+
+@pytest.mark.parametrize("text", ["overlap:rho=0.05", "topk:rho=0.05,exchange=server", "sign", "multiscale", "dense"])
+def test_replicas_are_compared_though_messages_wait_for_their_turns(text: str) -> None:
+    """Before the last bucket of every second step, with all others landed; numbers as without."""
+
+    def work(transport: InProcess, every: int) -> list[Tensor]:
+        session = Session(parse(text), transport)  # type: ignore[arg-type]
+        replicas = Replicas({"w": torch.ones(8)}, transport, every=every, on_drift="warn") if every else None
+        background = Background(session, CPU, replicas=replicas)
+        landed = []
+        for step in range(4):
+            futures = [background.submit(bucket) for bucket in buckets_of(gradients(transport.rank, step))]
+            landed += [future.wait().clone() for future in futures]
+        background.close()
+        return landed
+
+    compared, alone = (in_process(2, partial(work, every=every)) for every in (2, 0))
+    for one, other in zip(compared, alone, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_step_that_is_closed_in_its_midst_lands_and_says_so() -> None:
+    """The second bucket waits for a turn that does not come; the first has had its turn."""
+
+    def work(transport: InProcess) -> str:
+        session = Session(parse("overlap:rho=0.05"), transport)  # type: ignore[arg-type]
+        background = Background(session, CPU)
+        futures = [background.submit(bucket) for bucket in buckets_of(gradients(transport.rank, 0))[:2]]
+        background.close()
+        assert all(future.done() for future in futures)
+        with pytest.raises(RuntimeError) as error:
+            futures[1].wait()
+        return str(error.value)
+
+    for said in in_process(2, work):
+        assert "closed in the midst of a step" in said

@@ -199,12 +199,8 @@ class PushPull(Path):
         """What the owner of this worker's own share says to all parts of it."""
         if self.owner is None:
             return None
-        try:
-            with self.clock.time("decode", self.transport.wire or work.device):
-                return self.owner.answer(parts, work.layout, **work.frame_id)
-        except Exception:
-            self.transport.hang_up()  # others wait for this answer
-            raise
+        with self.clock.time("decode", self.transport.wire or work.device):
+            return self.owner.answer(parts, work.layout, **work.frame_id)
 
     def _division(self, layout: Layout, plan: FramePlan) -> Division:
         if layout not in self._divisions:

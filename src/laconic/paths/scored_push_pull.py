@@ -46,7 +46,7 @@ class ScoredPushPull(PushPull):
         self._turns[work.layout].copy_(turn)
 
     def looked_at(self, work: Work) -> Sequence[Tensor]:
-        return self._history(work).told[:2]
+        return *self._history(work).told, self._turns[work.layout]
 
     def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
         """Take out the entries whose turn it is, then those with the largest scores.

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -54,7 +55,8 @@ class ServerClient:
         self._longest = longest  # bytes of an answer whose length only the server knows
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
-        self._about = Message(Kind.PARTS)  # what was pushed last
+        self._pushed: deque[Kind] = deque()  # and not pulled yet
+        self._answers: deque[list[Message]] = deque()  # to the first of these, which came before another one's
         self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
         for connection in self._connections:
             connection.set_timeout(self._patience_s)
@@ -72,15 +74,22 @@ class ServerClient:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        self._about = Message(kind, push.step, push.bucket)
-        bytes_out = self._send(self._about, parts)
+        bytes_out = self._send(Message(kind, push.step, push.bucket), parts)
+        self._pushed.append(kind)
         self.traffic.count("up", bytes_out, bytes_out, 0)
         return {}
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
-        replies = self._receive(self._about.kind, push.longest)
+        if not self._answers:
+            self._receive_answers(push.longest)
+        replies = self._answers.popleft()
+        self._note(replies)
         self.traffic.count("down", 0, 0, sum(reply.num_bytes for reply in replies))
         return [reply.payload for reply in replies]
+
+    def _receive_answers(self, longest: Sequence[int]) -> None:
+        """Those to what was pushed first."""
+        self._answers.append(self._receive(self._pushed.popleft(), longest))
 
     def hang_up(self) -> None:
         for connection in self._connections:
@@ -126,7 +135,10 @@ class ServerClient:
     ) -> list[Message]:
         """Send each server its payload, or none, and wait for all answers, each of at most so many bytes."""
         bytes_out = self._send(about, payloads or [about.payload] * self.num_shares)
+        while self._pushed:  # servers answer in order
+            self._receive_answers([self._longest] * self.num_shares)
         replies = self._receive(about.kind, longest or [self._longest] * self.num_shares)
+        self._note(replies)
         self.traffic.count(kind, bytes_out, bytes_out, sum(reply.num_bytes for reply in replies))
         return replies
 
@@ -139,7 +151,7 @@ class ServerClient:
         return bytes_out
 
     def _receive(self, kind: Kind, longest: Sequence[int]) -> list[Message]:
-        """Every server's answer to what was sent last."""
+        """Every server's next answer."""
         replies = []
         for number, room in enumerate(longest):
             with self._connected(number) as connection:
@@ -147,11 +159,14 @@ class ServerClient:
                 reply = connection.receive(most, self._patience_s)
             if reply.kind == Kind.ERROR:
                 raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
-            self.num_living = reply.living
-            self.place = reply.place
-            self.was_late = reply.kind == Kind.LATE
             replies.append(reply)
         return replies
+
+    def _note(self, replies: Sequence[Message]) -> None:
+        """Who is there, and whether this worker was heard, as the last of them says."""
+        self.num_living = replies[-1].living
+        self.place = replies[-1].place
+        self.was_late = replies[-1].kind == Kind.LATE
 
     @contextmanager
     def _connected(self, number: int) -> Iterator[Connection]:

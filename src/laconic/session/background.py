@@ -130,6 +130,8 @@ class Background:
     def _check_(self, replicas: Replicas) -> None:
         """Compare what workers have, when none of this step's buckets is on its way."""
         if not self._session.wants_whole_step:
+            if self._pipeline is not None:
+                self._pipeline.pause()
             for done in self._step[:-1]:
                 done.wait()
         if self.error is None:
@@ -156,11 +158,14 @@ class Background:
             weakref.finalize(self, self._pipeline.close)
         self.error = self._pipeline.error = self.error or self._pipeline.error
         there = self._there(submission.bucket)
+        background = weakref.ref(self)  # a bucket that waits for its turn keeps nobody
 
         def land(error: BaseException | None) -> None:
-            if error is None:
-                self._bring_back(submission.bucket, there)
-            self.error = self.error or error
+            alive = background()
+            if alive is not None:
+                if error is None:
+                    alive._bring_back(submission.bucket, there)
+                alive.error = alive.error or error
             submission.land(error)
 
         self._pipeline.begin(Flight(there, land))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from laconic.errors import LaconicError
 from laconic.layout import Bucket
 from laconic.session.session import Session
 from laconic.session.talk import Talk
@@ -40,6 +41,10 @@ class _Heard:
     heard: Any = None
 
 
+class _Pause:
+    """No bucket."""
+
+
 class Pipeline:
     """Four stations: `begin` runs where it is called; a thread each talks, finds what to say next, and applies.
 
@@ -50,7 +55,7 @@ class Pipeline:
     def __init__(self, session: Session, station: Callable[[], AbstractContextManager[object]]) -> None:
         self.error: BaseException | None = None
         self._session = session
-        self._begun: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[Flight | _Pause | None] = queue.SimpleQueue()
         self._to_answer: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
         self._to_apply: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
         self._threads = [
@@ -70,6 +75,10 @@ class Pipeline:
         flight.ready.put(None)
         self._begun.put(flight)
 
+    def pause(self) -> None:
+        """Say all that has begun before anything else begins; all workers pause before the same bucket."""
+        self._begun.put(_Pause())
+
     def _talk(self) -> None:
         """The second: in each turn everyone who has begun says what is due, then the next bucket its first message."""
         speaking: list[Flight] = []
@@ -79,13 +88,25 @@ class Pipeline:
             if not step_is_whole:
                 flight = self._begun.get()
                 if flight is None:
+                    if speaking:
+                        self._fail(LaconicError("this session was closed in the midst of a step; nothing more is said"))
+                    self._let_turns_pass(speaking)
                     return
+                if isinstance(flight, _Pause):
+                    self._let_turns_pass(speaking)
+                    speaking = []
+                    continue
                 step_is_whole = flight.bucket.is_last
                 if self._take_turn(flight):
                     speaking.append(flight)
                 del flight  # while it waits, the thread holds nothing
             elif not speaking:
                 step_is_whole = False
+
+    def _let_turns_pass(self, speaking: list[Flight]) -> None:
+        """Until all that have begun have said everything, without another one."""
+        while speaking:
+            speaking = [flight for flight in speaking if self._take_turn(flight)]
 
     def _take_turn(self, flight: Flight) -> bool:
         """Send its next message, if there is one and this is its turn; whether there may be another."""
@@ -112,7 +133,8 @@ class Pipeline:
         """The third: find the next message; where there is none, what was heard is applied."""
         while (heard := self._to_answer.get()) is not None:
             flight = heard.flight
-            self._go_on(flight, heard)
+            if not self._go_on(flight, heard):
+                self._session.transport.hang_up()  # others may wait for what this worker would have said next
             flight.is_over = self.error is not None or flight.talk is None or flight.talk.message is None
             if flight.is_over:
                 self._to_apply.put(_Heard(flight, spoke=False))
@@ -133,13 +155,16 @@ class Pipeline:
             flight.land(self.error)
             del flight, heard  # as above
 
-    def _go_on(self, flight: Flight, heard: _Heard) -> None:
+    def _go_on(self, flight: Flight, heard: _Heard) -> bool:
+        """Whether that went well, or there was nothing to do."""
         if self.error is None and heard.spoke:
             try:
                 assert flight.talk is not None
                 flight.talk.go_on(heard.heard)
             except BaseException as error:
                 self._fail(error)
+                return False
+        return True
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error

@@ -68,7 +68,12 @@ class Session:
         """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
         talk = self.begin(bucket)
         while talk.message is not None:
-            talk.go_on(self.say(talk))
+            heard = self.say(talk)
+            try:
+                talk.go_on(heard)
+            except BaseException:
+                self.transport.hang_up()  # others may wait for what this worker would have said next
+                raise
         self.end_(talk)
 
     def begin(self, bucket: Bucket) -> Talk:
