@@ -66,9 +66,9 @@ def test_a_length_that_cannot_be_names_its_sender(pair: tuple[Mesh, socket.socke
     mesh, theirs = pair
     theirs.send(length.to_bytes(8, "little", signed=True))
     with pytest.raises(FrameError, match=f"from rank 1 says it has {length} bytes of 40"):
-        mesh.swap([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
+        mesh.deal([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
     with pytest.raises(PeerError, match="rank 1 is gone"):  # who fails hangs up, for good
-        mesh.swap([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
+        mesh.deal([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
 
 
 def test_who_hangs_up_and_who_says_nothing_is_named(pair: tuple[Mesh, socket.socket]) -> None:
@@ -134,7 +134,7 @@ def test_messages_of_any_length_reach_whom_they_are_for(num_workers: int) -> Non
             for _ in meshes
         ]
         with ThreadPoolExecutor(num_workers) as pool:
-            heard = list(pool.map(Mesh.swap, meshes, said, [[3_000_010] * num_workers] * num_workers))
+            heard = list(pool.map(Mesh.deal, meshes, said, [[3_000_010] * num_workers] * num_workers))
         for to, messages in enumerate(heard):
             assert all(torch.equal(message, said[sender][to]) for sender, message in enumerate(messages))
     for mesh in meshes:

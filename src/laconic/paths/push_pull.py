@@ -94,7 +94,7 @@ class PushPull(Path):
         plan = self.plans.of(work)
         division = self._division(work.layout, plan)
         sent = None
-        told = self._take_on_gpu(work, plan) if self.looks_itself(work) else (yield from self._take(work, plan))
+        told = self._choose_on_gpu(work, plan) if self.looks_itself(work) else (yield from self._choose(work, plan))
         if told is not None:
             with self.clock.time("encode", work.device):
                 parts, sent = division.parts(work, *told)
@@ -141,7 +141,7 @@ class PushPull(Path):
     def looks_itself(self, work: Work) -> bool:
         return self.replays and self.comes_from_gpu(work) and bool(self.plans.of(work).plan.windows)
 
-    def _take_on_gpu(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
+    def _choose_on_gpu(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
         """As below, where a GPU is told of it once and then repeats it."""
         if plan not in self._on_gpu:
             self._recorder = self._recorder or Recorder(work.device)
@@ -161,7 +161,7 @@ class PushPull(Path):
             work.taken = Taken(plan.positions(chosen), plan.num_fixed, values)
         return told
 
-    def _take(self, work: Work, plan: FramePlan) -> Generator[Message, Any, tuple[Tensor, Tensor] | None]:
+    def _choose(self, work: Work, plan: FramePlan) -> Generator[Message, Any, tuple[Tensor, Tensor] | None]:
         """What is told of the chosen entries and of the fixed ones, on the wire; None where it is not finite."""
         self.prepare_(work)
         choice = yield from self.take_(work)

@@ -30,7 +30,7 @@ class ScoredPushPull(PushPull):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._histories = Ledger(HistoryKeeper())
-        self._turns: dict[Layout, Tensor] = {}  # entries whose turn it is, on the host
+        self._swept: dict[Layout, Tensor] = {}  # entries whose turn it is, on the host
 
     def _history(self, work: Work) -> History:
         history = self._histories.open(work.layout, work.device)
@@ -41,12 +41,12 @@ class ScoredPushPull(PushPull):
 
     def prepare_(self, work: Work) -> None:
         turn = self.select.swept(work.layout, work.density, work.step, work.number)
-        if work.layout not in self._turns or self._turns[work.layout].shape != turn.shape:
-            self._turns[work.layout] = torch.empty_like(turn, pin_memory=work.device.type == "cuda")
-        self._turns[work.layout].copy_(turn)
+        if work.layout not in self._swept or self._swept[work.layout].shape != turn.shape:
+            self._swept[work.layout] = torch.empty_like(turn, pin_memory=work.device.type == "cuda")
+        self._swept[work.layout].copy_(turn)
 
     def looked_at(self, work: Work) -> Sequence[Tensor]:
-        return *self._history(work).told, self._turns[work.layout]
+        return *self._history(work).told, self._swept[work.layout]
 
     def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
         """Take out the entries whose turn it is, then those with the largest scores.
@@ -54,7 +54,7 @@ class ScoredPushPull(PushPull):
         What was swept just now is not chosen again, unless as a zero.
         """
         balance = work.account.balance
-        turn = self._turns[work.layout].to(work.device, non_blocking=True)
+        turn = self._swept[work.layout].to(work.device, non_blocking=True)
         owed = due.at(turn)
         swept = balance.index_select(0, turn).add_(owed)
         balance.index_copy_(0, turn, -owed)  # the addition leaves zeros, which have no score and are not chosen

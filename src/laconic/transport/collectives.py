@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
 from laconic.transport.door import Address
 from laconic.transport.mesh import Mesh, open_mesh
-from laconic.transport.rounds import swap_in_rounds
+from laconic.transport.rounds import deal_in_rounds
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
 
@@ -100,22 +100,22 @@ class Group(Collectives):
         return heard.to(rows.device)
 
     def push(self, push: Push) -> dict[int, Tensor]:
-        heard = self._swap(push.parts, [push.longest[self.rank]] * self.num_workers)
+        heard = self._deal(push.parts, [push.longest[self.rank]] * self.num_workers)
         self.traffic.count_push(self.rank, *([part.numel() for part in parts] for parts in (push.parts, heard)))
         return dict(enumerate(heard))
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         assert own is not None
-        answers = self._swap([own] * self.num_workers, push.longest)
+        answers = self._deal([own] * self.num_workers, push.longest)
         self.traffic.count_pull(self.rank, [answer.numel() for answer in answers])
         return answers
 
-    def _swap(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+    def _deal(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
         """Message r goes to worker r; those for this one, by rank, of at most longest[r] bytes."""
         if self._mesh is not None:
-            return self._mesh.swap(messages, longest)
+            return self._mesh.deal(messages, longest)
         with silence_said(self.rank):
-            return swap_in_rounds(messages, longest, self._group, self.wire)
+            return deal_in_rounds(messages, longest, self._group, self.wire)
 
     def hang_up(self) -> None:
         if self._mesh is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.transport.connection import Connection
 from laconic.transport.door import TellAll, meet
-from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, move, swap
+from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, deal, move
 
 _USUAL_BYTES = 1 << 16  # of a message whose length only its sender knows, until longer ones have come
 
@@ -59,11 +59,11 @@ class Mesh:
             mine.add_(row)
         self._fill([_view(mine)] * num_workers, [_view(share) for share in shares])
 
-    def swap(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+    def deal(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
         """Give message r to worker r; those for this one, by rank: of up to longest[r] bytes, as only senders know."""
         links = {peer: self._links[peer] for peer in self._ahead()}
         try:
-            heard = swap(links, dict(enumerate(messages)), dict(enumerate(longest)), self._usual, self._timeout_s)
+            heard = deal(links, dict(enumerate(messages)), dict(enumerate(longest)), self._usual, self._timeout_s)
         except Exception:
             self.shut_down()
             raise

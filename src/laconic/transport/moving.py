@@ -59,7 +59,7 @@ def move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
             _move(flows, deadline)
 
 
-def swap(
+def deal(
     links: Mapping[int, Connection],
     messages: Mapping[int, Tensor],
     longest: Mapping[int, int],
@@ -72,7 +72,7 @@ def swap(
     """
     deadline = Deadline(timeout_s)
     if level() is not None and links:
-        return _swap_natively(links, messages, longest, usual, deadline)
+        return _deal_natively(links, messages, longest, usual, deadline)
     heard: dict[int, Tensor] = {}
     flows = {
         peer: Flow(link, iter(_with_length(messages[peer])), _of_any_length(peer, longest[peer], heard))
@@ -117,7 +117,7 @@ def add_up_(vector: Tensor, rank: int, links: Mapping[int, Connection], timeout_
         raise _gone(failed, OSError(error, os.strerror(error)))
 
 
-def _swap_natively(
+def _deal_natively(
     links: Mapping[int, Connection],
     messages: Mapping[int, Tensor],
     longest: Mapping[int, int],
@@ -127,7 +127,7 @@ def _swap_natively(
     peers = list(links)
     ends = [link.fileno() for link in links.values()]
     outgoing, most = [messages[peer] for peer in peers], [longest[peer] for peer in peers]
-    moved = sockets.swap(ends, outgoing, most, usual, deadline.left_ms)
+    moved = sockets.deal(ends, outgoing, most, usual, deadline.left_ms)
     if moved.error == sockets.TOO_LONG:
         _check_length(peers[moved.failed], moved.lengths[moved.failed], most[moved.failed])
     if moved.error == sockets.LATE:

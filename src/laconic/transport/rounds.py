@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.errors import FrameError
 
 
-def swap_in_rounds(
+def deal_in_rounds(
     messages: Sequence[Tensor], longest: Sequence[int], group: dist.ProcessGroup, wire: torch.device
 ) -> list[Tensor]:
     """Message r goes to worker r; those for this one, by rank, of at most longest[r] bytes.

@@ -14,14 +14,15 @@ from laconic.kernels.cpu.pointer import num_threads, pointer
 from laconic.kernels.reference.frames import HEAD_WORDS, Blocks
 
 DO_NOT_ASCEND = "frames of positions that do not ascend; give them sorted, each once, from 0 on"
-_NUM_WORDS, _IS_FINE, _NUM_FIELDS = 1, 9, 10  # of a frame in native/frames.cpp
+# Of a frame to be written, and of one to be read, in native/frames.cpp; the last field of each says how it went.
+_WRITTEN_FIELDS, _READ_FIELDS, _NUM_WORDS = 8, 9, 1
 
 
 def write_rice_frames(
     positions: Sequence[Tensor], values: Sequence[Tensor], heads: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, Tensor]]:
     rooms = []
-    table = np.zeros((len(heads), _NUM_FIELDS), dtype=np.int64)
+    table = np.zeros((len(heads), _WRITTEN_FIELDS), dtype=np.int64)
     for row, (at, what, head) in enumerate(zip(positions, values, heads, strict=True)):
         k, num_values = at.numel(), what.numel()
         if not 1 <= k <= num_values:
@@ -29,9 +30,9 @@ def write_rice_frames(
         words, said = room_for(head, k, num_values), torch.empty_like(what)
         rooms.append((words, said))
         there = pointer("positions", at, torch.int32), pointer("values", what, torch.float32), said.data_ptr()
-        table[row, :-1] = words.ctypes.data, 0, 0, 0, k, num_values, *there
+        table[row, :-1] = words.ctypes.data, 0, k, num_values, *there
     library().laconic_write_frames(table.ctypes.data, len(table), num_threads())
-    if not table[:, _IS_FINE].all():
+    if not table[:, -1].all():
         raise KernelError(DO_NOT_ASCEND)
     lengths = table[:, _NUM_WORDS].tolist()
     return [(as_frame(words, length), said) for (words, said), length in zip(rooms, lengths, strict=True)]
@@ -40,11 +41,11 @@ def write_rice_frames(
 def read_rice_frames(frames: Sequence[Tensor], blocks: Sequence[Blocks]) -> list[tuple[Tensor, Tensor]] | None:
     positions = [torch.empty(each.k, dtype=torch.int32) for each in blocks]
     values = [torch.empty(each.num_values, dtype=torch.float32) for each in blocks]
-    table = np.zeros((len(frames), _NUM_FIELDS), dtype=np.int64)
+    table = np.zeros((len(frames), _READ_FIELDS), dtype=np.int64)
     table[:, :6] = frames_at(frames, blocks)
     table[:, 6:8] = [(at.data_ptr(), what.data_ptr()) for at, what in zip(positions, values, strict=True)]
     library().laconic_read_frames(table.ctypes.data, len(table), num_threads())
-    return list(zip(positions, values, strict=True)) if table[:, _IS_FINE].all() else None
+    return list(zip(positions, values, strict=True)) if table[:, -1].all() else None
 
 
 def room_for(head: Sequence[int], k: int, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

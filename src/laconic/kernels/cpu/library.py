@@ -72,7 +72,7 @@ _SIGNATURES = {
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
     "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, ctypes.POINTER(_N))),
-    "swap": (_INT, (_N, _P, _P, _P, _P, _P, _P, _P, ROOM, _P, _INT, ctypes.POINTER(_N))),
+    "deal": (_INT, (_N, _P, _P, _P, _P, _P, _P, _P, ROOM, _P, _INT, ctypes.POINTER(_N))),
     "add_up": (_INT, (_P, _N, _INT, _N, _N, _P, _INT, ctypes.POINTER(_N), ctypes.POINTER(_INT))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),

@@ -52,7 +52,7 @@ def exchange(sockets: Sequence[int], out: Sequence[memoryview], into: Sequence[m
     return Moved(error, failed.value, out_left, in_left)
 
 
-def swap(
+def deal(
     sockets: Sequence[int], messages: Sequence[Tensor], longest: Sequence[int], usual: int, timeout_ms: int
 ) -> Moved:
     """Send messages (bytes), each behind its length, and receive as many, each of at most so many bytes.
@@ -73,7 +73,7 @@ def swap(
     failed = ctypes.c_int64()
     out, out_left, into, in_left, sizes, most, lengths = (row.ctypes.data for row in table)
     views = numbers.ctypes.data, out, out_left, into, in_left, sizes, most
-    error = library().laconic_swap(len(sockets), *views, ROOM(make_room), lengths, timeout_ms, ctypes.byref(failed))
+    error = library().laconic_deal(len(sockets), *views, ROOM(make_room), lengths, timeout_ms, ctypes.byref(failed))
     _, out_bytes, _, in_bytes, _, _, found = table.tolist()
     heard = [room[:length] for room, length in zip(rooms, found, strict=True)]
     return Moved(error, failed.value, out_bytes, in_bytes, found, heard)

@@ -9,7 +9,9 @@ from torch import Tensor
 from laconic.kernels.gpu.selection import all_finite
 from laconic.kernels.gpu.sums import sum_over_union_
 from laconic.kernels.gpu.withdraw import withdraw_
-from laconic.kernels.reference.owners import Window, taken_by
+from laconic.kernels.reference.owners import MeanKernels, Window, take_mean_by
+
+_GPU = MeanKernels(sum_over_union_, withdraw_, all_finite)
 
 
 def take_mean_(
@@ -21,4 +23,4 @@ def take_mean_(
     searches: Sequence[Tensor],
     spare: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor]:
-    return taken_by(sum_over_union_, withdraw_, all_finite)(held, fixed, positions, values, windows, searches, spare)
+    return take_mean_by(_GPU, held, fixed, positions, values, windows, searches, spare)

@@ -111,7 +111,7 @@ extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* 
 // The same for messages that begin with their length, in eight bytes: out_left[i] is that of out[i], and lengths[i]
 // becomes that of what comes, -1 until it has. That goes to in[i], with room for sizes[i] bytes, or to where `room(i,
 // length)` says. Returns TOO_LONG where lengths[*failed] is less than 0 or more than longest[*failed].
-extern "C" int laconic_swap(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
+extern "C" int laconic_deal(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
                             uint8_t* const* in, int64_t* in_left, const int64_t* sizes, const int64_t* longest,
                             uint8_t* (*room)(int64_t, int64_t), int64_t* lengths, int timeout_ms, int64_t* failed) {
   std::vector<Flow> flows;

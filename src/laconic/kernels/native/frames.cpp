@@ -6,40 +6,43 @@
 
 using namespace laconic;
 
-// How many words in all, to be found where it is written, and of its index; k positions under n, values, the last k
-// there; where it is written, what it says of those. `is_fine` is to be found: that it could be read, or written.
-struct Frame {
+namespace {
+
+// A frame to be written: its words have room, and a head; how many they are, and `said` of the values, is found.
+struct Written {
   uint32_t* words;
-  int64_t num_words, num_index_words, n, k, num_values;
+  int64_t num_words, k, num_values;
+  const int32_t* positions;
+  const float* values;
+  float* said;
+  int64_t ascends;  // to be found: whether its positions do
+};
+
+// A frame to be read; `is_fine` is found.
+struct Read {
+  Heard heard;
   int32_t* positions;
-  float *values, *said;
+  float* values;
   int64_t is_fine;
 };
 
-namespace {
-
-int64_t num_values(const Frame* frames, int64_t count) {
-  int64_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += frames[i].num_values;
-  return sum;
-}
-
 }  // namespace
 
-extern "C" void laconic_write_frames(Frame* frames, int64_t count, int threads) {
-  for_each(count, num_values(frames, count), threads, [&](int64_t i) {
-    Frame& one = frames[i];
+extern "C" void laconic_write_frames(Written* frames, int64_t count, int threads) {
+  int64_t entries = 0;
+  for (int64_t i = 0; i < count; ++i) entries += frames[i].num_values;
+  for_each(count, entries, threads, [&](int64_t i) {
+    Written& one = frames[i];
     FrameWriter frame(one.words, one.positions, one.k);
     frame.put(one.values, one.num_values, one.said);
     one.num_words = frame.finish();
-    one.is_fine = frame.ascends;
+    one.ascends = frame.ascends;
   });
 }
 
-extern "C" void laconic_read_frames(Frame* frames, int64_t count, int threads) {
-  for_each(count, num_values(frames, count), threads, [&](int64_t i) {
-    Frame& one = frames[i];
-    one.is_fine = read_frame(one.words, one.num_words, one.num_index_words, one.n, one.k, one.num_values, one.positions,
-                             one.values);
-  });
+extern "C" void laconic_read_frames(Read* frames, int64_t count, int threads) {
+  int64_t entries = 0;
+  for (int64_t i = 0; i < count; ++i) entries += frames[i].heard.num_values;
+  for_each(count, entries, threads,
+           [&](int64_t i) { frames[i].is_fine = read_frame(frames[i].heard, frames[i].positions, frames[i].values); });
 }

@@ -68,18 +68,22 @@ class FrameWriter {
   uint16_t *first_, *next_;
 };
 
-// What a frame of num_words says, `num_index_words` of them of its positions, the last k of its values at those.
-// Whether its sum, its positions and its values are as they should be.
-inline bool read_frame(const uint32_t* words, int64_t num_words, int64_t num_index_words, int64_t n, int64_t k,
-                       int64_t num_values, int32_t* positions, float* values) {
+// A frame that came: how many words in all and of its index, k positions under n, and values, the last k there.
+struct Heard {
+  const uint32_t* words;
+  int64_t num_words, num_index_words, n, k, num_values;
+};
+
+// What it says, and whether its sum, its positions and its values are as they should be.
+inline bool read_frame(const Heard& frame, int32_t* positions, float* values) {
   int64_t stated;
-  std::memcpy(&stated, words, 8);
-  if (laconic_check_sum(words + 2, num_words - 2) != stated) return false;
-  const uint32_t* const index = words + kHeadWords;
-  if (laconic_decode_rice(index, num_index_words, n, k, positions) != k) return false;
-  const auto* const codes = reinterpret_cast<const uint16_t*>(index + num_index_words);
+  std::memcpy(&stated, frame.words, 8);
+  if (laconic_check_sum(frame.words + 2, frame.num_words - 2) != stated) return false;
+  const uint32_t* const index = frame.words + kHeadWords;
+  if (laconic_decode_rice(index, frame.num_index_words, frame.n, frame.k, positions) != frame.k) return false;
+  const auto* const codes = reinterpret_cast<const uint16_t*>(index + frame.num_index_words);
   uint16_t largest = 0;
-  for (int64_t i = 0; i < num_values; ++i) {
+  for (int64_t i = 0; i < frame.num_values; ++i) {
     const auto size = static_cast<uint16_t>(codes[i] & 0x7fff);
     largest = largest > size ? largest : size;
     values[i] = from_bf16(codes[i]);

@@ -7,6 +7,10 @@
 #include <memory>
 #include <vector>
 
+#include "frames.h"
+
+using laconic::from_bf16;
+
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
                                 uint8_t* const* in, int64_t* in_left, int timeout_ms, int64_t* failed);
 
@@ -56,16 +60,9 @@ void add(T* total, const T* row, int64_t count) {
 struct BFloat16 {
   uint16_t bits;
 
-  float wide() const {
-    const uint32_t word = static_cast<uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, sizeof value);
-    return value;
-  }
-
   // To the nearest, of two to the even one, as torch rounds.
   void operator+=(BFloat16 other) {
-    const float sum = wide() + other.wide();
+    const float sum = from_bf16(bits) + from_bf16(other.bits);
     uint32_t word;
     std::memcpy(&word, &sum, sizeof word);
     bits = sum != sum ? 0x7FC0 : static_cast<uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);

@@ -18,14 +18,6 @@ extern "C" int64_t laconic_sum_over_union(float* total, int64_t n, const int32_t
 
 namespace {
 
-constexpr int64_t kAhead = 24;  // entries, as in unions.cpp
-
-// A frame that came: how many words in all and of its index, k positions under n, and values, the last k there.
-struct Heard {
-  const uint32_t* words;
-  int64_t num_words, num_index_words, n, k, num_values;
-};
-
 // The positions and values of several frames, in memory that is kept: it would take as long to be given it anew.
 struct Contents {
   std::vector<std::vector<int32_t>> positions;
@@ -42,10 +34,7 @@ struct Contents {
       const Heard& one = frames[f];
       positions[f].resize(one.k);
       values[f].resize(one.num_values);
-      if (!read_frame(one.words, one.num_words, one.num_index_words, one.n, one.k, one.num_values, positions[f].data(),
-                      values[f].data())) {
-        fine = false;
-      }
+      if (!read_frame(one, positions[f].data(), values[f].data())) fine = false;
     });
     return fine;
   }

@@ -14,6 +14,7 @@
 namespace laconic {
 
 constexpr int64_t kBlock = 4096;                 // entries that fit the first-level cache twice
+constexpr int64_t kAhead = 24;                   // entries to fetch that are far from all caches, and apart
 constexpr int64_t kEntriesPerThread = 1 << 18;   // a millisecond's half: below that a second thread does not pay
 
 inline int useful_threads(int64_t entries, int threads) {

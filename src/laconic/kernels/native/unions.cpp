@@ -7,12 +7,6 @@
 
 using namespace laconic;
 
-namespace {
-
-constexpr int64_t kAhead = 24;  // entries: far from all caches, each would be waited for
-
-}  // namespace
-
 // total[positions[f][i]] += values[f][i] for each frame f in turn; positions are ascending. `places` and `sums`, with
 // room for all counts, get the union of the positions, ascending, and the totals there, which become zero if `take`.
 // Returns the length of the union, or -1 where a frame reaches outside [0, n), with nothing done, or is not ascending.

@@ -93,67 +93,68 @@ def take_mean_(
     there is no window, all that they speak of. Zeros are not worth a place. What is held of a spare range that nobody
     speaks of stays. A sum beyond float32 is the largest there.
     """
-    return taken_by(sum_over_union_, withdraw_, all_finite)(held, fixed, positions, values, windows, searches, spare)
+    return take_mean_by(_REFERENCE, held, fixed, positions, values, windows, searches, spare)
 
 
-def taken_by(
-    sum_over_union_: Callable[..., tuple[Tensor, Tensor]],
-    withdraw_: Callable[..., tuple[Tensor, Tensor]],
-    all_finite: Callable[[Tensor], bool],
-) -> Callable[..., tuple[Tensor, Tensor]]:
+class MeanKernels(NamedTuple):
+    """What `take_mean_` is made of on one device."""
+
+    sum_over_union_: Callable[..., tuple[Tensor, Tensor]]
+    withdraw_: Callable[..., tuple[Tensor, Tensor]]
+    all_finite: Callable[[Tensor], bool]
+
+
+_REFERENCE = MeanKernels(sum_over_union_, withdraw_, all_finite)
+
+
+def take_mean_by(
+    by: MeanKernels,
+    held: Tensor,
+    fixed: Tensor,
+    positions: Sequence[Tensor],
+    values: Sequence[Tensor],
+    windows: Sequence[Window],
+    searches: Sequence[Tensor],
+    spare: Sequence[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
     """`take_mean_` by these kernels."""
-
-    def take_mean_(
-        held: Tensor,
-        fixed: Tensor,
-        positions: Sequence[Tensor],
-        values: Sequence[Tensor],
-        windows: Sequence[Window],
-        searches: Sequence[Tensor],
-        spare: Sequence[tuple[int, int]] = (),
-    ) -> tuple[Tensor, Tensor]:
-        whole = held.index_select(0, fixed)
-        held.index_fill_(0, fixed, 0)
-        for told in values:
-            whole += told[: fixed.numel()]
-        chosen = [told[fixed.numel() :] for told in values]
-        places, sums = sum_over_union_(held, positions, chosen, take=not windows)
-        if not (all_finite(whole) and all_finite(sums)):
-            whole.nan_to_num_(nan=0.0)
-            sums.nan_to_num_(nan=0.0)
-            if windows:
-                held.index_copy_(0, places.to(torch.int64), sums)
-        if windows and places.numel():
-            places, sums = largest(held, places, windows, searches, spare)
-        return places, torch.cat([whole, sums]).div_(len(values))
-
-    def largest(
-        held: Tensor,
-        heard: Tensor,
-        windows: Sequence[Window],
-        searches: Sequence[Tensor],
-        spare: Sequence[tuple[int, int]],
-    ) -> tuple[Tensor, Tensor]:
-        told = zip(spare, _within(spare, heard), strict=True)
-        silent = [held[start:stop] for (start, stop), count in told if not count]
+    whole = held.index_select(0, fixed)
+    held.index_fill_(0, fixed, 0)
+    for told in values:
+        whole += told[: fixed.numel()]
+    chosen = [told[fixed.numel() :] for told in values]
+    places, sums = by.sum_over_union_(held, positions, chosen, take=not windows)
+    if not (by.all_finite(whole) and by.all_finite(sums)):
+        whole.nan_to_num_(nan=0.0)
+        sums.nan_to_num_(nan=0.0)
+        if windows:
+            held.index_copy_(0, places.to(torch.int64), sums)
+    if windows and places.numel():
+        counted = zip(spare, _within(spare, places), strict=True)
+        silent = [held[start:stop] for (start, stop), count in counted if not count]
         aside = [each.clone() for each in silent]
         for each in silent:
             each.zero_()
-        places = [heard[:0]]
-        values = [held[:0]]
-        counts = _within([window[:2] for window in windows], heard)
-        for (start, stop, most), count, search in zip(windows, counts, searches, strict=True):
-            if not count:
-                continue
-            at, sums = withdraw_(held[start:stop], None, min(most, count), search)
+        places, sums = _largest(by, held, places, windows, searches)
+        for each, kept in zip(silent, aside, strict=True):
+            each.copy_(kept)
+    return places, torch.cat([whole, sums]).div_(len(values))
+
+
+def _largest(
+    by: MeanKernels, held: Tensor, heard: Tensor, windows: Sequence[Window], searches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Those of each window, taken out; no zeros."""
+    places = [heard[:0]]
+    values = [held[:0]]
+    counts = _within([window[:2] for window in windows], heard)
+    for (start, stop, most), count, search in zip(windows, counts, searches, strict=True):
+        if count:
+            at, sums = by.withdraw_(held[start:stop], None, min(most, count), search)
             there = nonzero(sums)
             places.append(at.index_select(0, there).add_(start))
             values.append(sums.index_select(0, there))
-        for each, kept in zip(silent, aside, strict=True):
-            each.copy_(kept)
-        return torch.cat(places), torch.cat(values)
-
-    return take_mean_
+    return torch.cat(places), torch.cat(values)
 
 
 @kernel
