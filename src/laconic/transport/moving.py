@@ -5,6 +5,9 @@ import os
 import select
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +40,17 @@ class Flow:
         self.link = link
         self.out = Cursor(out)
         self.into = Cursor(into)
+        self.has_moved = False  # whether something of what comes has come
+
+    def hear(self, into: Iterator[memoryview]) -> None:
+        """Make room for what comes next."""
+        self.into = Cursor(into)
         self.has_moved = False
+
+    def take(self) -> Any:
+        """What has come."""
+        found, self.into.found = self.into.found, None
+        return found
 
     def advance(self, sent: int, received: int) -> None:
         """So many bytes have crossed."""
@@ -57,6 +70,26 @@ def move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
             _move_natively(flows, deadline)
         else:
             _move(flows, deadline)
+
+
+def move_some(flows: Mapping[int, Flow], timeout_s: float) -> dict[int, Exception]:
+    """Send and receive until a piece of one is through, or for so long; how those failed who did."""
+    flows = {peer: flow for peer, flow in flows.items() if not flow.is_through}
+    timeout_ms = Deadline(timeout_s).left_ms
+    failed: dict[int, Exception] = {}
+    if level() is not None:
+        moved = _exchanged(flows, timeout_ms, in_pieces=True)
+        if moved.error not in (0, sockets.LATE):
+            failed[list(flows)[moved.failed]] = OSError(moved.error, os.strerror(moved.error))
+        steps = {peer: partial(_advance, flow, moved, at) for at, (peer, flow) in enumerate(flows.items())}
+    else:
+        steps = {peer: partial(_go_on, flows[peer], events) for peer, events in _ready(flows, timeout_ms).items()}
+    for peer, step in steps.items():
+        try:
+            step()
+        except (OSError, FrameError) as error:
+            failed[peer] = error
+    return failed
 
 
 def deal(
@@ -141,37 +174,55 @@ def _deal_natively(
 
 def _move_natively(flows: Mapping[int, Flow], deadline: Deadline) -> None:
     """What comes next of each."""
-    ends = [flow.link.fileno() for flow in flows.values()]
-    out, into = [flow.out.view for flow in flows.values()], [flow.into.view for flow in flows.values()]
-    moved = sockets.exchange(ends, out, into, deadline.left_ms)
+    moved = _exchanged(flows, deadline.left_ms, in_pieces=False)
     if moved.error not in (0, sockets.LATE):
         raise _gone(list(flows)[moved.failed], OSError(moved.error, os.strerror(moved.error)))
     for at, flow in enumerate(flows.values()):
-        flow.advance(len(out[at]) - moved.out_left[at], len(into[at]) - moved.in_left[at])
+        _advance(flow, moved, at)
     if moved.error == sockets.LATE:
         raise _late_of(flows, deadline)
 
 
+def _exchanged(flows: Mapping[int, Flow], timeout_ms: int, *, in_pieces: bool) -> sockets.Moved:
+    ends = [flow.link.fileno() for flow in flows.values()]
+    out, into = [flow.out.view for flow in flows.values()], [flow.into.view for flow in flows.values()]
+    return sockets.exchange(ends, out, into, timeout_ms, in_pieces=in_pieces)
+
+
+def _advance(flow: Flow, moved: sockets.Moved, at: int) -> None:
+    flow.advance(len(flow.out.view) - moved.out_left[at], len(flow.into.view) - moved.in_left[at])
+
+
 def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
     """A piece of it, at most: whoever wants more calls again."""
-    waiting = select.poll()
-    by_socket = {flow.link.fileno(): (peer, flow) for peer, flow in flows.items()}
-    for socket, (_, flow) in by_socket.items():
-        waiting.register(socket, (select.POLLOUT if flow.out.view else 0) | (select.POLLIN if flow.into.view else 0))
-    ready = waiting.poll(deadline.left_ms)
+    ready = _ready(flows, deadline.left_ms)
     if not ready:
         raise _late_of(flows, deadline)
-    for socket, events in ready:
-        peer, flow = by_socket[socket]
+    for peer, events in ready.items():
         try:
-            if flow.out.view and events & (select.POLLOUT | select.POLLERR):
-                flow.advance(flow.link.send_some(flow.out.view), 0)
-            if flow.into.view and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                flow.advance(0, flow.link.receive_some(flow.into.view))
-        except BlockingIOError:
-            pass
+            _go_on(flows[peer], events)
         except OSError as error:
             raise _gone(peer, error) from None
+
+
+def _ready(flows: Mapping[int, Flow], timeout_ms: int) -> dict[int, int]:
+    """For what, by peer."""
+    waiting = select.poll()
+    peers = {flow.link.fileno(): peer for peer, flow in flows.items()}
+    for socket, peer in peers.items():
+        flow = flows[peer]
+        waiting.register(socket, (select.POLLOUT if flow.out.view else 0) | (select.POLLIN if flow.into.view else 0))
+    return {peers[socket]: events for socket, events in waiting.poll(timeout_ms)}
+
+
+def _go_on(flow: Flow, events: int) -> None:
+    """Give and take what it takes and has now."""
+    with suppress(BlockingIOError):
+        if flow.into.view and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            flow.advance(0, flow.link.receive_some(flow.into.view))
+    with suppress(BlockingIOError):
+        if flow.out.view and events & (select.POLLOUT | select.POLLERR):
+            flow.advance(flow.link.send_some(flow.out.view), 0)
 
 
 def _late_of(flows: Mapping[int, Flow], deadline: Deadline) -> PeerError:

@@ -71,7 +71,7 @@ _SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
-    "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, ctypes.POINTER(_N))),
+    "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, _INT, ctypes.POINTER(_N))),
     "deal": (_INT, (_N, _P, _P, _P, _P, _P, _P, _P, ROOM, _P, _INT, ctypes.POINTER(_N))),
     "add_up": (_INT, (_P, _N, _INT, _N, _N, _P, _INT, ctypes.POINTER(_N), ctypes.POINTER(_INT))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),

@@ -41,13 +41,22 @@ class Moved:
         return not self.out_left[at] and not self.in_left[at]
 
 
-def exchange(sockets: Sequence[int], out: Sequence[memoryview], into: Sequence[memoryview], timeout_ms: int) -> Moved:
-    """Send what is in `out`, and fill what is in `into`."""
+def exchange(
+    sockets: Sequence[int],
+    out: Sequence[memoryview],
+    into: Sequence[memoryview],
+    timeout_ms: int,
+    *,
+    in_pieces: bool,
+) -> Moved:
+    """Send what is in `out`, and fill what is in `into`: all, or, in pieces, the first that is through."""
     views = np.array([[_address(o), len(o), _address(i), len(i)] for o, i in zip(out, into, strict=True)]).T.copy()
     numbers = np.array(sockets, dtype=np.int32)
     failed = ctypes.c_int64()
     rows = [row.ctypes.data for row in views]
-    error = library().laconic_exchange(len(sockets), numbers.ctypes.data, *rows, timeout_ms, ctypes.byref(failed))
+    error = library().laconic_exchange(
+        len(sockets), numbers.ctypes.data, *rows, in_pieces, timeout_ms, ctypes.byref(failed)
+    )
     _, out_left, _, in_left = views.tolist()
     return Moved(error, failed.value, out_left, in_left)
 

@@ -46,16 +46,18 @@ struct Flow {
   bool has_more = false;  // to send, after that
 };
 
-// Moves all flows at once until they are through. `emptied(i)` and `filled(i)` are asked whenever nothing is left to
-// send or to receive of flow i: 0, with more where more is to come, or what to return. Returns 0, LATE if it takes longer
-// than timeout_ms, or the error of flow *failed.
+// Moves all flows at once until they are through; or, in pieces, until nothing is left to send or to receive of one, or
+// the thread was told something. `emptied(i)` and `filled(i)` are asked whenever nothing is left of flow i: 0, with more
+// where more is to come, or what to return. Returns 0, LATE if it takes longer than timeout_ms, or the error of flow
+// *failed.
 template <class Emptied, class Filled>
-int exchange(std::vector<Flow>& flows, int timeout_ms, int64_t* failed, const Emptied& emptied, const Filled& filled) {
+int exchange(std::vector<Flow>& flows, bool in_pieces, int timeout_ms, int64_t* failed, const Emptied& emptied,
+             const Filled& filled) {
   const auto count = static_cast<int64_t>(flows.size());
   std::vector<pollfd> waiting(count);
   const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
   while (true) {
-    bool is_open = false;
+    bool is_open = false, is_piece = false;
     for (int64_t i = 0; i < count; ++i) {
       const int events = (flows[i].out_left ? POLLOUT : 0) | (flows[i].in_left ? POLLIN : 0);
       waiting[i] = {events ? flows[i].socket : -1, static_cast<short>(events), 0};
@@ -65,7 +67,7 @@ int exchange(std::vector<Flow>& flows, int timeout_ms, int64_t* failed, const Em
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
     const int ready = poll(waiting.data(), count, static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready == 0) return LATE;
-    if (ready < 0 && errno != EINTR) return errno;
+    if (ready < 0 && (in_pieces || errno != EINTR)) return errno == EINTR ? 0 : errno;
     for (int64_t i = 0; i < count && ready > 0; ++i) {
       const int told = waiting[i].revents;
       Flow& flow = flows[i];
@@ -78,29 +80,33 @@ int exchange(std::vector<Flow>& flows, int timeout_ms, int64_t* failed, const Em
         received = moved(recv(flow.socket, flow.in, flow.in_left, MSG_DONTWAIT), true);
       }
       *failed = i;
+      flow.out += std::max<int64_t>(sent, 0);
+      flow.out_left -= std::max<int64_t>(sent, 0);
+      flow.in += std::max<int64_t>(received, 0);  // who can be told nothing may have said why
+      flow.in_left -= std::max<int64_t>(received, 0);
       if (received < 0 || sent < 0) return static_cast<int>(-(received < 0 ? received : sent));
-      flow.out += sent;
-      flow.out_left -= sent;
-      flow.in += received;
-      flow.in_left -= received;
       if (sent > 0 && flow.out_left == 0) emptied(i);
       if (received > 0 && flow.in_left == 0) {
         const int strange = filled(i);
         if (strange != 0) return strange;
       }
+      is_piece |= (sent > 0 && flow.out_left == 0) || (received > 0 && flow.in_left == 0);
     }
+    if (in_pieces && is_piece) return 0;
   }
 }
 
 }  // namespace
 
 // Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
-// are through; the counts tell what is left of each. Returns 0, LATE, or the error of sockets[*failed].
+// are through, or, if `in_pieces`, the first; the counts tell what is left of each. Returns 0, LATE, or the error of
+// sockets[*failed].
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
-                                uint8_t* const* in, int64_t* in_left, int timeout_ms, int64_t* failed) {
+                                uint8_t* const* in, int64_t* in_left, int in_pieces, int timeout_ms,
+                                int64_t* failed) {
   std::vector<Flow> flows;
   for (int64_t i = 0; i < count; ++i) flows.push_back({sockets[i], out[i], out_left[i], in[i], in_left[i]});
-  const int error = exchange(flows, timeout_ms, failed, [](int64_t) {}, [](int64_t) { return 0; });
+  const int error = exchange(flows, in_pieces, timeout_ms, failed, [](int64_t) {}, [](int64_t) { return 0; });
   for (int64_t i = 0; i < count; ++i) {
     out_left[i] = flows[i].out_left;
     in_left[i] = flows[i].in_left;
@@ -136,7 +142,7 @@ extern "C" int laconic_deal(int64_t count, const int32_t* sockets, uint8_t* cons
     flows[i].in_left = heard[i];
     return 0;
   };
-  const int error = exchange(flows, timeout_ms, failed, emptied, filled);
+  const int error = exchange(flows, false, timeout_ms, failed, emptied, filled);
   for (int64_t i = 0; i < count; ++i) {
     out_left[i] = flows[i].out_left;
     in_left[i] = flows[i].in_left;

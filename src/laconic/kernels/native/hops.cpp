@@ -12,7 +12,8 @@
 using laconic::from_bf16;
 
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
-                                uint8_t* const* in, int64_t* in_left, int timeout_ms, int64_t* failed);
+                                uint8_t* const* in, int64_t* in_left, int in_pieces, int timeout_ms,
+                                int64_t* failed);
 
 namespace {
 
@@ -38,7 +39,7 @@ struct Hop {
     const int64_t count = peers.size();
     int64_t at = 0;
     const int error = laconic_exchange(count, sockets.data(), out.data(), out_left.data(), in.data(), in_left.data(),
-                                       timeout_ms, &at);
+                                       false, timeout_ms, &at);
     if (error == 0) return 0;
     if (error < 0) {
       const auto is_over = [&](int64_t i) { return out_left[i] == 0 && in_left[i] == 0; };
