@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -26,6 +27,7 @@ from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.server.serve import _RequestHandler
+from laconic.transport import Push, moving
 from laconic.transport.connection import Kind, Message, payload_of, views_of
 from laconic.wire import FrameShape
 from parts import made
@@ -70,9 +72,9 @@ def serve_totals(listener: Listener) -> threading.Thread:
         listener.accept()
         while heard := listener.hear(lambda rank, message: None):
             about = next(iter(heard.values()))
-            adds = about.kind in (Kind.SUM, Kind.TOTAL)
+            adds = about.kind in (Kind.SUM, Kind.TOTAL, Kind.PARTS)
             said = [message.payload for message in heard.values()]
-            listener.answer(torch.stack(said).sum(0) if adds else payload_of(b""), about)
+            listener.answer(torch.stack(said).sum(0, dtype=said[0].dtype) if adds else payload_of(b""), about)
             if about.kind == Kind.CLOSE:
                 break
         listener.close()
@@ -245,6 +247,91 @@ def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
     listener, wrong = _talk(3, 20, work)
     assert not wrong and set(listener.lost) == early
     assert all(sums[rank] == [3, 3 - len(early), 3 - len(early)] for rank in {0, 1, 2} - early)
+
+
+def _push(served: ServerClient, step: int, said: Tensor) -> Push:
+    push = Push(Layout.of(["w"], [8]), step, 0, [said], [said.nbytes])
+    served._told[0] = push.layout
+    served.push(push)
+    return push
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_parts_may_be_on_their_way_while_answers_are(monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
+    if not built:
+        monkeypatch.setattr(moving, "level", lambda: None)
+    parts = [torch.full((6_000_000,), step, dtype=torch.uint8) for step in range(5)]  # more than sockets hold
+    answers: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def work(served: ServerClient) -> None:
+        pushed = [_push(served, step, part) for step, part in enumerate(parts[:2])]
+        for step, part in enumerate(parts[2:], start=2):
+            answers[served.rank] += served.pull(pushed[step - 2], None)
+            pushed.append(_push(served, step, part))
+        total = float(served.total(torch.ones(1)))  # whose answer comes behind those
+        answers[served.rank] += [served.pull(push, None)[0] for push in pushed[-2:]]
+        assert total == 2
+
+    _, wrong = _talk(2, 20, work, longest=1 << 23)
+    assert not wrong
+    for heard in answers.values():
+        assert all(torch.equal(answer, 2 * part) for answer, part in zip(heard, parts, strict=True))
+
+
+def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
+    part = torch.zeros(75_000, dtype=torch.uint8)  # of which some waits in the server's kernel, as on a slow link
+    failed = threading.Event()
+    listener = Listener(2, 20, say=lambda text: None)
+    listener.longest = part.nbytes
+
+    def work(rank: int) -> None:
+        served = ServerClient(rank, 2, [listener.address], "", 20, listener.longest)
+        served._connections[0]._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        pushed = [_push(served, step, part) for step in range(3)]
+        failed.wait(20)
+        with pytest.raises(FrameError, match="server 0: nobody may say that"):
+            for push in pushed:
+                served.pull(push, None)
+        served.hang_up()
+
+    with ThreadPoolExecutor(2) as pool:
+        working = [pool.submit(work, rank) for rank in range(2)]
+        listener.accept()
+        listener.answer(part, listener.hear(lambda rank, message: None)[0])
+        listener.hear(lambda rank, message: None)
+        threading.Timer(0.5, failed.set).start()
+        with pytest.raises(FrameError):
+            listener.fail(FrameError("nobody may say that"))
+        listener.close()
+    assert all(done.result() is None for done in working)
+
+
+def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
+    large = torch.zeros(8_000_000, dtype=torch.uint8)  # more than a socket holds
+    others_wait = threading.Event()
+    listener = Listener(2, 20, say=lambda text: None)
+    listener.longest = large.nbytes
+
+    def work(rank: int) -> None:
+        served = ServerClient(rank, 2, [listener.address], "", 20, large.nbytes)
+        served._send(Message(Kind.TOTAL), [large], [large.nbytes])
+        if rank == 0:  # whose answer leaves first
+            others_wait.wait(20)
+        served.pull(Push(Layout.of(["w"], [8]), 0, 0, [], []), None)
+        served.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        working = [pool.submit(work, rank) for rank in range(2)]
+        listener.accept()
+        heard = listener.hear(lambda rank, message: None)
+        listener.answer(large, heard[0])
+        listener._waited_for[1] = time.monotonic() - 2 * listener.timeout_s
+        lost_at = listener._lost_at(1)
+        others_wait.set()
+        closing = listener.hear(lambda rank, message: None)
+        listener.answer(payload_of(b""), closing[0])
+        listener.close()
+    assert lost_at == math.inf and not listener.lost and all(done.result() is None for done in working)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,20 +292,15 @@ def test_who_is_slow_to_take_an_answer_holds_up_nobody() -> None:
             sums[0] = [_sum(client, num_entries) for _ in range(3)]
             others_went_on.set()
             return
-        ask = client._ask
+        send = client._send
 
-        def slowly(about: Any, kind: str, payloads: Any = (), longest: Any = ()) -> Any:
-            with client._connected(0) as connection:
-                connection.send(replace(about, payload=payloads[0]))
-                others_went_on.wait(20)
-                client._connections[0].send = lambda message: message.num_bytes  # type: ignore[method-assign]
-            try:
-                return ask(about, kind, payloads, longest)
-            finally:
-                del client._connections[0].send
-                client._ask = ask  # type: ignore[method-assign]
+        def and_wait(*said: Any) -> int:
+            client._send = send  # type: ignore[method-assign]
+            bytes_out = send(*said)
+            others_went_on.wait(20)
+            return bytes_out
 
-        client._ask = slowly  # type: ignore[method-assign]
+        client._send = and_wait  # type: ignore[assignment, method-assign]
         sums[1] = [_sum(client, num_entries) for _ in range(3)]
 
     listener = _talk(work)

@@ -2,19 +2,21 @@
 
 import json
 import struct
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
-from laconic.transport.connection import Connection, Kind, Message, longest_message, payload_of
+from laconic.transport.connection import Kind, Message, longest_message, payload_of, rooms_of_message, views_of
 from laconic.transport.door import Address, connect
+from laconic.transport.moving import Flow, move_some
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Push
 
@@ -22,6 +24,7 @@ from laconic.transport.transport import Push
 # that is slow to take its answer.
 _PATIENCE = 3
 _ERROR_BYTES = 65_536
+_LAST_WORDS_S = 1.0  # for what a server that is gone has said before
 _LENGTH = struct.Struct("<q")  # of a layout's text
 
 
@@ -33,7 +36,7 @@ class ServerClient:
     """
 
     owned_share: int | None = None
-    pull_turn = 1  # a server hears nothing while a worker has not taken its last answer
+    pull_turn = 2  # while a server answers, the next parts are on their way
     wire: torch.device | None = torch.device("cpu")
 
     def __init__(
@@ -55,9 +58,10 @@ class ServerClient:
         self._longest = longest  # bytes of an answer whose length only the server knows
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
-        self._pushed: deque[Kind] = deque()  # and not pulled yet
-        self._answers: deque[list[Message]] = deque()  # to the first of these, which came before another one's
         self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
+        self._flows = {n: Flow(link, iter(()), iter(())) for n, link in enumerate(self._connections)}
+        self._awaited: dict[int, deque[dict[Kind, int]]] = {n: deque() for n in self._flows}  # what may still come
+        self._answers: dict[int, deque[Message]] = {n: deque() for n in self._flows}  # that have come
         for connection in self._connections:
             connection.set_timeout(self._patience_s)
 
@@ -74,22 +78,16 @@ class ServerClient:
             self._told[push.bucket] = push.layout
             kind = Kind.LAYOUT
             parts = [with_layout(push.layout, part) for part in parts]
-        bytes_out = self._send(Message(kind, push.step, push.bucket), parts)
-        self._pushed.append(kind)
+        bytes_out = self._send(Message(kind, push.step, push.bucket), parts, push.longest)
         self.traffic.count("up", bytes_out, bytes_out, 0)
         return {}
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
-        if not self._answers:
-            self._receive_answers(push.longest)
-        replies = self._answers.popleft()
+        self._move_until(lambda number: bool(self._answers[number]))
+        replies = [answers.popleft() for answers in self._answers.values()]
         self._note(replies)
         self.traffic.count("down", 0, 0, sum(reply.num_bytes for reply in replies))
         return [reply.payload for reply in replies]
-
-    def _receive_answers(self, longest: Sequence[int]) -> None:
-        """Those to what was pushed first."""
-        self._answers.append(self._receive(self._pushed.popleft(), longest))
 
     def hang_up(self) -> None:
         for connection in self._connections:
@@ -134,33 +132,45 @@ class ServerClient:
         self, about: Message, kind: str, payloads: Sequence[Tensor] = (), longest: Sequence[int] = ()
     ) -> list[Message]:
         """Send each server its payload, or none, and wait for all answers, each of at most so many bytes."""
-        bytes_out = self._send(about, payloads or [about.payload] * self.num_shares)
-        while self._pushed:  # servers answer in order
-            self._receive_answers([self._longest] * self.num_shares)
-        replies = self._receive(about.kind, longest or [self._longest] * self.num_shares)
+        longest = longest or [self._longest] * self.num_shares
+        bytes_out = self._send(about, payloads or [about.payload] * self.num_shares, longest)
+        self._move_until(lambda number: not self._awaited[number])  # each answers in order
+        replies = [answers.pop() for answers in self._answers.values()]
         self._note(replies)
         self.traffic.count(kind, bytes_out, bytes_out, sum(reply.num_bytes for reply in replies))
         return replies
 
-    def _send(self, about: Message, payloads: Sequence[Tensor]) -> int:
-        """How many bytes that were."""
+    def _send(self, about: Message, payloads: Sequence[Tensor], longest: Sequence[int]) -> int:
+        """Say something to each server, and hear meanwhile what they answer to earlier things; how many bytes went."""
         bytes_out = 0
-        for number, payload in enumerate(payloads):
-            with self._connected(number) as connection:
-                bytes_out += connection.send(replace(about, payload=payload))
+        for number, (payload, room) in enumerate(zip(payloads, longest, strict=True)):
+            message = replace(about, payload=payload)
+            self._flows[number].out.extend(iter(views_of(message)))
+            self._awaited[number].append({about.kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES})
+            bytes_out += message.num_bytes
+        self._move_until(lambda number: not self._flows[number].out.view)
         return bytes_out
 
-    def _receive(self, kind: Kind, longest: Sequence[int]) -> list[Message]:
-        """Every server's next answer."""
-        replies = []
-        for number, room in enumerate(longest):
-            with self._connected(number) as connection:
-                most = {kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES}
-                reply = connection.receive(most, self._patience_s)
-            if reply.kind == Kind.ERROR:
-                raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
-            replies.append(reply)
-        return replies
+    def _move_until(self, is_over: Callable[[int], bool]) -> None:
+        """Send and receive, until that holds for all servers; ServerLostError where one is gone, or takes too long.
+
+        That is for each piece that it takes, and for a whole answer.
+        """
+        until = time.monotonic() + self._patience_s
+        while late := [number for number in self._flows if not is_over(number)]:
+            if time.monotonic() > until:
+                self._fail(late[0], TimeoutError())
+            for number, flow in self._flows.items():
+                if self._awaited[number] and not flow.into.view:
+                    flow.hear(rooms_of_message(self._awaited[number][0]))
+            left = [len(flow.out.view) for flow in self._flows.values()]
+            for number, error in move_some(self._flows, until - time.monotonic()).items():
+                self._fail(number, error)
+            if left != [len(flow.out.view) for flow in self._flows.values()]:
+                until = time.monotonic() + self._patience_s
+            for number, flow in self._flows.items():
+                if flow.into.found is not None:
+                    self._take(number)
 
     def _note(self, replies: Sequence[Message]) -> None:
         """Who is there, and whether this worker was heard, as the last of them says."""
@@ -168,19 +178,29 @@ class ServerClient:
         self.place = replies[-1].place
         self.was_late = replies[-1].kind == Kind.LATE
 
-    @contextmanager
-    def _connected(self, number: int) -> Iterator[Connection]:
-        """The connection to a server; ServerLostError if it is gone or silent."""
-        try:
-            yield self._connections[number]
-        except FrameError as error:
+    def _take(self, number: int) -> None:
+        """An answer that has come."""
+        reply: Message = self._flows[number].take()
+        if reply.kind == Kind.ERROR:
+            raise FrameError(f"server {number}: {reply.text.decode(errors='replace')}")
+        self._awaited[number].popleft()
+        self._answers[number].append(reply)
+
+    def _fail(self, number: int, error: Exception) -> NoReturn:
+        """Raise what a server has said before it was gone, or else that it is."""
+        if isinstance(error, FrameError):
             raise FrameError(f"server {number} {error}; run the same release of laconic on all ranks") from None
-        except OSError as error:
-            how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
-            raise ServerLostError(
-                f"server {number} {how}, or has given this worker up; start again, with --resume from the last "
-                "checkpoint, and with a longer --server-timeout where a step may take that long"
-            ) from None
+        flow = self._flows[number]
+        if isinstance(error, ConnectionError):
+            with suppress(OSError, FrameError):
+                flow.link.fill(flow.into, _LAST_WORDS_S)
+            if flow.into.found is not None:
+                self._take(number)
+        how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+        raise ServerLostError(
+            f"server {number} {how}, or has given this worker up; start again, with --resume from the last "
+            "checkpoint, and with a longer --server-timeout where a step may take that long"
+        ) from None
 
 
 def sum_over(replies: Sequence[Message], num_workers: int) -> Tensor:

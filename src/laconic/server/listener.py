@@ -1,40 +1,35 @@
 """A dedicated server's end: hears every living worker, answers them, and goes on without those who are gone."""
 
 import math
-import selectors
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from itertools import repeat
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
-from laconic.transport.connection import (
-    Connection,
-    Cursor,
-    Kind,
-    Message,
-    longest_message,
-    payload_of,
-    rooms_of_message,
-    views_of,
-)
+from laconic.transport.connection import Kind, Message, longest_message, payload_of, rooms_of_message, views_of
 from laconic.transport.door import Acceptor
+from laconic.transport.moving import Flow, move_some
 from laconic.transport.traffic import BESIDE, Traffic
 
 _JOIN_TIMEOUT_S = 300.0  # for all workers to come
 _UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
-_PAUSE_S = 0.5  # after which a worker that takes nothing of its answer lets the next one go before
-_LULL_S = 0.005  # without a byte from a worker, after which the next one is read
-_TURN_S = 0.2  # for which one is read while others wait for that
+_PAUSE_S = 0.5  # without a byte taken, after which an answer lets the next one begin
+_GOODBYE_S = 5.0  # for workers to hear what went wrong
+_UNHEARD_BYTES = 1 << 20
+_LOOK_S = 0.005  # after which it is seen that something else is done
+_ASKING = (Kind.STATE, Kind.STATS, Kind.CLOSE)  # without a payload
 _CARRYING = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.TOTAL, Kind.AVERAGE, Kind.ECHO, Kind.LOAD)  # of what workers say
 _OF_ROUNDS = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.ECHO)  # that need not wait for all
+_LAST = (Kind.CLOSE, Kind.ERROR)
 _MOST_OWED = 16  # answers that one late worker may be owed, before all wait for it: a slow one is heard now and then
-_SLOW_TO_TAKE = "was slow to take an answer"
 
 
 class _Past(NamedTuple):
@@ -48,6 +43,7 @@ class _Past(NamedTuple):
 class Listener:
     """Connections to M workers; a round is one message of each of the living, all about the same thing.
 
+    Answers leave while the next round is heard, one after the other, so that who has its own goes on while others wait.
     A round of training is over once `wait_s`, the wait budget, have passed since a first worker spoke. Whoever speaks
     later has the answer that the others had, marked as late.
     """
@@ -62,9 +58,10 @@ class Listener:
         self.lost: dict[int, str] = {}  # rank -> why
         self.late: dict[int, int] = {}  # rank -> its messages that came too late
         self.longest = longest_message()  # bytes of a message, until the workers have said what they train
-        self._connections: dict[int, Connection] = {}
-        self._begun: dict[int, Cursor] = {}  # messages that have come in part, by rank
-        self._leaving: dict[int, deque[memoryview]] = {}  # answers that have gone in part
+        self._flows: dict[int, Flow] = {}  # by rank
+        self._answers: deque[tuple[int, Message]] = deque()  # that have not begun to leave, and for whom
+        self._left_at: dict[int, float] = {}  # when the last one began to leave, by rank
+        self._taken_at = 0.0  # when something was last taken of them
         self._waited_for: dict[int, float] = {}  # since when others wait for this one
         self._owed: dict[int, deque[_Past]] = {}  # rounds that went by without it
         self._catches_up = False  # whether too many did
@@ -75,7 +72,7 @@ class Listener:
     @property
     def living(self) -> list[int]:
         """The ranks of the workers that are there, ascending."""
-        return sorted(self._connections)
+        return sorted(self._flows)
 
     def accept(self) -> dict[int, str]:
         """Let all workers in; what each said by way of greeting."""
@@ -90,7 +87,8 @@ class Listener:
         for rank, (connection, _) in accepted.items():
             connection.give_up_after(self.timeout_s)
             connection.limit_unsent(_UNSENT_BYTES)  # who has its answer goes on while others wait for theirs
-            self._connections[rank] = connection
+            connection.set_timeout(0)  # who waits, waits for all of them
+            self._flows[rank] = Flow(connection, iter(()), iter(()))
         return {rank: greeting for rank, (_, greeting) in accepted.items()}
 
     def hear(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
@@ -102,7 +100,8 @@ class Listener:
         if any(message.kind != Kind.CLOSE for message in heard.values()):
             for rank in [rank for rank, message in heard.items() if message.kind == Kind.CLOSE]:
                 del heard[rank]
-                self._lose(rank, ConnectionError())
+                if rank in self._flows:  # and not gone before its last answer was
+                    self._lose(rank, ConnectionError())
         if heard:
             usual = statistics.mode(message.id for message in heard.values())
             about = next(message for message in heard.values() if message.id == usual)
@@ -115,61 +114,56 @@ class Listener:
         return heard
 
     def _receive_all(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
-        """A message of each of the living, by rank; who is not heard in time is lost, however much has come of it.
-
-        Each is read for as long as its bytes keep coming, so that its part is decoded while those of others come.
-        """
+        """A message of each of the living, by rank; who is not heard in time is lost, however much has come of it."""
         heard: dict[int, Message] = {}
-        most = dict.fromkeys((Kind.STATE, Kind.STATS, Kind.CLOSE), 0) | dict.fromkeys(_CARRYING, self.longest)
         since = math.inf  # a first one waits
-        with selectors.DefaultSelector() as waiting:
-            for rank, connection in self._connections.items():
-                waiting.register(connection, _event(rank in self._leaving), rank)
-            while missing := {key.data for key in waiting.get_map().values()}:
+        for flow in self._flows.values():
+            self._expect(flow)
+        while missing := self._flows.keys() - heard.keys():
+            whole = [rank for rank in missing if self._flows[rank].into.found is not None]
+            if not whole:
                 goes_on = self._goes_on_at(since, heard, missing)
-                until = min([goes_on, *(self._waited_for.get(rank, math.inf) + self.timeout_s for rank in missing)])
-                left_s = None if until == math.inf else max(0.0, until - time.monotonic())
-                ready = {key.data for key, _ in waiting.select(left_s)}
-                now = time.monotonic()
-                if now > goes_on:
+                self._move(min([goes_on, *map(self._lost_at, missing)]))
+                if time.monotonic() > goes_on:
                     break
-                for rank in [rank for rank in missing if now > self._waited_for.get(rank, now) + self.timeout_s]:
-                    waiting.unregister(self._connections[rank])
-                    self._lose(rank, TimeoutError(self._slowness(rank)))
-                    ready.discard(rank)
-                for rank in ready & self._leaving.keys():
-                    self._go_on_answering(rank, waiting)
-                    ready.discard(rank)
-                for rank in ready - self._begun.keys():
-                    self._begun[rank] = Cursor(rooms_of_message(most))
-                rank = next((rank for rank in self._begun if rank in ready), -1)
-                if rank < 0:
-                    continue
-                connection = self._connections[rank]
-                cursor = self._begun.pop(rank)
-                self._begun[rank] = cursor  # behind the others, if it takes longer than a turn
-                try:
-                    connection.receive_while_it_comes(cursor, _LULL_S, _TURN_S)
-                except (OSError, FrameError) as error:
-                    waiting.unregister(connection)
-                    self._lose(rank, error)
-                    continue
-                if cursor.view:
-                    continue
-                del self._begun[rank]
-                if rank in self._owed:
-                    self._answer_late(rank, cursor.found)
-                    self._go_on_answering(rank, waiting)
-                    continue
-                waiting.unregister(connection)
-                self._waited_for.pop(rank, None)
-                heard[rank] = cursor.found
-                if heard[rank].kind != Kind.CLOSE and since == math.inf:  # who is done does not wait for the others
-                    since = time.monotonic()
-                    for other in self._connections.keys() - heard.keys():
-                        self._waited_for.setdefault(other, since)
-                arrived(rank, heard[rank])
+                self._lose_slow(missing)
+                continue
+            rank = whole[0]
+            message = self._flows[rank].take()
+            if rank in self._owed:
+                self._answer_late(rank, message)
+                self._expect(self._flows[rank])
+                continue
+            self._waited_for.pop(rank, None)
+            heard[rank] = message
+            if message.kind != Kind.CLOSE and since == math.inf:  # who is done does not wait for the others
+                since = time.monotonic()
+                for other in self._flows.keys() - heard.keys():
+                    self._waited_for.setdefault(other, since)
+            arrived(rank, message)
         return dict(sorted(heard.items()))
+
+    def _expect(self, flow: Flow) -> None:
+        """Make room for a message, unless one has come, if in part."""
+        if flow.into.found is None and not flow.into.view:
+            flow.hear(rooms_of_message(dict.fromkeys(_ASKING, 0) | dict.fromkeys(_CARRYING, self.longest)))
+
+    def _lost_at(self, rank: int) -> float:
+        """When one is lost that is slow to take its answer, or that others wait for: not while its answer waits."""
+        since = self._waited_for.get(rank, math.inf)
+        if self._flows[rank].out.view:
+            since = self._left_at[rank]
+        elif any(rank == waiting for waiting, _ in self._answers):
+            since = math.inf
+        return since + self.timeout_s
+
+    def _lose_slow(self, missing: Collection[int]) -> None:
+        now = time.monotonic()
+        for rank in missing & self._flows.keys():
+            flow = self._flows[rank]
+            if now > self._lost_at(rank) and flow.into.found is None:
+                slow = "was slow to speak" if flow.has_moved else "was silent"
+                self._lose(rank, TimeoutError("was slow to take an answer" if flow.out.view else slow))
 
     def _goes_on_at(self, since: float, heard: Mapping[int, Message], missing: Collection[int]) -> float:
         """When the round is over without those who are missing; for one turn they are waited for once."""
@@ -181,42 +175,24 @@ class Listener:
         return since if same else since + self.wait_s
 
     def answer(self, payloads: Mapping[int, Tensor] | Tensor, to: Message) -> None:
-        """Answer a round: the same for all, or to each its own; who takes longer than `timeout_s` to take it is lost.
-
-        One after the other, so that who has its answer goes on while others wait, and past whoever takes nothing.
-        """
+        """Answer a round: the same for all, or to each its own; who has not taken it in time is lost."""
         living = self.living
         about = Message(to.kind, to.step, to.bucket)
         bytes_out = 0
-        leaving: deque[int] = deque()
-        left_s = dict.fromkeys(living, self.timeout_s)
-        pause_s = min(_PAUSE_S, self.timeout_s, max(self.wait_s, _LULL_S))
         for place, rank in enumerate(living):
             payload = payloads if isinstance(payloads, Tensor) else payloads[rank]
             reply = replace(about, payload=payload, living=len(living), place=place)
             if rank in self._waited_for and to.kind != Kind.ERROR:
                 self._owed.setdefault(rank, deque()).append(_Past(about, replace(reply, kind=Kind.LATE)))
-                continue
-            self._leaving.setdefault(rank, deque()).extend(views_of(reply))
-            leaving.append(rank)
-            bytes_out += reply.num_bytes
-        while leaving:
-            rank = leaving.popleft()
-            since = time.monotonic()
-            try:
-                self._connections[rank].send_while_taken(self._leaving[rank], pause_s)
-                left_s[rank] -= time.monotonic() - since
-                if self._leaving[rank] and left_s[rank] <= 0:
-                    raise TimeoutError(_SLOW_TO_TAKE)
-            except OSError as error:
-                self._lose(rank, error)
             else:
-                if not self._leaving[rank]:
-                    del self._leaving[rank]
-                elif to.kind not in _OF_ROUNDS or left_s[rank] > self.timeout_s - self.wait_s:
-                    leaving.append(rank)  # and else while the next round is heard
+                self._answers.append((rank, reply))
+                bytes_out += reply.num_bytes
         self._catches_up = bool(self._owed) and (self._catches_up or self._owes_too_much())
         self.traffic.count(_counted("down", to.kind), 0, bytes_out, 0)
+        if to.kind in _LAST:
+            self._send(self.timeout_s)
+        elif self.wait_s < math.inf:  # nobody is late for having been answered last
+            self._send(2 * self._pause_s)
 
     def _owes_too_much(self) -> bool:
         """Whether no more answers may be held for those who are late: the others wait until these are with them."""
@@ -232,27 +208,48 @@ class Listener:
             del self._owed[rank]
         self.late[rank] = self.late.get(rank, 0) + 1
         self._waited_for[rank] = time.monotonic()  # it lives, and others still wait
-        self._leaving[rank] = deque(views_of(past.reply))
+        self._answers.append((rank, past.reply))
         self.traffic.count("up", 0, 0, message.num_bytes)
         self.traffic.count("down", 0, past.reply.num_bytes, 0)
 
-    def _go_on_answering(self, rank: int, waiting: selectors.BaseSelector) -> None:
-        """Give a worker as much of its answer as it takes now."""
-        connection = self._connections[rank]
-        try:
-            connection.send_while_taken(self._leaving[rank], _LULL_S, _TURN_S)
-        except OSError as error:
-            waiting.unregister(connection)
-            self._lose(rank, error)
-            return
-        if not self._leaving[rank]:
-            del self._leaving[rank]
-        waiting.modify(connection, _event(rank in self._leaving), rank)
+    def send_until(self, done: Future[Any]) -> None:
+        """Let answers leave for as long as something else is under way."""
+        while self._is_answering and not done.done():
+            self._move(time.monotonic() + _LOOK_S)
 
-    def _slowness(self, rank: int) -> str:
-        if rank in self._leaving:
-            return _SLOW_TO_TAKE
-        return "was slow to speak" if rank in self._begun else "was silent"
+    def _send(self, pause_s: float) -> None:
+        """Let answers leave, until nothing is taken for so long."""
+        self._taken_at = time.monotonic()
+        while self._is_answering and time.monotonic() <= self._taken_at + pause_s:
+            self._move(self._taken_at + pause_s)
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self._answers) or any(flow.out.view for flow in self._flows.values())
+
+    def _move(self, until: float) -> None:
+        """Send and receive until a message is through, or so long; who fails is lost."""
+        now = time.monotonic()
+        leaving = {rank: flow for rank, flow in self._flows.items() if flow.out.view}
+        if self._answers and (not leaving or now > self._taken_at + self._pause_s):
+            rank, reply = self._answers.popleft()
+            leaving[rank] = self._flows[rank]
+            leaving[rank].out.extend(iter(views_of(reply)))
+            self._left_at[rank] = self._taken_at = now
+        if self._answers:
+            until = min(until, self._taken_at + self._pause_s)
+        left = [len(flow.out.view) for flow in leaving.values()]
+        for rank, error in move_some(self._flows, until - now).items():
+            self._lose(rank, error)
+        if left != [len(flow.out.view) for flow in leaving.values()]:
+            self._taken_at = time.monotonic()
+        for rank, flow in leaving.items():
+            if not flow.out.view and rank in self._waited_for:
+                self._waited_for[rank] = time.monotonic()  # from now on
+
+    @property
+    def _pause_s(self) -> float:
+        return min(_PAUSE_S, self.timeout_s, max(self.wait_s, _LOOK_S))
 
     def _differs(self, rank: int, message: Message, about: Message) -> NoReturn:
         self.fail(FrameError(f"worker {rank} sent {message}, but the others sent {about}"))
@@ -260,13 +257,24 @@ class Listener:
     def fail(self, error: FrameError) -> NoReturn:
         """Tell all workers what went wrong, and raise it here."""
         self.answer(payload_of(str(error).encode()), Message(Kind.ERROR))
+        self._listen_no_more()
         raise error
+
+    def _listen_no_more(self) -> None:
+        """Let workers hang up first: the kernel takes back what has not left, if it must drop what they said last."""
+        until = time.monotonic() + _GOODBYE_S
+        for flow in self._flows.values():
+            flow.link.end()
+            flow.hear(repeat(memoryview(bytearray(_UNHEARD_BYTES))))
+        while self._flows and time.monotonic() < until:
+            for rank in move_some(self._flows, until - time.monotonic()):
+                self._flows.pop(rank).link.close()
 
     def close(self) -> None:
         """Hang up."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections = {}
+        for flow in self._flows.values():
+            flow.link.close()
+        self._flows = {}
 
     def _lose(self, rank: int, error: Exception) -> None:
         """Go on without a worker, and say so once."""
@@ -275,15 +283,12 @@ class Listener:
             why = str(error)
         elif isinstance(error, TimeoutError):
             why = f"{'was silent' if error.errno else error} for {self.timeout_s:g} s"
-        self._connections.pop(rank).close()
-        for kept in (self._begun, self._leaving, self._waited_for, self._owed):
-            kept.pop(rank, None)
+        self._flows.pop(rank).link.close()
+        self._answers = deque(answer for answer in self._answers if answer[0] != rank)
+        self._waited_for.pop(rank, None)
+        self._owed.pop(rank, None)
         self.lost[rank] = why + (f" after step {self._step}" if self._step >= 0 else " before the first step")
-        self.say(f"worker {rank} {self.lost[rank]}; going on with {len(self._connections)} of {self.num_workers}")
-
-
-def _event(is_answered: bool) -> int:
-    return selectors.EVENT_WRITE if is_answered else selectors.EVENT_READ
+        self.say(f"worker {rank} {self.lost[rank]}; going on with {len(self._flows)} of {self.num_workers}")
 
 
 def _counted(way: str, kind: Kind) -> str:

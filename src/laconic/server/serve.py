@@ -129,7 +129,7 @@ class _RequestHandler:
     listener: Listener
     owner: Owner
     facts: Callable[[], Mapping[str, Any]]
-    readers: Executor  # so that the link is never idle while a part is being read
+    readers: Executor  # so that the link is never idle while a part is being read, or an answer found
     layouts: dict[int, Layout] = field(default_factory=dict)  # by bucket
     contents: dict[int, Future[Contents]] = field(default_factory=dict)  # of the round that is heard, by worker
     num_steps: int = 0
@@ -152,7 +152,9 @@ class _RequestHandler:
             except FrameError as error:
                 self.listener.fail(error)
             layout = self.layouts[about.bucket]
-            return self.owner.answer_to(told, layout, step=about.step, bucket=about.bucket).cpu()
+            answer = self.readers.submit(self.owner.answer_to, told, layout, step=about.step, bucket=about.bucket)
+            self.listener.send_until(answer)
+            return answer.result().cpu()
         if about.kind in (Kind.SUM, Kind.TOTAL, Kind.AVERAGE):
             for rank, message in heard.items():
                 theirs = message.payload

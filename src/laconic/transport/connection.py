@@ -5,17 +5,16 @@ half-way is waited for for ever, and a question takes three hand-shakes and two 
 8 in all (75,770 entries, two busy processes on two cores).
 """
 
-import math
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,6 +66,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 _GOODBYE_S = 5.0  # for what is still to be encrypted
 _A_MOMENT_S = 1e-6  # since a timeout of 0 would not wait, but say so in other words
 _PROBES = 4  # that the kernel sends before it takes a silent host for dead
+_SMALL_BYTES = 65_536  # of a payload that is copied behind its head: one packet less
 _MORE = getattr(socket, "MSG_MORE", 0)  # a head goes with what follows it
 
 
@@ -159,16 +159,6 @@ class Connection:
         while view:
             view = view[self._link.send(view, flags) :]
 
-    def send_while_taken(self, views: deque[memoryview], pause_s: float, turn_s: float = math.inf) -> None:
-        """Say of these what the other end takes, until it takes nothing for so long, and leave the rest there."""
-        until = time.monotonic() + turn_s
-        self._link.settimeout(pause_s)
-        with suppress(TimeoutError):
-            while views and time.monotonic() < until:
-                views[0] = views[0][self._link.send(views[0], _MORE if len(views) > 1 else 0) :]
-                if not views[0]:
-                    views.popleft()
-
     def send_some(self, view: memoryview) -> int:
         """Say as much of it as the link takes now; how many bytes that is."""
         return self._link.send(view)
@@ -179,17 +169,6 @@ class Connection:
         if fresh == 0:
             raise ConnectionError("it has hung up")
         return fresh
-
-    def receive_while_it_comes(self, cursor: "Cursor", lull_s: float, turn_s: float) -> None:
-        """Hear what there is room for, until nothing comes for `lull_s`, and for no longer than `turn_s`."""
-        until = time.monotonic() + turn_s
-        self._link.settimeout(lull_s)
-        try:
-            while cursor.view and time.monotonic() < until:
-                cursor.advance(self.receive_some(cursor.view))
-        except TimeoutError as error:
-            if error.errno is not None:  # not ours: that of a host that is silent
-                raise
 
     def receive(self, most: Mapping[Kind, int], timeout_s: float | None = None) -> Message:
         """Hear the next message, whole within so long; `most` are the bytes that one of each awaited kind may have.
@@ -222,6 +201,11 @@ class Connection:
             self._link.settimeout(before)
         return cursor.found
 
+    def end(self) -> None:
+        """Say no more, and hear on."""
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+
     def shut_down(self) -> None:
         """End it for both; a thread that waits on it finds that out."""
         with suppress(OSError):
@@ -243,6 +227,11 @@ class Cursor:
         self.found: Any = None  # what a generator of rooms returns then
         self.advance(0)
 
+    def extend(self, rooms: Iterator[memoryview]) -> None:
+        """Go on with these after what is left."""
+        self._rooms = chain(self._rooms, rooms) if self.view else rooms
+        self.advance(0)
+
     def advance(self, num_bytes: int) -> None:
         self.view = self.view[num_bytes:]
         while not self.view:
@@ -254,9 +243,12 @@ class Cursor:
 
 
 def views_of(message: Message) -> list[memoryview]:
-    """What is sent of a message: its head, and its payload if it has one."""
+    """What is sent of a message: its head and its payload, in one piece where that is small, or else behind it."""
     payload = message.payload
-    head = _HEAD.pack(
+    head = bytearray(_HEAD.size)
+    _HEAD.pack_into(
+        head,
+        0,
         _MAGIC,
         message.kind,
         _TYPES.index(payload.dtype),
@@ -267,7 +259,8 @@ def views_of(message: Message) -> list[memoryview]:
         payload.nbytes,
         message.reply_bytes,
     )
-    return [memoryview(head)] + ([payload.view(torch.uint8).numpy().data] if payload.nbytes else [])
+    body = payload.view(torch.uint8).numpy().data
+    return [memoryview(head + body)] if payload.nbytes <= _SMALL_BYTES else [memoryview(head), body]
 
 
 def rooms_of_message(most: Mapping[Kind, int]) -> Generator[memoryview, None, Message]:
