@@ -55,6 +55,32 @@ def test_first_exchanges_are_waited_for_until_it_is_known_what_is_usual() -> Non
     assert clock.now == now + 5
 
 
+def test_who_was_not_met_yet_may_be_compiling_and_is_waited_for() -> None:
+    clock = _Clock()
+    budget = WaitBudget(Gossip(patience=5), clock)
+    for _ in range(3):  # with one peer, a turn after the other
+        budget.wait(1, [_Due(clock, clock.now + 1)])
+        budget.note_exchanged_(1.0)
+    budget.wait(2, [_Due(clock, clock.now + 4)])  # more than twice what is usual
+    assert not budget.tardy and budget.left_s == 0
+    budget.wait(2, [_Due(clock, clock.now + 4)])
+    assert budget.tardy == {2}
+
+
+def test_who_trains_for_less_than_an_exchange_takes_waits_for_longer() -> None:
+    clock = _Clock()
+    budget = WaitBudget(Gossip(patience=50), clock)
+    for _ in range(20):
+        budget.note_exchanged_(1.0)
+    for trained_s, is_tardy in ((0.5, False), (2.0, True)):
+        budget.note_training_()
+        clock.now += trained_s
+        budget.note_trained_()
+        budget.left_s = 0
+        budget.wait(1, [_Due(clock, clock.now + 3)])
+        assert budget.tardy == ({1} if is_tardy else set())
+
+
 def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:
     clock = _Clock()
     never = _Due(clock, math.inf)

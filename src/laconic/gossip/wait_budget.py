@@ -11,15 +11,16 @@ _SAVED_STEPS = 8  # what may be spent on waiting is saved up over so many steps 
 _RECENT = 15  # exchanges by which is known how long one takes
 _QUICK = 4  # of those, the first of so many parts: a slow neighbour, one of two, is not what is usual
 _USUAL = 2.0  # times what a quick one takes; with less, chance makes workers late for each other for ever
+_ON_LINK = 2.0  # times that, where a step takes less: who goes on would be many steps ahead, and meet nobody again
 
 
 class WaitBudget:
     """Waits for peers while there is time for it: a model that moves a step late learns less from the others.
 
-    What an exchange may take on the link is waited for at no charge, and while that is not known all that patience
-    allows: exchanges that nobody waits for share the link, and each then takes longer than is usual. What is beyond
-    that, and waiting in vain, is paid from a share of the time a worker has trained for. Who was waited for in vain is
-    not waited for the next time, so that a slow peer slows nobody down for long.
+    What an exchange may take on the link is waited for at no charge, and while that is not known, or a peer has just
+    begun, all that patience allows: exchanges that nobody waits for share the link, and each then takes longer than is
+    usual. What is beyond that, and waiting in vain, is paid from a share of the time a worker has trained for. Who was
+    waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
     """
 
     def __init__(self, pattern: Gossip, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,12 +30,15 @@ class WaitBudget:
         self._pattern = pattern
         self._clock = clock
         self._is_first = True  # the next exchange, for which kernels are compiled: it does not tell what is usual
+        self._met: set[int] = set()  # peers that were waited for
+        self._trained_s = 0.0  # the last step
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
         self._training_since = clock()
 
     def note_trained_(self) -> None:
         """A step of training is over."""
-        earned_s = self._pattern.grace * (self._clock() - self._training_since)
+        self._trained_s = self._clock() - self._training_since
+        earned_s = self._pattern.grace * self._trained_s
         self.left_s = min(self.left_s + earned_s, _SAVED_STEPS * earned_s)
 
     def note_training_(self) -> None:
@@ -55,8 +59,8 @@ class WaitBudget:
         """Wait for a peer until all of these are set, or it is enough."""
         patience = self._pattern.patience
         since = self._clock()
-        usual_s = self.usual_s if self.usual_s < patience else 0.0
-        free_s = usual_s if self._took_s else patience
+        free_s = self._free_s(peer)
+        self._met.add(peer)
         if self._pattern.mode == "wait":
             self._all_set(over, patience)
         elif peer in self.tardy:
@@ -67,6 +71,18 @@ class WaitBudget:
             if not self._took_s:  # one takes longer than that
                 self._learn_(patience)
         self.left_s -= max(0.0, self._clock() - since - free_s)
+
+    def _free_s(self, peer: int) -> float:
+        """How long a peer is waited for at no charge."""
+        patience = self._pattern.patience
+        if not self._took_s:
+            return patience
+        if not 0 < self.usual_s < patience:
+            return 0.0
+        if peer not in self._met and len(self._took_s) < _RECENT:  # it may be compiling still
+            return patience
+        is_on_link = 0 < _USUAL * self._trained_s < self.usual_s
+        return min(self.usual_s * (_ON_LINK if is_on_link else 1.0), patience)
 
     def _all_set(self, events: Sequence[Event], longest_s: float) -> bool:
         """Wait for all of them, so long in all; whether they are set."""
