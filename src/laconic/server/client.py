@@ -59,7 +59,7 @@ class ServerClient:
         self._patience_s = _PATIENCE * timeout_s
         self._told: dict[int, Layout] = {}  # by bucket
         self._connections = [connect(at, rank, f"server {n}", timeout_s, greeting) for n, at in enumerate(addresses)]
-        self._flows = {n: Flow(link, iter(()), iter(())) for n, link in enumerate(self._connections)}
+        self._flows = {n: Flow(link) for n, link in enumerate(self._connections)}
         self._awaited: dict[int, deque[dict[Kind, int]]] = {n: deque() for n in self._flows}  # what may still come
         self._answers: dict[int, deque[Message]] = {n: deque() for n in self._flows}  # that have come
         for connection in self._connections:
@@ -145,7 +145,7 @@ class ServerClient:
         bytes_out = 0
         for number, (payload, room) in enumerate(zip(payloads, longest, strict=True)):
             message = replace(about, payload=payload)
-            self._flows[number].out.extend(iter(views_of(message)))
+            self._flows[number].say(views_of(message))
             self._awaited[number].append({about.kind: room, Kind.LATE: room, Kind.ERROR: _ERROR_BYTES})
             bytes_out += message.num_bytes
         self._move_until(lambda number: not self._flows[number].out.view)
@@ -156,18 +156,17 @@ class ServerClient:
 
         That is for each piece that it takes, and for a whole answer.
         """
-        until = time.monotonic() + self._patience_s
+        since = time.monotonic()
         while late := [number for number in self._flows if not is_over(number)]:
-            if time.monotonic() > until:
+            since = max(since, *(flow.taken_at for flow in self._flows.values()))
+            left_s = since + self._patience_s - time.monotonic()
+            if left_s < 0:
                 self._fail(late[0], TimeoutError())
             for number, flow in self._flows.items():
                 if self._awaited[number] and not flow.into.view:
                     flow.hear(rooms_of_message(self._awaited[number][0]))
-            left = [len(flow.out.view) for flow in self._flows.values()]
-            for number, error in move_some(self._flows, until - time.monotonic()).items():
+            for number, error in move_some(self._flows, left_s).items():
                 self._fail(number, error)
-            if left != [len(flow.out.view) for flow in self._flows.values()]:
-                until = time.monotonic() + self._patience_s
             for number, flow in self._flows.items():
                 if flow.into.found is not None:
                     self._take(number)

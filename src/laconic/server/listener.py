@@ -61,7 +61,6 @@ class Listener:
         self._flows: dict[int, Flow] = {}  # by rank
         self._answers: deque[tuple[int, Message]] = deque()  # that have not begun to leave, and for whom
         self._left_at: dict[int, float] = {}  # when the last one began to leave, by rank
-        self._taken_at = 0.0  # when something was last taken of them
         self._waited_for: dict[int, float] = {}  # since when others wait for this one
         self._owed: dict[int, deque[_Past]] = {}  # rounds that went by without it
         self._catches_up = False  # whether too many did
@@ -88,7 +87,7 @@ class Listener:
             connection.give_up_after(self.timeout_s)
             connection.limit_unsent(_UNSENT_BYTES)  # who has its answer goes on while others wait for theirs
             connection.set_timeout(0)  # who waits, waits for all of them
-            self._flows[rank] = Flow(connection, iter(()), iter(()))
+            self._flows[rank] = Flow(connection)
         return {rank: greeting for rank, (_, greeting) in accepted.items()}
 
     def hear(self, arrived: Callable[[int, Message], None]) -> dict[int, Message]:
@@ -219,13 +218,9 @@ class Listener:
 
     def _send(self, pause_s: float) -> None:
         """Let answers leave, until nothing is taken for so long."""
-        self._taken_at = time.monotonic()
-        while self._is_answering and time.monotonic() <= self._taken_at + pause_s:
-            self._move(self._taken_at + pause_s)
-
-    @property
-    def _is_answering(self) -> bool:
-        return bool(self._answers) or any(flow.out.view for flow in self._flows.values())
+        since = time.monotonic()
+        while self._is_answering and (until := max(since, self._taken_at) + pause_s) >= time.monotonic():
+            self._move(until)
 
     def _move(self, until: float) -> None:
         """Send and receive until a message is through, or so long; who fails is lost."""
@@ -234,18 +229,24 @@ class Listener:
         if self._answers and (not leaving or now > self._taken_at + self._pause_s):
             rank, reply = self._answers.popleft()
             leaving[rank] = self._flows[rank]
-            leaving[rank].out.extend(iter(views_of(reply)))
-            self._left_at[rank] = self._taken_at = now
+            leaving[rank].say(views_of(reply))
+            self._left_at[rank] = now
         if self._answers:
             until = min(until, self._taken_at + self._pause_s)
-        left = [len(flow.out.view) for flow in leaving.values()]
         for rank, error in move_some(self._flows, until - now).items():
             self._lose(rank, error)
-        if left != [len(flow.out.view) for flow in leaving.values()]:
-            self._taken_at = time.monotonic()
         for rank, flow in leaving.items():
             if not flow.out.view and rank in self._waited_for:
                 self._waited_for[rank] = time.monotonic()  # from now on
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self._answers) or any(flow.out.view for flow in self._flows.values())
+
+    @property
+    def _taken_at(self) -> float:
+        """When something was last taken of an answer, or one begun to leave."""
+        return max(flow.taken_at for flow in self._flows.values())
 
     @property
     def _pause_s(self) -> float:

@@ -10,7 +10,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -182,7 +182,7 @@ class Connection:
     def receive_bytes(self, num_bytes: int) -> Tensor:
         """The next bytes; where there is no timeout the kernel waits for all, and Python wakes up once."""
         received = torch.empty(num_bytes, dtype=torch.uint8)
-        self.fill(Cursor(iter([received.numpy().data])), None)
+        self.fill(Cursor([received.numpy().data]), None)
         return received
 
     def fill(self, cursor: "Cursor", timeout_s: float | None) -> Any:
@@ -221,15 +221,15 @@ class Connection:
 class Cursor:
     """How far one has come in memory that is to be sent, or to be filled."""
 
-    def __init__(self, rooms: Iterator[memoryview]) -> None:
-        self._rooms = rooms
+    def __init__(self, rooms: Iterable[memoryview]) -> None:
         self.view = memoryview(b"")  # what comes next; empty at the end
         self.found: Any = None  # what a generator of rooms returns then
+        self._rooms: Iterator[memoryview] = iter(rooms)
         self.advance(0)
 
-    def extend(self, rooms: Iterator[memoryview]) -> None:
+    def extend(self, rooms: Iterable[memoryview]) -> None:
         """Go on with these after what is left."""
-        self._rooms = chain(self._rooms, rooms) if self.view else rooms
+        self._rooms = chain(self._rooms, rooms) if self.view else iter(rooms)
         self.advance(0)
 
     def advance(self, num_bytes: int) -> None:

@@ -136,13 +136,13 @@ def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str
     try:
         connection = Connection(socket.create_connection((address.host, address.port), timeout_s), None, context)
         challenge, proof = bytearray(_NONCE_BYTES), bytearray(_PROOF_BYTES)
-        connection.fill(Cursor(iter([memoryview(challenge)])), until - time.monotonic())
+        connection.fill(Cursor([memoryview(challenge)]), until - time.monotonic())
         nonce = secrets.token_bytes(_NONCE_BYTES)
         key = _key(address.token)
         mine = _proof(key, b"calls", challenge, nonce, rank)
         connection.send_some(memoryview(_PROOF.pack(rank, nonce, mine)))
         with suppress(ConnectionError):  # so it turns away who does not know the key
-            connection.fill(Cursor(iter([memoryview(proof)])), until - time.monotonic())
+            connection.fill(Cursor([memoryview(proof)]), until - time.monotonic())
         if not hmac.compare_digest(proof, _proof(key, b"accepts", challenge, nonce, rank)):
             connection.close()
             raise LaunchError(f"rank {rank} and {where} do not know the same secret; give all ranks one LACONIC_SECRET")

@@ -73,9 +73,7 @@ class Mesh:
 
     def _fill(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
         """Give each other worker its part, and fill its room; by rank."""
-        flows = {
-            peer: Flow(self._links[peer], iter([outgoing[peer]]), iter([incoming[peer]])) for peer in self._ahead()
-        }
+        flows = {peer: Flow(self._links[peer], [outgoing[peer]], [incoming[peer]]) for peer in self._ahead()}
         move(flows, Deadline(self._timeout_s))
 
     def _ahead(self) -> list[int]:

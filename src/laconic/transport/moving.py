@@ -4,9 +4,8 @@ import math
 import os
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,16 +35,21 @@ class Deadline:
 class Flow:
     """What goes to a peer and what comes from it."""
 
-    def __init__(self, link: Connection, out: Iterator[memoryview], into: Iterator[memoryview]) -> None:
+    def __init__(self, link: Connection, out: Iterable[memoryview] = (), into: Iterable[memoryview] = ()) -> None:
         self.link = link
-        self.out = Cursor(out)
-        self.into = Cursor(into)
-        self.has_moved = False  # whether something of what comes has come
+        self.out = Cursor(())
+        self.say(out)
+        self.hear(into)
 
-    def hear(self, into: Iterator[memoryview]) -> None:
+    def say(self, out: Iterable[memoryview]) -> None:
+        """Send this after what is on its way."""
+        self.out.extend(out)
+        self.taken_at = time.monotonic()  # when something of that was last taken, or begun
+
+    def hear(self, into: Iterable[memoryview]) -> None:
         """Make room for what comes next."""
         self.into = Cursor(into)
-        self.has_moved = False
+        self.has_moved = False  # whether something of it has come
 
     def take(self) -> Any:
         """What has come."""
@@ -54,6 +58,8 @@ class Flow:
 
     def advance(self, sent: int, received: int) -> None:
         """So many bytes have crossed."""
+        if sent:
+            self.taken_at = time.monotonic()
         self.has_moved |= received > 0
         self.out.advance(sent)
         self.into.advance(received)
@@ -63,31 +69,35 @@ class Flow:
         return not self.out.view and not self.into.view
 
 
+_Counts = dict[int, tuple[int, int]]  # peer -> bytes sent and received
+_Failed = dict[int, Exception]
+
+
 def move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
     """Send and receive until all is through; PeerError names who fails."""
-    while flows := {peer: flow for peer, flow in flows.items() if not flow.is_through}:
-        if level() is not None:
-            _move_natively(flows, deadline)
-        else:
-            _move(flows, deadline)
+    while flows := _unfinished(flows):
+        if not deadline.left_ms:
+            peer = min(flows)
+            raise _late(peer, deadline.timeout_s, has_moved=flows[peer].has_moved)
+        for peer, error in _go_on(flows, deadline, in_pieces=False).items():
+            raise _gone(peer, error) if isinstance(error, OSError) else error
 
 
-def move_some(flows: Mapping[int, Flow], timeout_s: float) -> dict[int, Exception]:
+def move_some(flows: Mapping[int, Flow], timeout_s: float) -> _Failed:
     """Send and receive until a piece of one is through, or for so long; how those failed who did."""
-    flows = {peer: flow for peer, flow in flows.items() if not flow.is_through}
-    timeout_ms = Deadline(timeout_s).left_ms
-    failed: dict[int, Exception] = {}
-    if level() is not None:
-        moved = _exchanged(flows, timeout_ms, in_pieces=True)
-        if moved.error not in (0, sockets.LATE):
-            failed[list(flows)[moved.failed]] = OSError(moved.error, os.strerror(moved.error))
-        steps = {peer: partial(_advance, flow, moved, at) for at, (peer, flow) in enumerate(flows.items())}
-    else:
-        steps = {peer: partial(_go_on, flows[peer], events) for peer, events in _ready(flows, timeout_ms).items()}
-    for peer, step in steps.items():
+    return _go_on(_unfinished(flows), Deadline(timeout_s), in_pieces=True)
+
+
+def _unfinished(flows: Mapping[int, Flow]) -> dict[int, Flow]:
+    return {peer: flow for peer, flow in flows.items() if not flow.is_through}
+
+
+def _go_on(flows: Mapping[int, Flow], deadline: Deadline, *, in_pieces: bool) -> _Failed:
+    counts, failed = _move_natively(flows, deadline, in_pieces) if level() is not None else _move(flows, deadline)
+    for peer, (sent, received) in counts.items():
         try:
-            step()
-        except (OSError, FrameError) as error:
+            flows[peer].advance(sent, received)
+        except FrameError as error:
             failed[peer] = error
     return failed
 
@@ -108,7 +118,7 @@ def deal(
         return _deal_natively(links, messages, longest, usual, deadline)
     heard: dict[int, Tensor] = {}
     flows = {
-        peer: Flow(link, iter(_with_length(messages[peer])), _of_any_length(peer, longest[peer], heard))
+        peer: Flow(link, _with_length(messages[peer]), _of_any_length(peer, longest[peer], heard))
         for peer, link in links.items()
     }
     move(flows, deadline)
@@ -172,62 +182,43 @@ def _deal_natively(
     return dict(zip(peers, moved.messages, strict=True))
 
 
-def _move_natively(flows: Mapping[int, Flow], deadline: Deadline) -> None:
+def _move_natively(flows: Mapping[int, Flow], deadline: Deadline, in_pieces: bool) -> tuple[_Counts, _Failed]:
     """What comes next of each."""
-    moved = _exchanged(flows, deadline.left_ms, in_pieces=False)
-    if moved.error not in (0, sockets.LATE):
-        raise _gone(list(flows)[moved.failed], OSError(moved.error, os.strerror(moved.error)))
-    for at, flow in enumerate(flows.values()):
-        _advance(flow, moved, at)
-    if moved.error == sockets.LATE:
-        raise _late_of(flows, deadline)
-
-
-def _exchanged(flows: Mapping[int, Flow], timeout_ms: int, *, in_pieces: bool) -> sockets.Moved:
     ends = [flow.link.fileno() for flow in flows.values()]
     out, into = [flow.out.view for flow in flows.values()], [flow.into.view for flow in flows.values()]
-    return sockets.exchange(ends, out, into, timeout_ms, in_pieces=in_pieces)
+    moved = sockets.exchange(ends, out, into, deadline.left_ms, in_pieces=in_pieces)
+    failed: _Failed = {}
+    if moved.error not in (0, sockets.LATE):
+        failed[list(flows)[moved.failed]] = OSError(moved.error, os.strerror(moved.error))
+    sent = [len(view) - left for view, left in zip(out, moved.out_left, strict=True)]
+    received = [len(view) - left for view, left in zip(into, moved.in_left, strict=True)]
+    return dict(zip(flows, zip(sent, received, strict=True), strict=True)), failed
 
 
-def _advance(flow: Flow, moved: sockets.Moved, at: int) -> None:
-    flow.advance(len(flow.out.view) - moved.out_left[at], len(flow.into.view) - moved.in_left[at])
-
-
-def _move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
-    """A piece of it, at most: whoever wants more calls again."""
-    ready = _ready(flows, deadline.left_ms)
-    if not ready:
-        raise _late_of(flows, deadline)
-    for peer, events in ready.items():
-        try:
-            _go_on(flows[peer], events)
-        except OSError as error:
-            raise _gone(peer, error) from None
-
-
-def _ready(flows: Mapping[int, Flow], timeout_ms: int) -> dict[int, int]:
-    """For what, by peer."""
+def _move(flows: Mapping[int, Flow], deadline: Deadline) -> tuple[_Counts, _Failed]:
+    """What each takes and has now."""
     waiting = select.poll()
     peers = {flow.link.fileno(): peer for peer, flow in flows.items()}
     for socket, peer in peers.items():
         flow = flows[peer]
         waiting.register(socket, (select.POLLOUT if flow.out.view else 0) | (select.POLLIN if flow.into.view else 0))
-    return {peers[socket]: events for socket, events in waiting.poll(timeout_ms)}
-
-
-def _go_on(flow: Flow, events: int) -> None:
-    """Give and take what it takes and has now."""
-    with suppress(BlockingIOError):
-        if flow.into.view and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-            flow.advance(0, flow.link.receive_some(flow.into.view))
-    with suppress(BlockingIOError):
-        if flow.out.view and events & (select.POLLOUT | select.POLLERR):
-            flow.advance(flow.link.send_some(flow.out.view), 0)
-
-
-def _late_of(flows: Mapping[int, Flow], deadline: Deadline) -> PeerError:
-    peer = min(peer for peer, flow in flows.items() if not flow.is_through)
-    return _late(peer, deadline.timeout_s, has_moved=flows[peer].has_moved)
+    counts: _Counts = {}
+    failed: _Failed = {}
+    for socket, events in waiting.poll(deadline.left_ms):
+        peer = peers[socket]
+        flow = flows[peer]
+        sent = received = 0
+        try:
+            if flow.into.view and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                with suppress(BlockingIOError):
+                    received = flow.link.receive_some(flow.into.view)
+            if flow.out.view and events & (select.POLLOUT | select.POLLERR):
+                with suppress(BlockingIOError):
+                    sent = flow.link.send_some(flow.out.view)
+        except OSError as error:
+            failed[peer] = error
+        counts[peer] = sent, received
+    return counts, failed
 
 
 def _late(peer: int, timeout_s: float, *, has_moved: bool) -> PeerError:
