@@ -64,7 +64,12 @@ def test_who_was_not_met_yet_may_be_compiling_and_is_waited_for() -> None:
     budget.wait(2, [_Due(clock, clock.now + 4)])  # more than twice what is usual
     assert not budget.tardy and budget.left_s == 0
     budget.wait(2, [_Due(clock, clock.now + 4)])
-    assert budget.tardy == {2}
+    assert budget.tardy == {2} and budget.left_s < 0
+    budget.left_s = 0
+    now = clock.now
+    budget.wait(3, [_Due(clock, math.inf)])  # in vain, at no charge: others are not waited for like that
+    budget.wait(4, [_Due(clock, math.inf)])
+    assert clock.now == now + 5 + 2 and budget.left_s == -2
 
 
 def test_who_trains_for_less_than_an_exchange_takes_waits_for_longer() -> None:

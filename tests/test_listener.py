@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from laconic.errors import FrameError
+from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
 from laconic.measure.train import Job, verdict
 from laconic.measure.train.launch import _config, _wait, _who
@@ -40,10 +40,14 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _talk(
-    num_workers: int, timeout_s: float, work: Callable[[ServerClient], None], longest: int = 1 << 20
+    num_workers: int,
+    timeout_s: float,
+    work: Callable[[ServerClient], None],
+    longest: int = 1 << 20,
+    wait_s: float = math.inf,
 ) -> tuple[Listener, dict[int, str]]:
     """(the listener afterwards, what went wrong by rank) of workers that only add up."""
-    listener = Listener(num_workers, timeout_s, say=lambda text: None)
+    listener = Listener(num_workers, timeout_s, say=lambda text: None, wait_s=wait_s)
     listener.longest = longest
     wrong: dict[int, str] = {}
     server = serve_totals(listener)
@@ -306,6 +310,83 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
     assert all(done.result() is None for done in working)
 
 
+def test_who_has_more_to_compute_takes_its_answer_meanwhile() -> None:
+    answered = threading.Event()
+
+    def work(served: ServerClient) -> None:
+        push = _push(served, 0, torch.ones(16_000_000, dtype=torch.uint8))  # more than a socket holds
+        while not answered.wait(0.1):
+            served.catch_up()
+            if served._answers[0]:
+                answered.set()
+        time.sleep(1.5)  # longer than the timeout
+        assert int(served.pull(push, None)[0][-1]) == 1
+
+    listener, wrong = _talk(1, 1, work, longest=1 << 24)
+    assert not wrong and not listener.lost
+
+
+def test_who_fails_between_two_servers_hangs_up_without_a_word() -> None:
+    listeners = [Listener(1, 20, say=lambda text: None) for _ in range(2)]
+    part = torch.zeros(20_000_000, dtype=torch.uint8)
+
+    def work() -> None:
+        served = ServerClient(0, 1, [listener.address for listener in listeners], "", 20)
+        with pytest.raises(ServerLostError, match="server 0 is gone"):
+            served.push(Push(Layout.of(["w"], [8]), 0, 0, [part, part], [part.nbytes] * 2))
+        assert served._flows[1].out.view  # which a server would take a goodbye for
+        served.close()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for listener in listeners:
+        listener.longest = 2 * part.nbytes
+        listener.accept()
+    listeners[0].close()
+    worker.join(20)
+    assert not worker.is_alive()
+    assert not listeners[1].hear(lambda rank, message: None) and listeners[1].lost == {
+        0: "is gone before the first step"
+    }
+    listeners[1].close()
+
+
+@pytest.mark.parametrize("wait_s", [1.0, math.inf])
+def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_s: float) -> None:
+    stop = threading.Event()
+    sums: list[float] = []
+
+    def work(served: ServerClient) -> None:
+        ones = torch.ones(4_000_000)
+        if served.rank == 0:
+            served._send(Message(Kind.SUM), [ones], [ones.nbytes])
+            while not stop.wait(0.05):
+                served._connections[0]._link.recv(10_000)
+        else:
+            sums.append(float(served._ask(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
+            stop.set()
+
+    listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_s=wait_s)
+    assert not wrong and sums == [2]
+    assert listener.lost == {0: "was slow to take an answer for 1 s before the first step"}
+
+
+def test_who_is_late_and_closes_ends_nobody() -> None:
+    one = torch.ones(8, dtype=torch.uint8)
+    others_went_on = threading.Event()
+
+    def work(served: ServerClient) -> None:
+        if served.rank == 0:
+            for step in range(2):
+                served.pull(_push(served, step, one), None)
+            others_went_on.set()
+        else:
+            others_went_on.wait(20)
+
+    listener, wrong = _talk(2, 20, work, wait_s=0.1)
+    assert not wrong and set(listener.lost) <= {1}
+
+
 def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
     large = torch.zeros(8_000_000, dtype=torch.uint8)  # more than a socket holds
     others_wait = threading.Event()
@@ -317,7 +398,7 @@ def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
         served._send(Message(Kind.TOTAL), [large], [large.nbytes])
         if rank == 0:  # whose answer leaves first
             others_wait.wait(20)
-        served.pull(Push(Layout.of(["w"], [8]), 0, 0, [], []), None)
+        served.pull(Push(Layout.of(["w"], [8]), -1, -1, [], []), None)
         served.close()
 
     with ThreadPoolExecutor(2) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -91,6 +92,22 @@ def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_its_turn(turns: Seq
     assert _step(work, _session_of_rounds(said, turns)) == [None] * 4
     expected = sorted((b + turns[r], b, r) for b in range(4) for r in range(3))
     assert said == [(f"{'abcd'[b]}0", r) for _, b, r in expected]
+
+
+def test_what_comes_is_taken_where_the_next_bucket_takes_long() -> None:
+    said: list[tuple[str, int]] = []
+    session = _session_of_rounds(said, turns=(0, 2))
+    caught_up = threading.Event()
+    session.transport.catch_up = caught_up.set  # type: ignore[method-assign]
+    first, second = (Layout.of([f"{b}", f"{b}'"], [1, 1]) for b in range(2))
+
+    def slowly(pipeline: Pipeline, landed: list[BaseException | None]) -> None:
+        pipeline.begin(Flight(Bucket(0, first, torch.zeros(2), is_last=False), landed.append))
+        assert caught_up.wait(20)
+        pipeline.begin(Flight(Bucket(1, second, torch.zeros(2), is_last=True), landed.append))
+
+    assert _step(slowly, session) == [None, None]
+    assert said == [("0", 0), ("1", 0), ("0", 1), ("1", 1)]
 
 
 class _LostError(Exception):

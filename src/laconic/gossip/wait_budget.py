@@ -31,6 +31,7 @@ class WaitBudget:
         self._clock = clock
         self._is_first = True  # the next exchange, for which kernels are compiled: it does not tell what is usual
         self._met: set[int] = set()  # peers that were waited for
+        self._greets = True  # whether no new one was waited for in vain
         self._trained_s = 0.0  # the last step
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
         self._training_since = clock()
@@ -59,7 +60,8 @@ class WaitBudget:
         """Wait for a peer until all of these are set, or it is enough."""
         patience = self._pattern.patience
         since = self._clock()
-        free_s = self._free_s(peer)
+        is_new = self._is_new(peer)
+        free_s = self._pattern.patience if is_new else self._free_s()
         self._met.add(peer)
         if self._pattern.mode == "wait":
             self._all_set(over, patience)
@@ -67,22 +69,26 @@ class WaitBudget:
             self.tardy.discard(peer)
         elif self._pattern.grace and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
             self.tardy.add(peer)
-            free_s = 0.0
+            if is_new:
+                self._greets = False
+            else:
+                free_s = 0.0
             if not self._took_s:  # one takes longer than that
                 self._learn_(patience)
         self.left_s -= max(0.0, self._clock() - since - free_s)
 
-    def _free_s(self, peer: int) -> float:
+    def _is_new(self, peer: int) -> bool:
+        """Whether it may be compiling still."""
+        is_known = 0 < self.usual_s < self._pattern.patience
+        return self._greets and is_known and peer not in self._met and len(self._took_s) < _RECENT
+
+    def _free_s(self) -> float:
         """How long a peer is waited for at no charge."""
         patience = self._pattern.patience
         if not self._took_s:
             return patience
-        if not 0 < self.usual_s < patience:
-            return 0.0
-        if peer not in self._met and len(self._took_s) < _RECENT:  # it may be compiling still
-            return patience
         is_on_link = 0 < _USUAL * self._trained_s < self.usual_s
-        return min(self.usual_s * (_ON_LINK if is_on_link else 1.0), patience)
+        return min(self.usual_s * (_ON_LINK if is_on_link else 1.0), patience) if self.usual_s < patience else 0.0
 
     def _all_set(self, events: Sequence[Event], longest_s: float) -> bool:
         """Wait for all of them, so long in all; whether they are set."""

@@ -85,9 +85,17 @@ class ServerClient:
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         self._move_until(lambda number: bool(self._answers[number]))
         replies = [answers.popleft() for answers in self._answers.values()]
+        for number, reply in enumerate(replies):
+            if (reply.step, reply.bucket) != (push.step, push.bucket):
+                self._fail(number, FrameError(f"answered {reply}, not step {push.step}, bucket {push.bucket}"))
         self._note(replies)
         self.traffic.count("down", 0, 0, sum(reply.num_bytes for reply in replies))
         return [reply.payload for reply in replies]
+
+    def catch_up(self) -> None:
+        before = None
+        while any(self._awaited.values()) and before != (before := [len(f.into.view) for f in self._flows.values()]):
+            self._go_on(0.0)
 
     def hang_up(self) -> None:
         for connection in self._connections:
@@ -120,11 +128,12 @@ class ServerClient:
         return [json.loads(reply.text) for reply in self._ask(Message(Kind.STATS), "stats")]
 
     def close(self) -> None:
-        """Tell the servers that this worker is done, and hang up."""
-        for connection in self._connections:
-            with suppress(OSError, FrameError):  # it is gone, and so are we
-                connection.send(Message(Kind.CLOSE))
-                connection.receive({Kind.CLOSE: 0, Kind.ERROR: _ERROR_BYTES}, self._patience_s)
+        """Tell the servers that this worker is done, and hang up; without a word in the midst of others."""
+        for number, connection in enumerate(self._connections):
+            if not self._awaited[number]:
+                with suppress(OSError, FrameError):  # it is gone, and so are we
+                    connection.send(Message(Kind.CLOSE))
+                    connection.receive({Kind.CLOSE: 0, Kind.ERROR: _ERROR_BYTES}, self._patience_s)
             connection.close()
         self._connections = []
 
@@ -162,14 +171,23 @@ class ServerClient:
             left_s = since + self._patience_s - time.monotonic()
             if left_s < 0:
                 self._fail(late[0], TimeoutError())
-            for number, flow in self._flows.items():
-                if self._awaited[number] and not flow.into.view:
-                    flow.hear(rooms_of_message(self._awaited[number][0]))
-            for number, error in move_some(self._flows, left_s).items():
-                self._fail(number, error)
-            for number, flow in self._flows.items():
-                if flow.into.found is not None:
-                    self._take(number)
+            self._go_on(left_s)
+
+    def _go_on(self, timeout_s: float) -> None:
+        """Send and receive until a piece is through, or for so long."""
+        for number in self._flows:
+            self._expect(number)
+        for number, error in move_some(self._flows, timeout_s).items():
+            self._fail(number, error)
+        for number, flow in self._flows.items():
+            if flow.into.found is not None:
+                self._take(number)
+
+    def _expect(self, number: int) -> None:
+        """Make room for the next answer, if one is awaited."""
+        flow = self._flows[number]
+        if self._awaited[number] and not flow.into.view:
+            flow.hear(rooms_of_message(self._awaited[number][0]))
 
     def _note(self, replies: Sequence[Message]) -> None:
         """Who is there, and whether this worker was heard, as the last of them says."""
@@ -191,10 +209,11 @@ class ServerClient:
             raise FrameError(f"server {number} {error}; run the same release of laconic on all ranks") from None
         flow = self._flows[number]
         if isinstance(error, ConnectionError):
-            with suppress(OSError, FrameError):
-                flow.link.fill(flow.into, _LAST_WORDS_S)
-            if flow.into.found is not None:
-                self._take(number)
+            with suppress(OSError):
+                while self._awaited[number]:
+                    self._expect(number)
+                    flow.link.fill(flow.into, _LAST_WORDS_S)
+                    self._take(number)
         how = f"has not answered for {self._patience_s:g} s" if isinstance(error, TimeoutError) else "is gone"
         raise ServerLostError(
             f"server {number} {how}, or has given this worker up; start again, with --resume from the last "

@@ -23,8 +23,8 @@ _JOIN_TIMEOUT_S = 300.0  # for all workers to come
 _UNSENT_BYTES = 16_384  # of an answer that may wait in the kernel while the next worker's is begun
 _PAUSE_S = 0.5  # without a byte taken, after which an answer lets the next one begin
 _GOODBYE_S = 5.0  # for workers to hear what went wrong
-_UNHEARD_BYTES = 1 << 20
-_LOOK_S = 0.005  # after which it is seen that something else is done
+_UNHEARD_BYTES = 1 << 20  # that are dropped at once
+_LOOK_S = 0.005  # after which it is looked whether an answer is found
 _ASKING = (Kind.STATE, Kind.STATS, Kind.CLOSE)  # without a payload
 _CARRYING = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.TOTAL, Kind.AVERAGE, Kind.ECHO, Kind.LOAD)  # of what workers say
 _OF_ROUNDS = (Kind.LAYOUT, Kind.PARTS, Kind.SUM, Kind.ECHO)  # that need not wait for all
@@ -61,7 +61,7 @@ class Listener:
         self._flows: dict[int, Flow] = {}  # by rank
         self._answers: deque[tuple[int, Message]] = deque()  # that have not begun to leave, and for whom
         self._left_at: dict[int, float] = {}  # when the last one began to leave, by rank
-        self._waited_for: dict[int, float] = {}  # since when others wait for this one
+        self._waited_for: dict[int, float] = {}  # who is not heard in this round, and since when others wait for it
         self._owed: dict[int, deque[_Past]] = {}  # rounds that went by without it
         self._catches_up = False  # whether too many did
         self._step = -1
@@ -130,8 +130,11 @@ class Listener:
             rank = whole[0]
             message = self._flows[rank].take()
             if rank in self._owed:
-                self._answer_late(rank, message)
-                self._expect(self._flows[rank])
+                if message.kind == Kind.CLOSE:
+                    self._lose(rank, ConnectionError())
+                else:
+                    self._answer_late(rank, message)
+                    self._expect(self._flows[rank])
                 continue
             self._waited_for.pop(rank, None)
             heard[rank] = message
@@ -148,7 +151,7 @@ class Listener:
             flow.hear(rooms_of_message(dict.fromkeys(_ASKING, 0) | dict.fromkeys(_CARRYING, self.longest)))
 
     def _lost_at(self, rank: int) -> float:
-        """When one is lost that is slow to take its answer, or that others wait for: not while its answer waits."""
+        """When one is lost that is slow to take its answer, or that others wait for though it has its answer."""
         since = self._waited_for.get(rank, math.inf)
         if self._flows[rank].out.view:
             since = self._left_at[rank]
@@ -220,7 +223,8 @@ class Listener:
         """Let answers leave, until nothing is taken for so long."""
         since = time.monotonic()
         while self._is_answering and (until := max(since, self._taken_at) + pause_s) >= time.monotonic():
-            self._move(until)
+            self._move(min([until, *map(self._lost_at, self._flows)]))
+            self._lose_slow(self._flows.keys())
 
     def _move(self, until: float) -> None:
         """Send and receive until a message is through, or so long; who fails is lost."""
@@ -245,7 +249,7 @@ class Listener:
 
     @property
     def _taken_at(self) -> float:
-        """When something was last taken of an answer, or one begun to leave."""
+        """When any worker last took something of its answer, or one began to leave."""
         return max(flow.taken_at for flow in self._flows.values())
 
     @property
@@ -265,7 +269,6 @@ class Listener:
         """Let workers hang up first: the kernel takes back what has not left, if it must drop what they said last."""
         until = time.monotonic() + _GOODBYE_S
         for flow in self._flows.values():
-            flow.link.end()
             flow.hear(repeat(memoryview(bytearray(_UNHEARD_BYTES))))
         while self._flows and time.monotonic() < until:
             for rank in move_some(self._flows, until - time.monotonic()):

@@ -170,7 +170,7 @@ class _RequestHandler:
         if about.kind == Kind.STATE:
             packed = io.BytesIO()
             torch.save(self.owner.state_dict(), packed)
-            first = self.listener.living[0]
+            first = min(self.listener.living, default=-1)
             return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
         if about.kind == Kind.LOAD and given.numel():
             try:

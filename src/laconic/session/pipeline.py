@@ -19,6 +19,7 @@ from laconic.session.session import Session
 from laconic.session.talk import Talk
 
 _CLOSE_TIMEOUT_S = 5.0
+_CATCH_UP_S = 0.5
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Pipeline:
         while True:
             speaking = [flight for flight in speaking if self._take_turn(flight)]
             if not step_is_whole:
-                flight = self._begun.get()
+                flight = self._next(speaking)
                 if flight is None:
                     if speaking:
                         self._fail(LaconicError("this session was closed in the midst of a step; nothing more is said"))
@@ -102,6 +103,17 @@ class Pipeline:
                 del flight  # while it waits, the thread holds nothing
             elif not speaking:
                 step_is_whole = False
+
+    def _next(self, speaking: list[Flight]) -> Flight | _Pause | None:
+        """What has begun; where that takes long, what is said to those who speak already is taken meanwhile."""
+        while True:
+            try:
+                return self._begun.get(timeout=_CATCH_UP_S if speaking and self.error is None else None)
+            except queue.Empty:
+                try:
+                    self._session.transport.catch_up()
+                except BaseException as error:
+                    self._fail(error)
 
     def _let_turns_pass(self, speaking: list[Flight]) -> None:
         """Until all that have begun have said everything, without another one."""

@@ -201,11 +201,6 @@ class Connection:
             self._link.settimeout(before)
         return cursor.found
 
-    def end(self) -> None:
-        """Say no more, and hear on."""
-        with suppress(OSError):
-            self._link.shutdown(socket.SHUT_WR)
-
     def shut_down(self) -> None:
         """End it for both; a thread that waits on it finds that out."""
         with suppress(OSError):
@@ -228,7 +223,7 @@ class Cursor:
         self.advance(0)
 
     def extend(self, rooms: Iterable[memoryview]) -> None:
-        """Go on with these after what is left."""
+        """Go on with these after what is left; what a generator returns before that is not found."""
         self._rooms = chain(self._rooms, rooms) if self.view else iter(rooms)
         self.advance(0)
 

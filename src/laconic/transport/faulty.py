@@ -126,6 +126,9 @@ class FaultyTransport:
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         return self._inner.pull(push, own)
 
+    def catch_up(self) -> None:
+        self._inner.catch_up()
+
     def hang_up(self) -> None:
         self._inner.hang_up()
 

@@ -50,7 +50,7 @@ class Transport(Protocol):
 
     @property
     def pull_turn(self) -> int:
-        """How many turns after a push its answers are pulled: an owner among workers has one to find its own in."""
+        """How many turns after a push its answers are pulled: owners have one to find theirs in."""
         return 2
 
     def push(self, push: Push) -> dict[int, Tensor]:
@@ -58,6 +58,10 @@ class Transport(Protocol):
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         """Every owner's answer to the parts it heard, the same on all workers; `own` is this worker's for its share."""
+
+    def catch_up(self) -> None:
+        """Take what has come: nobody is to wait until this worker has more to say, or asks for it."""
+        return
 
     def hang_up(self) -> None:
         """Let nobody wait for what this worker was to say: it has failed."""

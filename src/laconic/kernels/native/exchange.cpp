@@ -46,9 +46,9 @@ struct Flow {
   bool has_more = false;  // to send, after that
 };
 
-// Moves all flows at once until they are through; or, in pieces, until nothing is left to send or to receive of one, or
-// the thread was told something. `emptied(i)` and `filled(i)` are asked whenever nothing is left of flow i: 0, with more
-// where more is to come, or what to return. Returns 0, LATE if it takes longer than timeout_ms, or the error of flow
+// Moves all flows at once until they are through; or, in pieces, until nothing is left to send or to receive of any one,
+// or a signal has come. `emptied(i)` and `filled(i)` are called whenever nothing is left of flow i, and may give it more;
+// the latter says what to return, if not 0. Returns 0, LATE if it takes longer than timeout_ms, or the error of flow
 // *failed.
 template <class Emptied, class Filled>
 int exchange(std::vector<Flow>& flows, bool in_pieces, int timeout_ms, int64_t* failed, const Emptied& emptied,
@@ -99,7 +99,7 @@ int exchange(std::vector<Flow>& flows, bool in_pieces, int timeout_ms, int64_t* 
 }  // namespace
 
 // Sends out_left[i] bytes from out[i] to sockets[i] and receives in_left[i] into in[i], all at once, until all of these
-// are through, or, if `in_pieces`, the first; the counts tell what is left of each. Returns 0, LATE, or the error of
+// are through, or, if `in_pieces`, any one; the counts tell what is left of each. Returns 0, LATE, or the error of
 // sockets[*failed].
 extern "C" int laconic_exchange(int64_t count, const int32_t* sockets, uint8_t* const* out, int64_t* out_left,
                                 uint8_t* const* in, int64_t* in_left, int in_pieces, int timeout_ms,
