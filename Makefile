@@ -8,10 +8,10 @@ PY = .venv/bin/python
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/laconic/kernels/native/*) src/laconic/measure/lab/relay.cpp
+.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/kernels/native/*) lab/src/laconic_lab/network/relay.cpp
 	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable lab
 	touch $@
 
 run: install
@@ -21,7 +21,7 @@ test: lint
 	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup
 
 test-frameworks: .venv/frameworks
-	$(PY) -m pytest tests/frameworks -m 'not slow'
+	$(PY) -m pytest tests/integrations -m 'not slow'
 
 test-slow: install
 	$(PY) -m pytest -m slow
@@ -30,7 +30,7 @@ test-wheel: install
 	$(PY) tools/try_wheel.py  # other versions: --python python3.11 --torch 2.6.0
 
 fuzz: install
-	$(PY) tests/fuzz.py --seconds 600
+	$(PY) -m tests.fuzz --seconds 600
 
 lint: install
 	$(PY) -m ruff check .
@@ -38,7 +38,7 @@ lint: install
 	$(PY) -m mypy
 
 results: install
-	$(PY) -m laconic.measure.results run  # what no load changes; `run --machine lab` does the rest
+	$(PY) tools/results.py run  # what no load changes; `run --machine lab` does the rest
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
@@ -52,4 +52,4 @@ docs: .venv/docs
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build src/laconic/kernels/cpu/*.so src/laconic/measure/lab/relay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build lab/build src/laconic/kernels/cpu/*.so lab/src/laconic_lab/network/relay

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic.accelerate import attach as attach_laconic
+from laconic.integrations.accelerate import attach as attach_laconic
 
 x = torch.randn(1280, 64)
 loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from laconic.lightning import LaconicStrategy
+from laconic.integrations.lightning import LaconicStrategy
 
 
 class Classifier(LightningModule):

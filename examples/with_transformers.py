@@ -10,7 +10,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from laconic.transformers import LaconicTrainer as Trainer
+from laconic.integrations.transformers import LaconicTrainer as Trainer
 
 tokens = torch.randint(100, (160, 16))
 dataset = [{"input_ids": row, "labels": row} for row in tokens]

@@ -1,6 +1,6 @@
 """laconic's outer steps beside its peers' in turns: seconds to the same validation loss, one JSON row for each.
 
-    python peers/compare.py --data FILE --out DIR | python -m laconic.measure.results add peers --what ... --command ...
+    python peers/compare.py --data FILE --out DIR | python -m results add peers --what ... --command ...
 
 For every seed each contender trains once, in a lab of its own, all one after the other, so that a machine that others
 use too is as fast for one as for the next on average. A run whose evaluations DIR already holds is not run again.

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.measure.cli.job_options import add_job_options, job_of
-from laconic.measure.train import Job
-from laconic.measure.train.course import Course
-from laconic.measure.train.launch import rank_variables
-from laconic.measure.train.loop import TrainingLoop
-from laconic.measure.train.measured import Spent
-from laconic.measure.train.optimizer import Updater
-from laconic.measure.train.worker_group import ProcessWorkers
 from laconic.session import PHASES, Stats
+from laconic_lab.cli.job_options import add_job_options, job_of
+from laconic_lab.train import Job
+from laconic_lab.train.course import Course
+from laconic_lab.train.launch import rank_variables
+from laconic_lab.train.loop import TrainingLoop
+from laconic_lab.train.measured import Spent
+from laconic_lab.train.optimizer import Updater
+from laconic_lab.train.worker_group import ProcessWorkers
 
 _CPU = torch.device("cpu")
 

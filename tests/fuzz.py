@@ -35,24 +35,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossiping import Small
 from laconic import FrameError, SchemeError, kernels, parse
-from laconic.errors import TaskError
-from laconic.gossip.changed_entries import EntryMessages
-from laconic.gossip.messages import GroupMessages, MessageWriter
-from laconic.gossip.remainders import RemainderMessages
-from laconic.gossip.vector import ModelVector
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
-from laconic.measure.train.checkpoint import find_checkpoint, save_checkpoint
 from laconic.quantize import BF16, QUANTIZERS, Residue, Trits
 from laconic.quantize.quantizers import Marks
+from laconic.replicas.gossip.changed_entries import EntryMessages
+from laconic.replicas.gossip.messages import GroupMessages, MessageWriter
+from laconic.replicas.gossip.remainders import RemainderMessages
+from laconic.replicas.gossip.vector import ModelVector
 from laconic.scheme import Scheme
 from laconic.server.client import with_layout, without_layout
 from laconic.server.owner import Owner
 from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec
-from parts import ALL_TEXTS, gossip_texts, outer_texts
-from workers import FewWorkers
+from laconic_lab.errors import TaskError
+from laconic_lab.train.checkpoint import find_checkpoint, save_checkpoint
+from tests.gossiping import Small
+from tests.parts import ALL_TEXTS, gossip_texts, outer_texts
+from tests.workers import FewWorkers
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossiping import Learner, followed
 from laconic import Scheme, Session, parse
 from laconic.transport import InProcess, in_process
-from parts import ALL_TEXTS, gossip_texts, outer_texts
-from virtual import LAYOUTS, one_core, one_step
+from tests.gossiping import Learner, followed
+from tests.parts import ALL_TEXTS, gossip_texts, outer_texts
+from tests.virtual import LAYOUTS, one_core, one_step
 
 FILE = Path(__file__).with_suffix(".json")
 M = 4

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from laconic import Follower, GossipScheme, OuterFollower, OuterScheme, parse
 from laconic.transport import InProcess, in_process
-from local_mailbox import LocalMailbox, local_mailboxes
-from parts import gossip_texts
-from virtual import one_core
+from tests.local_mailbox import LocalMailbox, local_mailboxes
+from tests.parts import gossip_texts
+from tests.virtual import one_core
 
 MATCHED_TEXTS = [text for text in gossip_texts() if "mode=matched" in text]
 FREE_TEXTS = [text for text in gossip_texts() if "mode=matched" not in text]

@@ -16,24 +16,24 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-import virtual
-from inputs import SIZES, vectors
+from lab.tests.cli.test_cli import laconic as run_laconic
 from laconic import Scheme, Session, kernels
 from laconic.layout import Bucket
-from laconic.measure.bench import bench_wire
-from laconic.measure.bench.echo import Echo
-from laconic.measure.train import Job, work_in_process
-from laconic.measure.train.result import Result
 from laconic.paths.all_gather import Gathering
 from laconic.paths.push_pull import PushPull
 from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.transport import Push
 from laconic.wire import Bitmap, EliasFano, FrameShape
-from parts import ALL_TEXTS, gossip_texts, made, outer_texts, talking_schemes
-from test_cli import laconic as run_laconic
-from virtual import gradients, one_step
-from workers import NO_GPU, WorkerPool, equal_everywhere, flat_parameters, free_port
+from laconic_lab.bench import bench_wire
+from laconic_lab.bench.echo import Echo
+from laconic_lab.train import Job, work_in_process
+from laconic_lab.train.result import Result
+from tests import virtual
+from tests.inputs import SIZES, vectors
+from tests.parts import ALL_TEXTS, gossip_texts, made, outer_texts, talking_schemes
+from tests.virtual import gradients, one_step
+from tests.workers import NO_GPU, WorkerPool, equal_everywhere, flat_parameters, free_port
 
 pytestmark = NO_GPU
 

@@ -15,27 +15,29 @@ import laconic
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
     ("errors",),
-    ("layout", "text"),
+    ("layout",),
     ("kernels",),
     ("wire", "transport"),
-    ("select", "quantize", "memory", "trigger"),
+    ("select", "quantize", "memory", "trigger", "outer"),
     ("exchange",),
     ("scheme",),
     ("recipes",),
     ("server",),
     ("paths",),
     ("session",),
-    ("gossip", "outer"),
+    ("replicas",),
+    ("adapters",),
     ("planning",),
-    ("attach",),
-    ("accelerate", "lightning", "transformers"),
-    ("measure",),
-    ("inspect",),
+    ("api",),
+    ("integrations",),
+    ("doctor",),
+    ("cli",),
 )
 FENCES = {
-    "torch.distributed": {"transport", "attach", "measure"},
+    "torch.distributed": {"transport", "adapters", "integrations", "planning", "doctor", "cli"},
     "triton": {"kernels"},
-    "pyroute2": {"measure"},
+    "pyroute2": set[str](),
+    "laconic_lab": set[str](),
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

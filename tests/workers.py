@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from laconic.measure.train.worker_group import EndFacts
+from laconic_lab.train.worker_group import EndFacts
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo", "torch.distributed.fsdp"])

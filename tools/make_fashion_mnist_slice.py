@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laconic.measure.tasks.fashion_mnist import SLICE, read_idx
+from laconic_lab.tasks.fashion_mnist import SLICE, read_idx
 
 PER_CLASS = {"train": 1000, "t10k": 200}
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from laconic.gossip.messages import check_finite
-from laconic.gossip.remainders import RemainderMessages
-from laconic.gossip.vector import ModelVector, Owed
 from laconic.quantize import Residue
+from laconic.replicas.gossip.messages import check_finite
+from laconic.replicas.gossip.remainders import RemainderMessages
+from laconic.replicas.gossip.vector import ModelVector, Owed
 
 T = TypeVar("T")
 _WIDTH = 768  # of a layer: four times its square are the entries of one matrix

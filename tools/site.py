@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from laconic.measure.cli import all_commands
-from laconic.measure.results import changed_sources, read_result, with_figures
+from laconic.cli import all_commands
+from results import changed_sources, read_result, with_figures
 
 ROOT = Path(__file__).parents[1]
 _LINE = 80

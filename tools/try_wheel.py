@@ -20,7 +20,7 @@ _INSIDE = """
 import sys
 from pathlib import Path
 import laconic, torch
-from laconic.measure.lab import netlink
+from laconic_lab.network import netlink
 folder = Path(laconic.__file__).parent
 assert str(folder).startswith(sys.prefix), f"{folder} is not the wheel's"
 assert list(folder.glob("kernels/cpu/kernels_*.so")), "no native kernels in the wheel"
@@ -28,8 +28,8 @@ assert netlink.RELAY.exists(), "no relay in the wheel"
 print("Python", sys.version.split()[0] + ", torch", torch.__version__)
 """
 _LAB = """
-from laconic.errors import LabError
-from laconic.measure.lab import netlink
+from laconic_lab.errors import LabError
+from laconic_lab.network import netlink
 try:
     netlink.require()
 except LabError as error:

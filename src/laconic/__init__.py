@@ -3,24 +3,23 @@
 session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
-from laconic import exchange, memory, quantize, recipes, select, trigger
-from laconic.attach import Attached, AutoFollower, AutoSession, HookSession, PerRank, attach, follow, hook, plan
+from laconic import exchange, memory, outer, quantize, recipes, select, trigger
+from laconic.adapters import Attached, HookSession, PerRank, hook
+from laconic.api import attach, follow
 from laconic.errors import (
     FrameError,
     KernelError,
-    LabError,
     LaconicError,
     LaunchError,
     PeerError,
     SchemeError,
     ServerLostError,
     StateError,
-    TaskError,
 )
-from laconic.gossip import Follower, FollowerStats
-from laconic.outer import OuterFollower, OuterStats
-from laconic.planning import Plan
+from laconic.planning import AutoFollower, AutoSession, Plan, plan
 from laconic.recipes import parse
+from laconic.replicas.gossip import Follower, FollowerStats
+from laconic.replicas.outer import OuterFollower, OuterStats
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Gathered, Session, Stats
@@ -38,7 +37,6 @@ __all__ = [
     "GossipScheme",
     "HookSession",
     "KernelError",
-    "LabError",
     "LaconicError",
     "LaunchError",
     "OuterFollower",
@@ -54,13 +52,13 @@ __all__ = [
     "Session",
     "StateError",
     "Stats",
-    "TaskError",
     "TorchHook",
     "attach",
     "exchange",
     "follow",
     "hook",
     "memory",
+    "outer",
     "parse",
     "plan",
     "quantize",

@@ -7,9 +7,7 @@ LaconicError
 +-- PeerError       a peer that has died, given up or cannot be reached
 +-- StateError      a saved state that does not fit this session
 +-- KernelError     a kernel backend that was asked for by name and is not there
-+-- TaskError       a task whose data or options are missing or wrong
 +-- LaunchError     workers that could not be started or did not finish
-+-- LabError        a lab that cannot be made, or a host or link that is not there
 """
 
 
@@ -41,13 +39,5 @@ class KernelError(LaconicError):
     """A kernel backend was asked for by name and cannot be used."""
 
 
-class TaskError(LaconicError, ValueError):
-    """A training task's data or options are missing or wrong."""
-
-
 class LaunchError(LaconicError):
     """Workers could not be started, or did not finish."""
-
-
-class LabError(LaconicError):
-    """A lab cannot be made here, or has no such host or link."""

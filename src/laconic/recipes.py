@@ -12,22 +12,12 @@ from typing import Any, TypeVar, cast
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Server, Silent
 from laconic.memory import Accumulated, MomentumResidual, Residual
+from laconic.outer import Nesterov, OuterSGD, PairMomentum
 from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
+from laconic.scheme.text import build, pairs, write_pairs
 from laconic.select import ChunkedTopK, Everything, LowRank, Overlap, RandK, TopK
-from laconic.text import build, pairs, write_pairs
-from laconic.trigger import (
-    EveryStep,
-    Nesterov,
-    OuterSGD,
-    PairMomentum,
-    Period,
-    Ramp,
-    Rounds,
-    TargetRate,
-    Trigger,
-    WarmUp,
-)
+from laconic.trigger import EveryStep, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 

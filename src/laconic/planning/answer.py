@@ -14,6 +14,7 @@ from laconic.planning.link_costs import LinkCosts
 from laconic.planning.pairs import PairLink
 from laconic.planning.penalties import Penalty, penalty_of
 from laconic.planning.prediction import predict
+from laconic.planning.rates import rate_text
 from laconic.planning.rehearsal import Rehearsal
 from laconic.scheme import OuterScheme, Scheme
 
@@ -276,14 +277,6 @@ def _turning_points(measured: Measured, pick: PlanRow, steps: int) -> list[str]:
                 said.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
                 break
     return said
-
-
-def rate_text(bits_per_s: float) -> str:
-    """A rate as it is written for links."""
-    for unit, size in (("gbit", 1e9), ("mbit", 1e6)):
-        if bits_per_s >= size:
-            return f"{bits_per_s / size:.3g}{unit}"
-    return f"{bits_per_s / 1e3:.3g}kbit"
 
 
 def _table(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from laconic.exchange import Pattern
 from laconic.scheme.parts import COMPOSED, PARTS, write_part
-from laconic.text import write_pairs
+from laconic.scheme.text import write_pairs
 
 
 class SchemeBase:

@@ -6,11 +6,12 @@ from functools import cached_property
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern
 from laconic.memory import Memory, Nothing
+from laconic.outer import Outer, OuterSGD
 from laconic.quantize import BF16, FP16, Exact, Grid, Quantizer
 from laconic.scheme.base import SchemeBase
 from laconic.scheme.scheme import Scheme
 from laconic.select import Everything, Selector
-from laconic.trigger import EveryStep, Outer, OuterSGD, Rounds, WarmUp
+from laconic.trigger import EveryStep, Rounds, WarmUp
 
 _FLOATS = (Exact(), BF16(), FP16())
 

@@ -7,10 +7,11 @@ from typing import Any
 from laconic.errors import SchemeError
 from laconic.exchange import PATTERNS
 from laconic.memory import MEMORIES
+from laconic.outer import OUTERS
 from laconic.quantize import GRIDS, QUANTIZERS, RESIDUES
+from laconic.scheme.text import build, parse_call, write_call
 from laconic.select import SELECTORS
-from laconic.text import build, parse_call, write_call
-from laconic.trigger import OUTERS, TRIGGERS
+from laconic.trigger import TRIGGERS
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,

@@ -1,6 +1,5 @@
-"""When it goes: how much may be sent at a given step, or whether a worker speaks at all; and then what."""
+"""When it goes: how much may be sent at a given step, or whether a worker exchanges at all."""
 
-from laconic.trigger.outer import Nesterov, Outer, OuterSGD, PairMomentum
 from laconic.trigger.rounds import Rounds
 from laconic.trigger.schedule import EveryStep, Ramp, Trigger, WarmUp
 from laconic.trigger.speech import Change, Period, Speech, TargetRate
@@ -14,4 +13,3 @@ TRIGGERS: dict[str, type[Trigger]] = {
     "target-rate": TargetRate,
     "rounds": Rounds,
 }
-OUTERS: dict[str, type[Outer]] = {"sgd": OuterSGD, "nesterov": Nesterov, "pair-momentum": PairMomentum}

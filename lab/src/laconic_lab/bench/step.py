@@ -1,0 +1,162 @@
+"""What one process's share of an exchange costs, station by station, without a network."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from laconic.layout import Bucket, Layout
+from laconic.recipes import parse
+from laconic.scheme import Scheme
+from laconic.session import Session
+from laconic_lab.bench.echo import Echo
+from laconic_lab.errors import TaskError
+
+_MATRIX = 1024  # rows and columns of a parameter; 4 MiB, as in a GPT of 85 M
+_BUCKET_BYTES = (1 << 20, 25 << 20)  # DDP's defaults: the first bucket, and all others
+_STEPS_BEFORE = 10  # until kernels are compiled and thresholds known
+_NUM_GRADIENTS = 2  # that take turns
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """Medians over steps; what is sent and heard crosses to the host and back where it would on the way to a socket.
+
+    Where a GPU chooses and encodes in one recording, all of that is encoding.
+    """
+
+    n: int
+    workers: int
+    scheme: str
+    device: str
+    kernels: str
+    num_buckets: int
+    choose_ms: float
+    encode_ms: float
+    apply_ms: float  # reading included
+    total_ms: float
+    wire_bytes: int  # that leave this worker in a step
+    peak_bytes: int | None  # that a step takes beyond the gradients and what is kept; None where nobody counts
+    passes: float | None  # of a selection over its entries
+
+
+def bench_step(n: int, workers: int, scheme: str, device: str = "cpu", steps: int = 20, seed: int = 0) -> StepBench:
+    """Steps of a scheme on n Laplace gradients, in DDP's default buckets, among workers who all say the same."""
+    asked = parse(scheme)
+    if not isinstance(asked, Scheme) or asked.has_owners:
+        raise TaskError(
+            f"`bench step` exchanges gradients among workers, and {scheme} does not; give topk, maxnorm, ..."
+        )
+    own = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own):  # as a session has one
+        return _bench_step(asked, n, workers, device, steps, seed)
+
+
+def _bench_step(asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
+    generator = torch.Generator(device).manual_seed(seed)
+    layouts = _layouts(n)
+    gradients = [[_laplace(layout.num_entries, device, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
+    flats = [torch.empty_like(gradient) for gradient in gradients[0]]
+    memory = _PeakMemory(device)
+    transport = Echo(workers)
+    session = Session(asked, transport)
+
+    def step(number: int) -> None:
+        for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
+            flat.copy_(gradients[number % _NUM_GRADIENTS][index])
+            if flat.is_cuda:
+                torch.cuda.current_stream().synchronize()  # the gradient is there before anything is chosen of it
+            session.exchange_(Bucket(index, layout, flat, is_last=index == len(layouts) - 1))
+
+    for number in range(_STEPS_BEFORE):
+        step(number)
+    memory.begin(sum(each.nbytes for kind in session.state_dict()["memory"].values() for each in kind.values()))
+    spent: dict[str, list[float]] = {phase: [] for phase in session.stats().seconds}
+    bytes_before = session.stats().bytes_out
+    for number in range(steps):
+        before = session.stats().seconds
+        step(number)
+        for phase, seconds in session.stats().seconds.items():
+            spent[phase].append(1e3 * (seconds - before[phase]))
+    stats = session.stats()
+    choose, encode, apply = (spent[phase] for phase in ("select", "encode", "decode"))
+    return StepBench(
+        n=n,
+        workers=workers,
+        scheme=str(asked),
+        device=device,
+        kernels=stats.kernels,
+        num_buckets=len(layouts),
+        choose_ms=statistics.median(choose),
+        encode_ms=statistics.median(encode),
+        apply_ms=statistics.median(apply),
+        total_ms=statistics.median(map(sum, zip(choose, encode, apply, strict=True))),
+        wire_bytes=(stats.bytes_out - bytes_before) // steps,
+        peak_bytes=memory.more(),
+        passes=stats.passes,
+    )
+
+
+def _layouts(n: int) -> list[Layout]:
+    """Square matrices in the buckets that DDP makes of them, the last one first."""
+    full, rest = divmod(n, _MATRIX * _MATRIX)
+    shapes = [(_MATRIX, _MATRIX)] * full + ([(rest,)] if rest else [])
+    layouts: list[Layout] = []
+    names: list[str] = []
+    taken: list[Sequence[int]] = []
+    num_bytes = 0
+    for number, shape in enumerate(shapes):
+        names.append(f"matrix{number}")
+        taken.append(shape)
+        num_bytes += 4 * torch.Size(shape).numel()
+        if num_bytes >= _BUCKET_BYTES[min(len(layouts), 1)] or number == len(shapes) - 1:
+            layouts.append(Layout.of(names, taken))
+            names = []
+            taken = []
+            num_bytes = 0
+    return layouts
+
+
+def _laplace(n: int, device: str, generator: torch.Generator) -> Tensor:
+    sign = torch.randint(0, 2, (n,), generator=generator, device=device).mul_(2).sub_(1)
+    return torch.empty(n, device=device).exponential_(generator=generator) * sign
+
+
+class _PeakMemory:
+    """The most memory in use while steps run, beyond what was in use before their session began and what that keeps."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._status = Path("/proc/self/status")
+        self._before = torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    def begin(self, num_kept: int) -> None:
+        """The steps that count come next."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before += num_kept
+        elif self._status.exists():
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is there
+            self._before = self._resident("VmRSS")
+
+    def more(self) -> int | None:
+        if self._device == "cuda":
+            return torch.cuda.max_memory_allocated() - self._before + _held_for_recordings()
+        return max(0, self._resident("VmHWM") - self._before) if self._status.exists() else None
+
+    def _resident(self, field: str) -> int:
+        lines = self._status.read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def _held_for_recordings() -> int:
+    """Bytes that only replays use, so that nobody counts them as allocated."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    recorded = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in recorded)

@@ -1,0 +1,83 @@
+"""Which fault befalls whom, where and when: a pure function of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from laconic.recipes import parse
+from laconic_lab.errors import TaskError
+
+FAMILIES: Mapping[str, Sequence[str]] = {
+    "all-reduce": ("dense", "bf16", "maxnorm", "multiscale", "randk-maxnorm:rho=0.5", "lowrank"),
+    "all-gather": ("topk:rho=0.05", "dgc:rho=0.05", "chunked", "laplace"),
+    "sharded server": ("topk:rho=0.05,exchange=server", "overlap:rho=0.05", "sign", "sparse-sign"),
+    "dedicated server": ("topk:rho=0.05,exchange=server", "overlap:rho=0.05", "sign", "sparse-sign"),
+    "gossip": ("gossip", "gossip-every", "gossip:rho=0.2", "gossip:mode=matched", "gossip-period:steps=2"),
+    "outer": (
+        "local:every=2",
+        "diloco:every=2",
+        "streaming:every=2,fragments=2,delay=1",
+        "sparseloco:every=2",
+        "noloco:every=2",
+    ),
+}
+PHASES = ("choose", "encode", "talk", "apply", "checkpoint")
+MESSAGE_FAULTS = ("drop", "delay", "truncate", "duplicate", "damage")  # on virtual workers, to what is being said
+PROCESS_FAULTS = ("kill", "stop", "pause", "slow", "trickle", "full disk", "restart")
+LINK_FAULTS = ("cut", "unplug")  # between hosts of a lab, of which the first heals
+ON = ("virtual", "processes")
+NUM_WORKERS = 3
+STEPS = 6
+CHECKPOINT_EVERY = 2
+_SHARE_ON_PROCESSES = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault."""
+
+    seed: int
+    on: str  # virtual workers, or processes
+    family: str
+    scheme: str
+    fault: str
+    phase: str
+    rank: int
+    number: int  # of the step, or on virtual workers of the message
+
+    def __str__(self) -> str:
+        return f"{self.fault} of rank {self.rank} at {self.phase} {self.number}, {self.family}, {self.scheme}"
+
+
+def draw(seed: int, on: str | None = None, scheme: str | None = None, *, hosts: int = 0) -> Case:
+    """The fault of a seed, on either kind of worker and under any scheme unless those are given; on hosts of a lab."""
+    chance = random.Random(seed)
+    drawn_on = ON[chance.random() < _SHARE_ON_PROCESSES]
+    family = chance.choice(list(FAMILIES) if scheme is None else _families_of(scheme))
+    scheme = scheme or chance.choice(FAMILIES[family])
+    on = "processes" if hosts else on or drawn_on
+    on_processes = (*PROCESS_FAULTS, *LINK_FAULTS) if hosts else PROCESS_FAULTS
+    fault = chance.choice((*MESSAGE_FAULTS, "die") if on == "virtual" else on_processes)
+    phase = "talk" if fault in (*MESSAGE_FAULTS, "trickle") else chance.choice(PHASES)
+    if fault in ("full disk", "restart"):
+        phase = "checkpoint"
+    rank = chance.randrange(hosts or NUM_WORKERS)
+    says_more = on == "virtual" and phase == "talk" and family not in ("gossip", "outer")
+    number = chance.randrange(2 * STEPS if says_more else STEPS)  # messages: each step has two buckets
+    return Case(seed, on, family, scheme, fault, phase, rank, number)
+
+
+def _families_of(scheme: str) -> list[str]:
+    """Those that a scheme of one's own can be."""
+    parsed = parse(scheme)
+    if parsed.of_what == "models":
+        return ["gossip"]
+    if parsed.of_what == "drift":
+        return ["outer"]
+    if not parsed.talks:
+        raise TaskError(f"{scheme} says nothing, so nothing can befall it; give a scheme that talks")
+    if parsed.has_owners:
+        return ["sharded server", "dedicated server"]
+    return ["all-reduce" if parsed.exchange.adds_in_flight else "all-gather"]

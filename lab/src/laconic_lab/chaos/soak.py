@@ -1,0 +1,143 @@
+"""Training for long with random faults: whether memory, threads, sockets and open files stay what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import LaunchError
+from laconic_lab.chaos import virtual
+from laconic_lab.chaos.schedule import NUM_WORKERS, draw
+from laconic_lab.train.launch import local_store, rank_variables, store_variables
+
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["laconic_lab.chaos.soaked"])
+QUANTITIES = ("memory_mb", "threads", "sockets", "files")
+_SAMPLE_S = 2.0
+_LONGEST_PAUSE_S = 1.0
+_WARM_UP = 0.2  # of the time: caches, and the allocator's arenas
+_SLACK = {"memory_mb": 0.05, "threads": 0.0, "sockets": 0.0, "files": 0.0}  # share by which the last third may be above
+_SLACK_MB = 8.0  # or so much, in which an allocator breathes
+
+
+def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train on real processes, one of which is paused now and then, with faults on virtual workers beside them.
+
+    The supervising process, in which virtual workers come and go, is looked at like the others.
+    """
+    chance = random.Random(seed)
+    samples: dict[str, list[dict[str, float]]] = {}
+    num_pauses = 0
+    num_virtual = 0
+    broken: list[str] = []
+    since = time.monotonic()
+    until = since + 60 * minutes
+    with _ranks() as processes:
+        names = {f"rank {rank}": process.pid for rank, process in enumerate(processes)}
+        names["supervisor"] = os.getpid()
+        while time.monotonic() < until:
+            dead = [name for name, pid in names.items() if _sample(pid) is None]
+            if dead:
+                raise LaunchError(f"{dead[0]} ended after {time.monotonic() - since:.0f} s of soak; see what it said")
+            num_pauses += _pause(chance.choice(processes).pid, chance.uniform(0.05, _LONGEST_PAUSE_S))
+            case = draw(chance.randrange(2**31), "virtual")
+            virtual.warm_up(case)
+            broken += [f"seed {case.seed}: {promise}" for promise in virtual.check(case).broken]
+            num_virtual += 1
+            for name, pid in names.items():
+                sampled = _sample(pid)
+                if sampled is not None:
+                    samples.setdefault(name, []).append(sampled)
+            time.sleep(_SAMPLE_S)
+    rows = [_judge(name, found) for name, found in samples.items()]
+    for row in rows:
+        say(_line(row))
+    return {
+        "minutes": minutes,
+        "seconds": time.monotonic() - since,
+        "pauses": num_pauses,
+        "faults": num_virtual,
+        "samples": len(samples["supervisor"]),
+        "violations": broken + [_line(row) for row in rows if not row["flat"]],
+        "processes": rows,
+    }
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[Sequence[Any]]:
+    """Processes that train until the end of the block."""
+    from laconic_lab.chaos.soaked import train_on
+
+    store = local_store()  # for as long as they run
+    common = {"OMP_NUM_THREADS": "1", **store_variables(store)}
+    with tempfile.TemporaryDirectory(prefix="laconic-soak-") as folder:
+        processes = [
+            _CONTEXT.Process(target=train_on, args=({**common, **rank_variables(rank, NUM_WORKERS, rank)}, folder))
+            for rank in range(NUM_WORKERS)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _pause(pid: int, seconds: float) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        return True
+    return False
+
+
+def _sample(pid: int) -> dict[str, float] | None:
+    """What a process holds now; None where it has ended."""
+    home = Path(f"/proc/{pid}")
+    try:
+        status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())
+        links = []
+        for entry in (home / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(entry))
+        memory_kb = float(status["VmRSS"].split()[0])
+    except (OSError, KeyError):
+        return None
+    return {
+        "memory_mb": memory_kb / 1024,
+        "threads": float(status["Threads"]),
+        "sockets": float(sum(link.startswith("socket:") for link in links)),
+        "files": float(len(links)),
+    }
+
+
+def _judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The first third of what was seen after the warm-up, beside the last: medians, and whether it grew."""
+    seen = samples[round(_WARM_UP * len(samples)) :]
+    third = max(1, len(seen) // 3)
+    row: dict[str, Any] = {"process": name, "flat": True}
+    for quantity in QUANTITIES:
+        first, last = (statistics.median(sample[quantity] for sample in part) for part in (seen[:third], seen[-third:]))
+        slack = max(_SLACK[quantity] * first, _SLACK_MB if quantity == "memory_mb" else 0.0)
+        row[f"{quantity} first"] = round(first, 1)
+        row[f"{quantity} last"] = round(last, 1)
+        row["flat"] = bool(row["flat"] and last <= first + slack)
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    told = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
+    return f"{row['process']}: {told}: {'flat' if row['flat'] else 'it grows'}"

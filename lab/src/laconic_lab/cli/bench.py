@@ -1,0 +1,210 @@
+"""laconic bench: single parts, measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from laconic.cli import table
+from laconic.select import SCORES
+from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
+from laconic_lab.cli.job_options import add_job_options, job_of
+from laconic_lab.cli.launching import say
+from laconic_lab.errors import TaskError
+from laconic_lab.inspect.unions import as_dicts, unions
+from laconic_lab.records import Recorder
+from laconic_lab.report import write_report
+from laconic_lab.train import Job
+
+_OF_A_UNION = (
+    *("task", "model", "data", "batch", "context", "accumulate", "seed", "labels_per_worker"),
+    *("optimizer", "lr", "warmup", "momentum", "betas", "weight_decay", "clip_norm"),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic bench`."""
+    parser = commands.add_parser("bench", help="measure single parts")
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+
+    wire = parts.add_parser("wire", help="bits per index against the floor, and throughput of the code")
+    _add_size(wire, 10_000_000)
+    wire.set_defaults(run=run_wire)
+
+    select = parts.add_parser("select", help="selection against torch.topk, sampled selection and a copy")
+    _add_size(select, 25_000_000)
+    select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
+    _add_effort(select)
+    select.set_defaults(run=run_select)
+
+    step = parts.add_parser("step", help="the stations of an exchange on one process, without a network")
+    _add_size(step, 25_000_000, with_rho=False)
+    step.add_argument("--scheme", default="topk:rho=0.01", metavar="TEXT", help="default topk:rho=0.01")
+    step.add_argument("--workers", type=int, default=4, metavar="M", help="who all say the same (default 4)")
+    step.add_argument("--steps", type=int, default=20, metavar="N", help="of which medians are taken (default 20)")
+    step.set_defaults(run=run_step)
+
+    _add_union(parts)
+
+    each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
+    _add_size(each, 10_000_000)
+    _add_effort(each)
+    each.set_defaults(run=run_kernels)
+
+
+def _add_union(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    union = parts.add_parser("union", help="size of the workers' union and a server's bytes against their number")
+    union.add_argument("--workers", default="2,4,8,16", metavar="M,M", help="how many, virtual (default 2,4,8,16)")
+    union.add_argument("--scores", default=",".join(SCORES), metavar="NAME,NAME", help="default all")
+    union.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    union.add_argument("--steps", type=int, default=12, metavar="N", help="of each run (default 12)")
+    union.add_argument("--out", type=Path, metavar="DIR", help="folder for records and a page of plots, report.html")
+    union.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_job_options(union, without=tuple(f.name for f in fields(Job) if f.name not in _OF_A_UNION))
+    union.set_defaults(run=run_union)
+
+
+def run_union(asked: argparse.Namespace) -> int:
+    """Measure unions."""
+    strange = [score for score in asked.scores.split(",") if score not in SCORES]
+    if strange:
+        raise TaskError(f"--scores has {strange[0]!r}; give some of {', '.join(SCORES)}")
+    try:
+        num_workers = [int(word) for word in asked.workers.split(",")]
+    except ValueError:
+        raise TaskError(f"--workers is {asked.workers!r}; give numbers with commas, as in 2,4,8") from None
+    job = job_of(asked, workers=max(num_workers), steps=asked.steps, out=None, json=False)
+    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": asked.rho}
+    what["batch"] = job.training.batch
+    with Recorder(asked.out) as records:
+        records.write("unions", **what)
+        found = as_dicts(
+            unions(job, asked.rho, asked.scores.split(","), num_workers, lambda said: say(f"laconic: {said}"))
+        )
+        for one in found:
+            records.write("union", **one)
+    if asked.out is not None:
+        say(f"laconic: wrote {write_report(asked.out)}")
+    if asked.json:
+        print(json.dumps({**what, "unions": found}))
+        return 0
+    head = ("score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in", "loss")
+    rows = [
+        (
+            one["score"], str(one["workers"]), f"{one['union']:.2f}", f"{one['independent']:.2f}",
+            f"{one['server_bytes_out']:,}", f"{one['server_bytes_in']:,}", f"{one['loss']:.3f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    print(table(head, rows))
+    return 0
+
+
+def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True) -> None:
+    parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
+    if with_rho:
+        parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+
+
+def _add_effort(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="in which all take turns (default 5)")
+
+
+def _check(asked: argparse.Namespace) -> None:
+    if asked.n < 1 or asked.n >= 2**31:
+        raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
+    if not 0 < getattr(asked, "rho", 1) <= 1:
+        raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+    for name in ("rounds", "workers", "steps"):
+        if getattr(asked, name, 1) < 1:
+            raise TaskError(f"--{name} is {getattr(asked, name)}; give 1 or more")
+    threads = getattr(asked, "threads", None)
+    if threads is not None:
+        if threads < 1:
+            raise TaskError(f"--threads is {threads}; give 1 or more")
+        torch.set_num_threads(threads)
+
+
+def run_wire(asked: argparse.Namespace) -> int:
+    """Measure the index code."""
+    _check(asked)
+    found = bench_wire(asked.n, asked.rho, asked.device)
+    if asked.json:
+        print(json.dumps(asdict(found)))
+    else:
+        over = found.bits_per_index / found.floor_bits - 1 if found.floor_bits else 0.0
+        print(
+            f"{found.codec}, {found.k:,} of {found.n:,}: {found.bits_per_index:.3f} bits an index "
+            f"({100 * over:.1f} % over the floor of {found.floor_bits:.3f}); "
+            f"encode {found.encode_gb_per_s:.2f} GB/s, decode {found.decode_gb_per_s:.2f} GB/s of 4-byte positions; "
+            f"round trip {'exact' if found.exact else 'WRONG'}"
+        )
+    return 0 if found.exact else 1
+
+
+def run_select(asked: argparse.Namespace) -> int:
+    """Measure selection."""
+    _check(asked)
+    dists = list(DISTRIBUTIONS) if asked.dist == "all" else [asked.dist]
+    found = [bench_select(asked.n, asked.rho, dist, asked.device, asked.rounds) for dist in dists]
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        one = found[0]
+        where = (
+            f"{one.threads} threads of {platform.machine()}" if asked.device == "cpu" else torch.cuda.get_device_name()
+        )
+        print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
+        head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
+        rows = [
+            (
+                one.dist, f"{one.ms['withdraw']:.3f}", f"{one.speedup_topk:.1f}", f"{one.speedup_sampled:.1f}",
+                f"{one.over_copy:.2f}", f"{one.over_floor:.2f}", f"{one.passes:.2f}",
+                "exact" if one.exact else "WRONG",
+            )
+            for one in found
+        ]  # fmt: skip
+        print(table(head, rows))
+    return 0 if all(one.exact for one in found) else 1
+
+
+def run_step(asked: argparse.Namespace) -> int:
+    """Measure the stations of a step."""
+    _check(asked)
+    found = bench_step(asked.n, asked.workers, asked.scheme, asked.device, asked.steps)
+    if asked.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(f"{found.scheme}, {found.n:,} entries in {found.num_buckets} buckets, {found.kernels} kernels")
+    peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / found.n:.2f}"
+    passes = "-" if found.passes is None else f"{found.passes:.2f}"
+    times = (f"{ms:.2f}" for ms in (found.choose_ms, found.encode_ms, found.apply_ms, found.total_ms))
+    head = ("choose ms", "encode ms", "apply ms", "total ms", "bytes out", "peak bytes an entry", "passes")
+    print(table(head, [(*times, f"{found.wire_bytes:,}", peak, passes)]))
+    return 0
+
+
+def run_kernels(asked: argparse.Namespace) -> int:
+    """Measure every kernel."""
+    _check(asked)
+    found = bench_kernels(asked.n, asked.rho, asked.device, asked.rounds)
+    if asked.json:
+        print("\n".join(json.dumps(asdict(one)) for one in found))
+    else:
+        print(f"{asked.n:,} entries, share {asked.rho:g}, {found[0].backend} kernels")
+        rows = [
+            (one.kernel, f"{one.ms:.3f}", f"{one.speedup:.1f}", f"{one.over_copy:.2f}", f"{one.over_floor:.2f}")
+            for one in found
+        ]
+        print(table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows))
+    return 0

@@ -1,0 +1,175 @@
+"""A lab: hosts as network namespaces, each on a shaped link to one switch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from types import TracebackType
+
+from laconic_lab.errors import LabError
+from laconic_lab.network import enter, netlink, register
+from laconic_lab.network.host import INTERFACE, Host
+from laconic_lab.network.spec import LabSpec, Link
+
+_BRIDGE = "bridge"
+_MASTER_PORT = "29500"  # torchrun's own default; always free on a host that is new
+
+
+class Lab:
+    """Hosts that exist now; leaving the `with` block removes them and every process on them."""
+
+    def __init__(self, entry: register.Entry) -> None:
+        self.id = entry.id
+        self.owner = entry.owner
+        self._entry = entry
+        self._names = register.directory() / f"{self.id}.hosts"
+        # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
+        # lab's, so that all labs may use the same addresses.
+        self._wires = enter.namespace(
+            entry.holder.pid, len(entry.links)
+        )  # where a relay stands between host and switch
+        self.switch = enter.namespace(entry.holder.pid, len(entry.links) + 1)
+        self.hosts = tuple(self._host(index) for index in range(len(entry.links)))
+
+    @classmethod
+    def create(cls, spec: LabSpec, *, standing: bool = False) -> Lab:
+        """Make the hosts, after removing labs whose process is gone; a standing lab outlives this process."""
+        netlink.require()
+        remove_abandoned()
+        owner = None if standing else register.Process.numbered(os.getpid())
+        made: list[Lab] = []
+
+        def note(holder: int) -> None:
+            links = tuple(str(link) for link in spec.links)
+            entry = register.Entry(secrets.token_hex(3), links, owner, register.Process.numbered(holder))
+            entry.write()
+            made.append(cls(entry))
+
+        netlink.hold(spec.hosts + 2, note)  # in the last of which, the switch's, the holder stays
+        (lab,) = made
+        try:
+            lab._make()
+        except BaseException:
+            lab.close()
+            raise
+        return lab
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def is_standing(self) -> bool:
+        return self.owner is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the process that made the lab, or the one that holds it, has ended without removing it."""
+        return not all(process.is_alive for process in (self.owner, self._entry.holder) if process is not None)
+
+    def host(self, index: int) -> Host:
+        """Host `index`, or an error that says which there are."""
+        if not 0 <= index < len(self.hosts):
+            raise LabError(f"there is no host {index}; the hosts are 0 to {len(self.hosts) - 1}")
+        return self.hosts[index]
+
+    def pids(self) -> list[int]:
+        """The processes on its hosts."""
+        return [pid for host in self.hosts for pid in netlink.pids(host.namespace)]
+
+    def cut(self, index: int) -> None:
+        """Pull the host's cable: its packets are lost both ways until `heal`."""
+        netlink.switch(self.switch, self.host(index).name, "down")
+
+    def heal(self, index: int) -> None:
+        """Put the host's cable back."""
+        netlink.switch(self.switch, self.host(index).name, "up")
+
+    def close(self) -> None:
+        """End all processes on the hosts and remove what `create` made; a second call does nothing."""
+        for host in self.hosts:
+            host.kill()
+        self._entry.holder.kill()
+        self._names.unlink(missing_ok=True)
+        self._entry.remove()
+
+    def _host(self, index: int) -> Host:
+        first = "10.77.0.1"
+        address = f"10.77.0.{index + 1}"
+        variables = {
+            "LACONIC_HOST": str(index),
+            "LACONIC_HOSTS": str(len(self._entry.links)),
+            "MASTER_ADDR": first,
+            "MASTER_PORT": _MASTER_PORT,
+            # torchrun takes the value of an option that is not given from PET_<OPTION>.
+            "PET_NNODES": str(len(self._entry.links)),
+            "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": first,
+            "PET_MASTER_PORT": _MASTER_PORT,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            # NCCL would see one machine in all hosts and pass the links by, through shared memory.
+            "NCCL_HOSTID": f"laconic-{self.id}-{index}",
+        }
+        link = Link.parse(self._entry.links[index])
+        namespace = enter.namespace(self._entry.holder.pid, index)
+        return Host(index, namespace, address, link, self.switch, self._names, variables)
+
+    def _make(self) -> None:
+        # TCPStore looks its peers up by the IPv6 form of their address.
+        names = [f"{form}{host.address} {host.name}" for host in self.hosts for form in ("", "::ffff:")]
+        self._names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""]))
+        netlink.add_bridge(self.switch, _BRIDGE)
+        for host in self.hosts:
+            self._plug_in(host)
+        rough = {(host.name, f"port{host.index}"): host for host in self.hosts if not host.link.is_plain}
+        if rough and not self._roughen_by_netem(rough):
+            links = {ends: host.link for ends, host in rough.items()}
+            netlink.start_relay(self._wires, self._entry.holder.pid, links)
+
+    def _roughen_by_netem(self, rough: Mapping[tuple[str, str], Host]) -> bool:
+        """Let the kernel delay and lose packets, if it has netem, and else the relay; whether it does."""
+        for number, (ends, host) in enumerate(rough.items()):
+            try:
+                netlink.add_netem(self._wires, ends[0], host.link)
+            except LabError:
+                if number:
+                    raise
+                return False
+            netlink.add_netem(self._wires, ends[1], host.link)
+            netlink.join_bridge(self._wires, f"{_BRIDGE}{host.index}", ends)
+            if host.link.loss:  # netem loses all that travels as one, where a link loses packets of the MTU
+                netlink.limit_segments(host.namespace, INTERFACE, 1)
+        return True
+
+    def _plug_in(self, host: Host) -> None:
+        if host.link.is_plain:
+            netlink.add_cable(self.switch, host.name, host.namespace, INTERFACE, _BRIDGE)
+        else:
+            # Relay or netem: both ends lead out of the namespace, where a packet stops counting against its socket.
+            netlink.add_cable(self._wires, host.name, host.namespace, INTERFACE)
+            netlink.add_cable(self.switch, host.name, self._wires, f"port{host.index}", _BRIDGE)
+            netlink.switch(self._wires, f"port{host.index}", "up")
+        netlink.add_address(host.namespace, INTERFACE, host.address)
+        netlink.switch(host.namespace, "lo", "up")
+        # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
+        netlink.add_queue(host.namespace, INTERFACE, host.link.queue)
+        netlink.add_queue(self.switch, host.name, host.link.queue)
+        if host.link.max_segments is not None:
+            netlink.limit_segments(host.namespace, INTERFACE, host.link.max_segments)
+
+
+def labs() -> list[Lab]:
+    """Every lab of this user, abandoned ones too."""
+    netlink.require()
+    return [Lab(entry) for entry in register.entries()]
+
+
+def remove_abandoned() -> list[str]:
+    """Remove the labs whose process has ended (kill -9), and nothing else; their ids."""
+    gone = [lab for lab in labs() if lab.is_abandoned]
+    for lab in gone:
+        lab.close()
+    return [lab.id for lab in gone]

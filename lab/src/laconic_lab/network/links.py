@@ -1,0 +1,152 @@
+"""What the links of a lab are really like: rate and loss by UDP, delay by echo, and what TCP makes of it.
+
+Its path is also the program that the hosts run for it, on the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laconic_lab.network.host import Host
+    from laconic_lab.network.lab import Lab
+
+PACKETS = 100_000
+_HEADERS = 14 + 20 + 8  # Ethernet, IP and UDP, around a payload that fills the MTU
+_PAYLOAD = 1514 - _HEADERS
+_PORT = 5001
+_ECHOES = 40
+_SILENCE_S = 1.0  # after which an echo is lost
+_END, _ENDS = b"end", 20
+_STREAM_S = 8.0
+
+
+def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
+    """The link between the first two hosts beside what was asked of it, and TCP from every host to the next at once."""
+    link = lab.hosts[0].link
+    here, there = lab.hosts[0], lab.hosts[1]
+    (round_trips,) = _between([(here, there)], "echo", "ping", _ECHOES)
+    (flood,) = _between([(here, there)], "sink", "flood", packets)
+    pairs = list(zip(lab.hosts, (*lab.hosts[1:], here), strict=True))
+    streams = _between(pairs, "drink", "pour", _STREAM_S)
+    return {
+        "link": str(link),
+        "hosts": len(lab.hosts),
+        "mbit by UDP": round(8e-6 * flood["bytes"] / flood["seconds"], 2),
+        "ms one way by echo": round(500 * statistics.median(round_trips["seconds"]), 2),
+        "% lost by UDP": round(100 * (1 - flood["packets"] / packets), 4),
+        "packets": packets,
+        "mbit of each host by TCP, all at once": round(
+            statistics.mean(8e-6 * each["bytes"] / each["seconds"] for each in streams), 2
+        ),
+    }
+
+
+def _between(pairs: list[tuple[Host, Host]], server: str, client: str, size: float) -> list[dict[str, Any]]:
+    """What the side that measures has seen: the client of an echo, and else the server."""
+
+    def start(host: Host, *words: str) -> subprocess.Popen[str]:
+        return host.popen([sys.executable, "-I", "-S", __file__, *words], stdout=subprocess.PIPE)
+
+    servers = [start(there, server) for _, there in pairs]
+    for process in servers:
+        assert process.stdout is not None
+        process.stdout.readline()  # it listens
+    clients = [start(here, client, there.address, str(size)) for here, there in pairs]
+    seen = [(a if client == "ping" else b).communicate()[0] for a, b in zip(clients, servers, strict=True)]
+    for process in (*servers, *clients):
+        process.kill()
+        process.wait()
+    return [json.loads(text) for text in seen]
+
+
+def _echo(_: list[str]) -> None:
+    with _listening() as server:
+        while True:
+            data, peer = server.recvfrom(64)
+            server.sendto(data, peer)
+
+
+def _ping(words: list[str]) -> None:
+    seconds = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.settimeout(_SILENCE_S)
+        peer.connect((words[0], _PORT))
+        for turn in range(int(float(words[1])) + 1):
+            start = time.perf_counter()
+            peer.send(b"?")
+            try:
+                peer.recv(64)
+            except TimeoutError:
+                continue  # one way or the other it was lost
+            seconds += [time.perf_counter() - start] * (turn > 0)  # the first also asked for the peer's address
+    print(json.dumps({"seconds": seconds}))
+
+
+def _sink(_: list[str]) -> None:
+    times: list[float] = []
+    packets = 0
+    with _listening() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+        while server.recv(2048) != _END:
+            times = [times[0] if times else time.perf_counter(), time.perf_counter()]
+            packets += 1
+    print(json.dumps({"packets": packets, "bytes": packets * (_PAYLOAD + _HEADERS), "seconds": times[1] - times[0]}))
+
+
+def _flood(words: list[str]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        # Less than the queue of a link holds, so that this waits for it, and nothing is lost there.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+        peer.connect((words[0], _PORT))
+        for _ in range(int(words[1])):
+            peer.send(bytes(_PAYLOAD))
+        with suppress(ConnectionRefusedError):  # it has heard one of them, after all that was under way
+            for _ in range(_ENDS):
+                peer.send(_END)
+                time.sleep(0.05)
+
+
+def _drink(_: list[str]) -> None:
+    with socket.create_server(("0.0.0.0", _PORT)) as server:
+        print("listening", flush=True)
+        stream = server.accept()[0]
+    start, num_bytes = time.perf_counter(), 0
+    while chunk := stream.recv(1 << 18):
+        num_bytes += len(chunk)
+    print(json.dumps({"bytes": num_bytes, "seconds": time.perf_counter() - start}))
+
+
+def _pour(words: list[str]) -> None:
+    end = time.perf_counter() + float(words[1])
+    with socket.create_connection((words[0], _PORT)) as stream:
+        while time.perf_counter() < end:
+            stream.sendall(bytes(1 << 16))
+
+
+def _listening() -> socket.socket:
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind(("0.0.0.0", _PORT))
+    print("listening", flush=True)
+    return server
+
+
+_DEEDS: dict[str, Callable[[list[str]], None]] = {
+    "echo": _echo,
+    "ping": _ping,
+    "sink": _sink,
+    "flood": _flood,
+    "drink": _drink,
+    "pour": _pour,
+}
+
+if __name__ == "__main__":
+    _DEEDS[sys.argv[1]](sys.argv[2:])

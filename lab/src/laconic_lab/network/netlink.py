@@ -1,0 +1,336 @@
+"""Network namespaces, links and queues, by the kernel's own calls and messages: the only hands the lab has.
+
+A namespace is named by its path: /proc/HOLDER/fd/NUMBER.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import platform
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from laconic_lab.errors import LabError
+from laconic_lab.network import enter
+from laconic_lab.network.enter import CLONE_NEWNET, become_owner, call, join
+from laconic_lab.network.spec import Link
+
+T = TypeVar("T")
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # bits of CapEff: links and queues; namespaces
+SYSCTL = Path("/proc/sys")
+_SETTINGS = {  # by which a kernel keeps user namespaces, or what an ordinary user may do in them, from its users
+    "kernel.unprivileged_userns_clone": "0",
+    "kernel.apparmor_restrict_unprivileged_userns": "1",
+    "user.max_user_namespaces": "0",
+    "user.max_net_namespaces": "0",
+}
+_IFF_UP = 1
+RELAY = Path(__file__).with_name("relay")
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 263, 15, 23, 3
+_SO_RCVBUFFORCE, _SO_TIMESTAMPNS = 33, 35
+_RECEIVE_BYTES = 4 << 20  # what may arrive while the relay waits for a core
+# No IPv6 address, and so none of its neighbour talk: an idle link counts 0 bytes.
+_NO_IPV6_ADDRESS = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """The root queue of a device: its rate, None where it does not shape, and what it has sent."""
+
+    bytes_per_s: int | None
+    bytes: int
+    packets: int
+
+
+def require() -> None:
+    """Raise with the cure unless this machine and this user can have a lab."""
+    if platform.system() != "Linux":
+        raise LabError(f"a lab needs Linux network namespaces, and this is {platform.system()}: use a Linux machine")
+    try:
+        import pyroute2  # noqa: F401
+    except ModuleNotFoundError:
+        raise LabError("a lab needs pyroute2: pip install 'laconic[lab]', or pyroute2 alone") from None
+    if not has_root():
+        try:
+            _in_a_child(_try_namespaces)
+        except OSError:
+            raise LabError(
+                f"a lab needs root, or user namespaces, which {_forbidden_by()}; run it with sudo, or allow them"
+            ) from None
+
+
+def has_root() -> bool:
+    """Whether this process may make namespaces and links in its own user namespace."""
+    return {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= _capabilities()
+
+
+def _try_namespaces() -> None:
+    become_owner()
+    call("unshare", CLONE_NEWNET)
+
+
+def _forbidden_by() -> str:
+    for name, forbidding in _SETTINGS.items():
+        path = SYSCTL / name.replace(".", "/")
+        if path.exists() and path.read_text().strip() == forbidding:
+            return f"the kernel setting {name} = {forbidding} forbids"
+    return "this container forbids (unshare is filtered, as docker does unless --privileged)"
+
+
+def hold(count: int, note: Callable[[int], None]) -> None:
+    """Make network namespaces in a process that holds them from when `note` has written its number down."""
+    deed = "hold" if has_root() else "own"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", enter.__file__, deed, str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as starting:
+        assert starting.stdin and starting.stdout and starting.stderr
+        try:
+            note(int(starting.stdout.readline()))
+        except ValueError:
+            reason = starting.stderr.read().strip().rpartition("\n")[2]
+            raise LabError(f"{count} network namespaces could not be made: {reason}") from None
+        starting.stdin.write("go")
+
+
+def pids(namespace: str) -> list[int]:
+    """The processes inside `namespace`; none where there is no such namespace."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and holds(namespace, int(entry))]
+
+
+def holds(namespace: str, pid: int) -> bool:
+    """Whether a process is inside `namespace`."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/ns/net", namespace)
+    except OSError:  # one of the two has just ended
+        return False
+
+
+def add_bridge(namespace: str, name: str) -> None:
+    """Add a bridge, switched on."""
+
+    def add(kernel: Any) -> None:
+        kernel.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
+        _switch_on(kernel, name)
+
+    _ask(namespace, f"add the bridge {name}", add)
+
+
+def add_cable(here: str, port: str, there: str, device: str, bridge: str | None = None) -> None:
+    """Connect a new `device` of namespace `there` with a new `port`, switched on, of `here`, and that with a bridge."""
+
+    def add(kernel: Any) -> None:
+        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": there})
+        if bridge is not None:
+            kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
+        _switch_on(kernel, port)
+
+    _ask(here, f"add the cable of {port}", add)
+
+
+def limit_segments(namespace: str, device: str, count: int) -> None:
+    """Let TCP hand no more than `count` packets of the MTU to `device` as one."""
+    _ask(
+        namespace,
+        f"limit the segments of {device}",
+        lambda kernel: kernel.link("set", index=_index(kernel, device), gso_max_segs=count),
+    )
+
+
+def add_address(namespace: str, device: str, address: str) -> None:
+    """Give `device` an address, of a network of 256, and switch it on."""
+
+    def add(kernel: Any) -> None:
+        kernel.addr("add", index=_index(kernel, device), address=address, prefixlen=24)
+        _switch_on(kernel, device)
+
+    _ask(namespace, f"add the address {address}", add)
+
+
+def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
+    """Let what leaves by `device` pass a queue, which shapes it or only counts."""
+    _ask(
+        namespace,
+        f"add a queue of kind {queue['kind']} to {device}",
+        lambda kernel: kernel.tc("add", index=_index(kernel, device), **queue),
+    )
+
+
+def add_netem(namespace: str, device: str, link: Link) -> None:
+    """Let what leaves by `device` be late or lost as one way of `link` has it, by the kernel, and in order."""
+
+    def add(kernel: Any) -> None:
+        index = _index(kernel, device)
+        kernel.tc("add", index=index, handle="1:", **link.netem)
+        if link.jitter_s:  # netem's own queue is by the time of leaving, so that packets would overtake each other
+            kernel.tc("add", "pfifo", index=index, parent="1:1", handle="2:", limit=link.netem["limit"])
+
+    _ask(namespace, f"add a queue of kind netem to {device}", add)
+
+
+def join_bridge(namespace: str, bridge: str, devices: Sequence[str]) -> None:
+    """Connect devices with a new bridge."""
+    add_bridge(namespace, bridge)
+
+    def add(kernel: Any) -> None:
+        for device in devices:
+            kernel.link("set", index=_index(kernel, device), master=_index(kernel, bridge))
+
+    _ask(namespace, f"connect {' and '.join(devices)}", add)
+
+
+def queue_state(namespace: str, device: str) -> QueueState:
+    """The root queue of `device` now."""
+
+    def look(kernel: Any) -> QueueState:
+        (shown,) = kernel.get_qdiscs(index=_index(kernel, device))
+        sent = shown.get_nested("TCA_STATS2", "TCA_STATS_BASIC")
+        shaped = shown.get("kind") == "tbf"
+        rate = shown.get_nested("TCA_OPTIONS", "TCA_TBF_PARMS")["rate"] if shaped else None
+        return QueueState(rate, sent["bytes"], sent["packets"])
+
+    return _ask(namespace, f"read the queue of {device}", look)
+
+
+def switch(namespace: str, device: str, state: Literal["up", "down"]) -> None:
+    """Switch `device` on or off."""
+    _ask(
+        namespace,
+        f"switch {device} {state}",
+        lambda kernel: kernel.link("set", index=_index(kernel, device), state=state),
+    )
+
+
+def is_up(namespace: str, device: str) -> bool:
+    """Whether `device` is switched on."""
+
+    def look(kernel: Any) -> bool:
+        (shown,) = kernel.get_links(_index(kernel, device))
+        return bool(shown["flags"] & _IFF_UP)
+
+    return _ask(namespace, f"read the state of {device}", look)
+
+
+def start_relay(namespace: str, holder: int, links: Mapping[tuple[str, str], Link]) -> None:
+    """Let a process inside `namespace` pass packets between pairs of its devices, late or not at all, like `links`.
+
+    It has no capability of its own where its user has none, so its sockets are opened for it; it ends with `holder`.
+    """
+    if not RELAY.exists():
+        raise LabError("delay and loss need the lab's relay: install a C++ compiler, then laconic again")
+
+    def start() -> None:
+        join(namespace)
+        ports = []
+        for (near, far), link in links.items():
+            sockets = f"{_packet_socket(near)}:{_packet_socket(far)}"
+            ports.append(
+                f"{sockets}:{link.delay_s / 2 * 1e9:.0f}:{link.jitter_s / 2 * 1e9:.0f}:{link.loss_each_way:.9f}"
+            )
+        watched = os.pidfd_open(holder)
+        os.set_inheritable(watched, True)
+        if os.fork() == 0:  # nobody's child, as the holder is
+            os.setsid()
+            with suppress(PermissionError):  # root's relay goes first: on a busy machine it would be late
+                os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+            os.chdir("/")
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nowhere, stream)
+            try:
+                os.execv(RELAY, [str(RELAY), str(watched), *ports])
+            finally:
+                os._exit(1)
+
+    _in_a_child(start)
+
+
+def _packet_socket(device: str) -> int:
+    """An open socket of every packet that arrives at `device`, with what segmentation offload says of it."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    made.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    made.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    made.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    for option in (socket.SO_RCVBUF, _SO_RCVBUFFORCE):  # what every user may have, then what root may
+        with suppress(PermissionError):
+            made.setsockopt(socket.SOL_SOCKET, option, _RECEIVE_BYTES)
+    made.bind((device, _ETH_P_ALL))
+    made.set_inheritable(True)
+    return made.detach()
+
+
+def _ask(namespace: str, deed: str, act: Callable[[Any], T]) -> T:
+    """What `act` makes of a netlink socket inside `namespace`."""
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    def inside() -> T:
+        try:
+            join(namespace)
+            with IPRoute() as kernel:
+                return act(kernel)
+        except NetlinkError as error:
+            cure = "a lab needs a kernel with veth, bridge and sch_tbf"
+            raise LabError(f"could not {deed}: {error.args[1]}; {cure}") from None
+        except OSError as error:
+            cure = "if the lab was removed meanwhile, make it again"
+            raise LabError(f"could not {deed}: {error.strerror}; {cure}") from None
+
+    return _in_a_child(inside)
+
+
+def _in_a_child(act: Callable[[], T]) -> T:
+    """What `act` returns or raises in a child of one thread: who has more may not join a user namespace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, whose locks the child does not ask
+        read, write = os.pipe()
+        pid = os.fork()
+    if pid == 0:
+        try:
+            said: tuple[T | None, BaseException | None] = (act(), None)
+        except BaseException as error:
+            said = (None, error)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(pickle.dumps(said))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    if not told:  # it was killed, with all that was in the lab
+        raise LabError("the lab was removed meanwhile; make it again")
+    result, raised = pickle.loads(told)
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[no-any-return]
+
+
+def _index(kernel: Any, device: str) -> int:
+    for index in kernel.link_lookup(ifname=device):
+        return int(index)
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+def _switch_on(kernel: Any, device: str) -> None:
+    if Path("/proc/net/if_inet6").exists():
+        kernel.link("set", index=_index(kernel, device), IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
+    kernel.link("set", index=_index(kernel, device), state="up")
+
+
+def _capabilities() -> set[int]:
+    status = Path("/proc/self/status").read_text()
+    mask = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
+    return {bit for bit in range(mask.bit_length()) if mask >> bit & 1}

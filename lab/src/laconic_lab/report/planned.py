@@ -1,0 +1,128 @@
+"""The page of a plan: the answer and its reasons, every row, and step time against link speed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from laconic.planning import rate_text
+from laconic_lab.report.axis import logarithmic
+from laconic_lab.report.lines import LEFT, WIDTH, Curve, Upright, line_chart, plot_places, side_names, side_width
+from laconic_lab.report.markup import figure, frame, number, numbers_behind, scroll_box, text
+
+PLAN = "plan.json"
+_MOST_CURVES = 8  # as many as there are colours
+_TICKS = (1e6, 1e8, 1e10)  # rates, far enough apart for their names on a phone
+_HEAD = ("scheme", "step ms", "waits ms", "MB out", "MB kept", "x steps", "seconds", "x steps from")
+_NOTES = (
+    "* marks a step that was predicted; the others were really taken.",
+    "Seconds are to where bf16 is after the steps that were asked for: step time times steps times x steps.",
+    "x steps is how many times the steps of bf16 a scheme needs: median and range; - where that is not known.",
+    "Waits is the part of a step in which nothing but the network is waited for.",
+    "MB out leave a worker at each step; MB kept are beyond model, gradients and optimizer.",
+)
+
+
+def plan_page(path: Path) -> str:
+    """The page, from what `laconic plan --out` wrote, or Plan.as_dict() as JSON."""
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    workers = plan["workers"]
+    sentence = (
+        f"Planned in {plan['seconds']:.0f} s for {workers} worker{'s' * (workers != 1)} on links of about "
+        f"{rate_text(plan['bits_per_s'])}. What limits: {plan['limit']}."
+    )
+    body = f"""{_answer(plan)}
+{_table(plan)}
+<section class="figures">
+{_over_links(plan)}
+</section>"""
+    return frame(f"Plan: {plan['pick']}", sentence, body, _NOTES)
+
+
+def _answer(plan: Mapping[str, Any]) -> str:
+    said = list(plan["reasons"])
+    said += [f"with {name} it would be {other['pick']}" for name, other in plan.get("what_if", {}).items()]
+    lines = "".join(f"<li>{text(reason)}</li>" for reason in said)
+    paste = f'<pre tabindex="0"><code>{text(plan["line"])}</code></pre>'
+    return f'<section class="answer">{paste}<ul>{lines}</ul></section>'
+
+
+def _table(plan: Mapping[str, Any]) -> str:
+    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in _HEAD)
+    lines = []
+    for row in plan["rows"]:
+        first, *cells = map(text, _cells(row))
+        if row["scheme"] == plan["pick"]:
+            cells = [f"<strong>{cells[0]}</strong>", *cells[1:]]
+            first = f"<strong>{first}</strong>"
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
+    return scroll_box("Every scheme", table)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    source = row["steps_source"].removeprefix(f"{row['scheme']} ")
+    factor = "not reached" if source else "-"
+    if row["steps_factor"] is not None:
+        low, high = (math.inf if end is None else end for end in row["steps_range"])  # JSON has no infinity
+        factor = f"{row['steps_factor']:.2f} ({low:.2f} to {high:.2f})"
+    return [
+        row["scheme"],
+        f"{row['step_ms']:,.1f}{'' if row['tried'] else '*'}",
+        f"{row['waits_ms']:,.1f}",
+        f"{row['bytes_out'] / 1e6:,.3f}",
+        f"{row['memory_bytes'] / 1e6:,.1f}",
+        factor,
+        number(row["seconds_to_target"], ",.0f"),
+        source or "-",
+    ]
+
+
+def _over_links(plan: Mapping[str, Any]) -> str:
+    shown = _that_matter(plan)
+    rates = [rate for rate, _ in plan["curves"][shown[0]]]
+    numbers = [
+        [rate_text(rate), *(f"{plan['curves'][scheme][place][1]:,.1f}" for scheme in shown)]
+        for place, rate in enumerate(rates)
+    ]
+    return figure(
+        "Step time against link speed",
+        "What a step would take on other links, all predicted; both axes are logarithmic. Shown are those that are "
+        "soonest to a target somewhere, and those that are soonest here.",
+        _chart(plan, shown),
+        numbers_behind("Milliseconds of a step", ["link", *shown], numbers),
+    )
+
+
+def _that_matter(plan: Mapping[str, Any]) -> list[str]:
+    """The pick, bf16, who is soonest to a target on some link, then who is soonest on this one."""
+    curves: dict[str, list[tuple[float, float]]] = plan["curves"]
+    factors: dict[str, float | None] = {row["scheme"]: row["steps_factor"] for row in plan["rows"]}
+    known = [scheme for scheme in curves if factors[scheme] is not None] or list(curves)
+
+    def soonest(place: int) -> str:
+        return min(known, key=lambda scheme: curves[scheme][place][1] * (factors[scheme] or 1))
+
+    somewhere = [soonest(place) for place in range(len(curves[plan["pick"]]))]
+    order = [plan["pick"], *(["bf16"] if "bf16" in curves else []), *somewhere, *known, *curves]
+    return list(dict.fromkeys(order))[:_MOST_CURVES]
+
+
+def _chart(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
+    here = plan["bits_per_s"]
+    curves = [
+        Curve(scheme, i, [(rate, ms, f"{scheme} at {rate_text(rate)}: {ms:,.1f} ms") for rate, ms in points])
+        for i, scheme in enumerate(shown)
+        if (points := plan["curves"][scheme])
+    ]
+    rates = [place[0] for curve in curves for place in curve.points]
+    x = logarithmic("link", [here, *rates], LEFT, WIDTH - side_width(curves), str)
+    x = replace(x, ticks=tuple((rate, rate_text(rate)) for rate in _TICKS if x.lo <= rate <= x.hi))
+    heights = [place[1] for curve in curves for place in curve.points]
+    y = logarithmic("ms a step", heights, *plot_places(0), "{:g}".format)
+    mark = Upright(here, f"yours: {rate_text(here)}")
+    return line_chart("Step time over link speed", x, y, curves, [], side_names(curves, x, y), [mark])

@@ -1,0 +1,73 @@
+"""The page of `laconic bench union`: the size of unions and a server's bytes against the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from laconic_lab import records
+from laconic_lab.report.axis import logarithmic
+from laconic_lab.report.lines import LEFT, WIDTH, Curve, line_chart, plot_places, side_names, side_width
+from laconic_lab.report.markup import brief_percent, figure, frame, numbers_behind, si_bytes
+
+_HEAD = "unions"
+_NOTES = (
+    "U is the union of the workers' choices, k what each of them sends; the server answers |U| entries to each.",
+    "Each point is a training run of its own under that score, all workers in one process; the first two steps, in "
+    "which there is no past yet, are left out.",
+    "Bytes are those of the answers, once for each worker: what leaves a dedicated server in a step.",
+)
+
+
+def holds_unions(folder: Path) -> bool:
+    """Whether the records are those of `laconic bench union`."""
+    return next(records.read(folder, _HEAD), None) is not None
+
+
+def unions_page(folder: Path) -> str:
+    """The page, from the records."""
+    asked = next(records.read(folder, _HEAD))
+    points = list(records.read(folder, "union"))
+    sentence = (
+        f"{asked['task']}, {asked['steps']} steps of {asked['batch']} examples per worker, seed {asked['seed']}; each "
+        f"worker sends {brief_percent(asked['rho'])} of its entries."
+    )
+    rows = [
+        [point["score"], str(point["workers"]), f"{point['union']:.2f}", f"{point['independent']:.2f}"]
+        + [f"{point[name]:,}" for name in ("server_bytes_out", "server_bytes_in")]
+        for point in points
+    ]
+    head = ["score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in"]
+    figures = [
+        figure(
+            "Union against workers",
+            "|U|/k by score; both axes are logarithmic.",
+            _chart(points, "union", "|U|/k", "{:g}".format),
+            numbers_behind("Unions", head, rows),
+        ),
+        figure(
+            "A server's bytes against workers",
+            "What leaves the server in a step; both axes are logarithmic.",
+            _chart(points, "server_bytes_out", "bytes out a step", si_bytes),
+            "",
+        ),
+    ]
+    body = '<section class="figures">\n' + "\n".join(figures) + "\n</section>"
+    return frame(f"{asked['task']}: how unions grow", sentence, body, _NOTES)
+
+
+def _chart(points: Sequence[dict[str, Any]], what: str, name: str, form: Callable[[float], str]) -> str:
+    curves = []
+    for number, score in enumerate(dict.fromkeys(point["score"] for point in points)):
+        mine = [point for point in points if point["score"] == score and point[what]]
+        found = [(p["workers"], p[what], f"{score}, {p['workers']} workers: {form(p[what])}") for p in mine]
+        curves += [Curve(score, number, sorted(found))] if found else []
+    if not curves:
+        return ""
+    workers = sorted({point["workers"] for point in points})
+    x = logarithmic("workers", [float(each) for each in workers], LEFT, WIDTH - side_width(curves), str)
+    x = replace(x, ticks=tuple((float(each), str(each)) for each in workers))
+    y = logarithmic(name, [place[1] for curve in curves for place in curve.points], *plot_places(0), form)
+    return line_chart(f"{name} over workers", x, y, curves, [], side_names(curves, x, y))

@@ -1,0 +1,267 @@
+"""Checkpoints: DIR/checkpoint/step-N holds rank-R.pt of each rank and a manifest, written last, that vouches for them.
+
+The two newest are kept. The next is written beside them as step-N.new, brought to the disk (fsync) and renamed when all
+of it is there, so a kill or a power cut at any moment leaves those before it whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import laconic
+from laconic_lab.errors import TaskError
+from laconic_lab.train.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_FOLDER = "checkpoint"
+_MANIFEST = "manifest.json"
+_FORMAT = 2
+_NAME = re.compile(r"step-(\d+)")
+_CHECKSUM = struct.Struct("<8I")  # as numbers that workers can tell each other
+_AFRESH = "leave --resume out to start afresh"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is whole, with what its manifest tells."""
+
+    folder: Path
+    step: int
+    about: Mapping[str, Any]
+    remarks: Sequence[str]  # newer ones that are damaged, files that do not belong here
+
+    def load(self, *, mapped: bool = False) -> list[dict[str, Any]]:
+        """Every rank's state; `mapped` leaves the tensors on disk until they are read."""
+        parts = [self.folder / name for name in self.about["files"]]
+        return [torch.load(part, map_location="cpu", weights_only=True, mmap=mapped) for part in parts]
+
+
+def save_checkpoint(
+    folder: Path, step: int, rank: int, state: Mapping[str, Any], group: WorkerGroup, about: dict[str, Any]
+) -> str:
+    """Write this worker's part; all of them call it, and only when all parts are there does the checkpoint count.
+
+    Where one dies meanwhile or cannot write it does not, and those before are kept. `about` goes into the manifest.
+    Returns why this worker could not write, in a line; nothing where it could.
+    """
+    home = folder / _FOLDER
+    fresh = home / f"step-{step}.new"
+    leads = group.place == 0
+    num_living = group.num_living
+    if leads:
+        shutil.rmtree(fresh, ignore_errors=True)  # an earlier run may have had more ranks
+    group.gather([rank])  # till the folder is clear
+    fact: dict[str, Any] = {}
+    failure = ""
+    try:
+        fresh.mkdir(parents=True, exist_ok=True)
+        fact = _write(fresh / _part(rank), state)
+    except OSError as error:
+        failure = _why(step, home, error)
+    rows = group.gather(_row(rank, fact))  # till all have written
+    if leads:
+        try:
+            if len(rows) == num_living and all(row[1] for row in rows):
+                files = dict(_fact(row) for row in sorted(rows))
+                for name in files:
+                    (fresh / name).stat()  # not there where hosts do not share the folder
+                told = {"format": _FORMAT, "laconic": laconic.__version__, "step": step, "files": files}
+                _write_manifest(fresh, told | about)
+                _remove(home / f"step-{step}")
+                fresh.rename(home / f"step-{step}")
+                _sync(home)
+                _keep_two(home, step)
+        except OSError as error:
+            failure = _why(step, home, error)
+        shutil.rmtree(fresh, ignore_errors=True)  # of one that does not count
+    return failure
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Let nobody go on from what a folder has of later steps; it is removed with the next that is written."""
+    for later, old in _generations(folder / _FOLDER):
+        if later > step:
+            aside = old.with_name(f"{old.name}.old")
+            _remove(aside)
+            old.rename(aside)
+
+
+def find_checkpoint(folder: Path, group: WorkerGroup | None = None) -> Checkpoint:
+    """The newest whole checkpoint in a folder; every byte of it has been looked at.
+
+    Among a group that is a call which all workers make, and each looks at its part of the files.
+    """
+    remarks = []
+    for step, there in _generations(folder / _FOLDER):
+        about = _read_manifest(there)
+        damage = f"{there / _MANIFEST} is damaged" if about is None else _damage(there, about, group)
+        if about is None or damage:
+            remarks.append(damage)
+            continue
+        remarks = [f"{remark}; going on from step {step}" for remark in remarks]
+        strays = sorted({path.name for path in there.iterdir()} - {_MANIFEST, *about["files"]})
+        remarks += [f"{there / stray} is not of this checkpoint and is not read; remove it" for stray in strays]
+        return Checkpoint(there, step, about, remarks)
+    if remarks:
+        raise TaskError(f"{remarks[0]}; put a copy of it there, or {_AFRESH}")
+    raise TaskError(f"{folder} holds no checkpoint that laconic wrote; {_AFRESH}")
+
+
+def _generations(home: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of what has a manifest, the newest first: anything else here is not ours."""
+    found = [(_NAME.fullmatch(path.parent.name), path.parent) for path in home.glob(f"*/{_MANIFEST}")]
+    return sorted(((int(name[1]), path) for name, path in found if name), reverse=True)
+
+
+def _damage(there: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
+    """What is wrong with a checkpoint's files; nothing where they are as they were written."""
+    if about.get("format") != _FORMAT:
+        return f"{there} is of laconic {about.get('laconic')}, whose format this version does not read"
+    files = list(about["files"].items())
+    own = range(group.place, len(files), group.num_living) if group else range(len(files))
+    first = next((number for number in own if not _is_whole(there / files[number][0], files[number][1])), len(files))
+    if group:
+        rows = group.gather([about["step"], first])
+        if len(steps := {int(step) for step, _ in rows}) > 1:
+            raise other_steps(there.parent.parent, steps)
+        first = min(int(number) for _, number in rows)
+    if first == len(files):
+        return ""
+    part = there / files[first][0]
+    return f"{part} is {'damaged' if part.is_file() else 'missing'}"
+
+
+def _is_whole(part: Path, fact: Mapping[str, Any]) -> bool:
+    if not part.is_file():
+        return False
+    with part.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == str(fact["sha256"])
+
+
+def other_steps(folder: Path, steps: Collection[int]) -> TaskError:
+    """What to say where not all workers find the same."""
+    return TaskError(f"workers find other steps in {folder}: {sorted(steps)}; give an --out that all hosts share")
+
+
+def _keep_two(home: Path, step: int) -> None:
+    """Remove all but this one and the one before it: a run that went back has no use for what came after."""
+    before = [older for older, _ in _generations(home) if older < step]
+    kept = {f"step-{number}" for number in (step, *before[:1])}
+    for path in home.glob("step-*"):
+        if path.suffix == ".new":
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name not in kept:
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """What a manifest vouches for goes, and nothing else."""
+    if not (checkpoint / _MANIFEST).is_file():
+        return
+    about = _read_manifest(checkpoint)
+    parts = [path.name for path in checkpoint.glob("rank-*.pt")] if about is None else about["files"]
+    for name in (_MANIFEST, *parts):
+        (checkpoint / name).unlink(missing_ok=True)
+    with suppress(OSError):  # there are strays in it
+        checkpoint.rmdir()
+
+
+class _Hashed(io.BufferedWriter):
+    """A file that knows the checksum of what was given to it, whatever becomes of that on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None  # torch.save says less of it
+
+    def write(self, data: Buffer) -> int:
+        self.sha256.update(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _write(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Save to the disk itself; the length and checksum of what should be there."""
+    with _Hashed(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError:
+            if file.error is None:
+                raise
+            raise file.error from None
+        num_bytes = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": num_bytes, "sha256": file.sha256.hexdigest()}
+
+
+def _write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+    text = json.dumps(about)
+    with (folder / _MANIFEST).open("w") as file:
+        file.write(json.dumps({"sha256": _text_hash(text), "about": about}, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What it says; None if it is not there, or not as it was written."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        about: dict[str, Any] = manifest["about"]
+        return about if manifest["sha256"] == _text_hash(json.dumps(about)) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _why(step: int, home: Path, error: OSError) -> str:
+    return (
+        f"step {step} is not saved: {error.strerror} ({error.filename or home}); give --out room enough, in a folder "
+        "of its own that all hosts share; what was saved before is kept"
+    )
+
+
+def _part(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def _row(rank: int, fact: Mapping[str, Any]) -> list[float]:
+    """What a worker tells of its file: its length is 0 where it could not be written."""
+    return [rank, fact.get("bytes", 0), *_CHECKSUM.unpack(bytes.fromhex(fact.get("sha256", "00" * _CHECKSUM.size)))]
+
+
+def _fact(row: Sequence[float]) -> tuple[str, dict[str, Any]]:
+    """The inverse."""
+    rank, num_bytes, *words = map(int, row)
+    return _part(rank), {"bytes": num_bytes, "sha256": _CHECKSUM.pack(*words).hex()}

@@ -1,0 +1,167 @@
+"""The training loop: what is the same for worker processes, virtual workers and inspection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from laconic.session import Stats
+from laconic_lab.train.course import Course
+from laconic_lab.train.job import Job
+from laconic_lab.train.measured import Spent, measured, step_fact
+from laconic_lab.train.optimizer import Updater
+from laconic_lab.train.worker_group import WorkerGroup
+
+
+class StatefulSession(Protocol):
+    """What a checkpoint asks of a session, whatever it exchanges."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state."""
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from all workers' states."""
+
+
+class Learner(Protocol):
+    """How one worker's model learns from a batch, and how it is judged: what differs by the kind of worker."""
+
+    owns_model: ClassVar[bool]  # whether each worker's model and optimizer are its own
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def updater(self) -> Updater: ...
+
+    @property
+    def session(self) -> StatefulSession: ...
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        """The session's; with `ages` also how long entries wait, where that is known."""
+
+    def learn_(self, step: int) -> float:
+        """Find the gradient of a step's examples, exchange, apply; the loss."""
+
+    def finish_(self) -> Spent:
+        """What comes after the last step, on the clock."""
+
+    def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
+        """([right answers, summed loss, answers] on the test data, the same for all workers; more to be recorded)."""
+
+
+class Observer(Protocol):
+    """Who is told what was measured; every worker has one."""
+
+    def step(self, fact: dict[str, Any]) -> None:
+        """After each step."""
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        """After each evaluation."""
+
+
+class NoObserver:
+    """Of a worker that leads nobody."""
+
+    def step(self, fact: dict[str, Any]) -> None:
+        """Nothing is noted."""
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        """Nothing is noted."""
+
+
+class TrainingLoop:
+    """One worker's way through a job, and what it has measured so far."""
+
+    def __init__(self, job: Job, course: Course, learner: Learner, group: WorkerGroup) -> None:
+        self.job = job
+        self.course = course
+        self.learner = learner
+        self.group = group
+        self.steps_done = 0
+        self.seconds = 0.0  # of training; evaluation is not counted
+        self.peak_memory_bytes = 0  # that PyTorch allocated on a GPU, of training too
+        self.bytes_before = {"out": 0, "in": 0, "dense": 0}  # what the session counted before a resume
+        self.facts: list[dict[str, Any]] = []
+        self.last_evaluation: dict[str, Any] = {}
+        self.diverged_at: int | None = None  # the step from which on the loss was no number
+        self.is_out_of_time = False
+        self._not_finite_since: int | None = None
+
+    def _is_over(self) -> bool:
+        return self.steps_done == self.course.num_steps or self.is_out_of_time
+
+    def run_(self, observer: Observer) -> None:
+        """Train to the end of the job or of its time, or to the evaluation that finds the loss to be no number."""
+        if self.steps_done == 0:
+            observer.evaluation(self.evaluate())
+        while not self._is_over() and self.diverged_at is None:
+            observer.step(self.step_())
+            self.is_out_of_time = self._next_would_be_late()
+            if self._is_over():
+                self._spend_(self.learner.finish_())
+            if self._is_over() or self.steps_done % self.job.eval_every == 0:
+                observer.evaluation(self.evaluate())
+
+    def _next_would_be_late(self) -> bool:
+        """Whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
+        if self.job.max_seconds is None or self.steps_done == self.course.num_steps:
+            return False
+        then = self.group.total(torch.tensor([self.seconds + self.facts[-1]["ms"] / 1e3], dtype=torch.float64))
+        return then.item() > self.job.max_seconds * self.group.num_living
+
+    def step_(self) -> dict[str, Any]:
+        """Train on one batch; returns what was measured."""
+        before = self.learner.stats()
+        with measured() as spent:
+            self.learner.updater.set_rate_(self.course.rate(self.steps_done))
+            loss = self.learner.learn_(self.steps_done)
+        self.seconds += spent.seconds
+        self.steps_done += 1
+        self._not_finite_since = None if math.isfinite(loss) else self._not_finite_since or self.steps_done
+        fact = step_fact(self.steps_done, loss, spent, before, self.learner.stats())
+        self.facts.append(fact)
+        return fact
+
+    def _spend_(self, spent: Spent) -> None:
+        """Book what the last step did not include."""
+        self.seconds += spent.seconds
+        for name, num_bytes in spent.link_bytes.items():
+            self.facts[-1][name] += num_bytes
+
+    def evaluate(self) -> dict[str, Any]:
+        """Accuracy and loss on the test data; every worker gets the same figures."""
+        if self.job.device == "cuda":
+            self.peak_memory_bytes = max(self.peak_memory_bytes, torch.cuda.max_memory_allocated())
+        (right, loss, count), more = self.learner.score(is_last=self._is_over())
+        if not math.isfinite(loss) and self.steps_done:  # the sum of all workers, who thus agree to stop
+            self.diverged_at = self._not_finite_since or self.steps_done
+        self.last_evaluation = {
+            "step": self.steps_done,
+            "seconds": self.seconds,
+            "accuracy": right / count,
+            "loss": loss / count,
+            "bytes_out": self.bytes_so_far()["out"],
+            **more,
+        }
+        if self.job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # a batch of the test data is larger than one of training
+        return self.last_evaluation
+
+    def tokens_per_s(self, step_ms: float) -> float | None:
+        """What all workers together see in a step of so many ms; None where examples are not made of tokens."""
+        context = self.job.training.context
+        return None if context is None else 1e3 * context * self.course.batch * self.group.num_living / step_ms
+
+    def bytes_so_far(self) -> dict[str, int]:
+        """What this worker sent and heard since the first step, and what dense would have sent."""
+        stats = self.learner.stats()
+        return {
+            "out": self.bytes_before["out"] + stats.bytes_out,
+            "in": self.bytes_before["in"] + stats.bytes_in,
+            "dense": self.bytes_before["dense"] + stats.dense_bytes_out,
+        }

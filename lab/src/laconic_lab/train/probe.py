@@ -1,0 +1,115 @@
+"""What schemes cost in steps on a job itself: short runs from one beginning, bf16's beside each."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from laconic.planning import Candidate, Penalty, Plan, answer, candidate
+from laconic_lab.train.job import Job
+
+Losses = list[tuple[float, float]]  # (step, validation loss), steps in micro-batches
+LEAST_STEPS = 24  # two between evaluations
+_EVALUATIONS = 12
+_PROBED = 3  # candidates beside bf16
+_PROBE_S = 300.0  # for all runs together, as far as that is foreseen
+_JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
+
+
+def probe(
+    job: Job,
+    found: Plan,
+    num_steps: int,
+    train: Callable[[Job], Losses],
+    slowest: Callable[[float], float] = lambda mine: mine,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The plan again, with the steps factors of its soonest candidates taken from runs of so many steps of this job.
+
+    A call that all workers make; `train` trains a job to its end, `slowest` is the largest of everyone's numbers. What
+    is foreseen to end after five minutes is left out, and that is said.
+    """
+    start = time.perf_counter()
+    plain = candidate("bf16")
+    step_s = {plain: _step_s(found)} | {candidate(row.scheme): row.step_ms / 1e3 for row in found.rows}
+    others = [one for one in step_s if one != plain]
+    losses_of: dict[Candidate, Losses] = {}
+    stretch = 1.0  # a run over its steps: what evaluating adds
+    for one in (plain, *others[:_PROBED]):
+        begun_s = slowest(time.perf_counter() - start)
+        foreseen_s = num_steps * step_s[one]
+        if begun_s + stretch * foreseen_s > _PROBE_S:
+            say(f"{one} is not probed: {num_steps} steps would take {stretch * foreseen_s:.0f} s; give --probe fewer")
+            if one == plain:
+                return found
+            continue
+        losses_of[one] = _trained(job, one, num_steps, train)
+        stretch = max(stretch, (slowest(time.perf_counter() - start) - begun_s) / max(foreseen_s, 1e-9))
+    source = f"probed on this job, {num_steps} steps"
+    probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
+    seconds = found.seconds + time.perf_counter() - start
+    return answer(replace(found.measured, probed=probed), steps=found.steps, seconds=seconds)
+
+
+def _step_s(found: Plan) -> float:
+    """Of bf16, where the plan was not asked for it."""
+    compute = found.measured.compute
+    return compute.together_s + found.measured.links.sums.seconds(2 * sum(compute.num_entries))
+
+
+def _trained(job: Job, asked: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
+    """The losses of a short run under a candidate, at a constant rate, so that a step does not depend on its length."""
+    times = asked.accumulate
+    training = job.training
+    short = replace(
+        job,
+        scheme=str(asked.scheme),
+        steps=math.ceil(num_steps / times),
+        batch=times * training.batch,
+        accumulate=times * job.accumulate,
+        # AdamW bears a rate that grows with the root of the batch.
+        lr=training.lr * (times**0.5 if training.optimizer == "adamw" else 1.0),
+        schedule="constant",
+        warmup=max(1, num_steps // 10 // times),
+        eval_every=max(1, num_steps // _EVALUATIONS // times),
+    )
+    return [(times * step, loss if math.isfinite(loss) else math.inf) for step, loss in train(short)]
+
+
+def factor_of(losses: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]], source: str) -> Penalty:
+    """Steps to a loss over those of bf16 to the same one, for the last three new lowest: median, least and most.
+
+    Where bf16 has not come as far, 1; losses that go up and down are compared by where they were lowest.
+    """
+    lowest: Losses = []
+    for steps, loss in smoothed(losses):
+        if not lowest or loss < lowest[-1][1]:
+            lowest.append((steps, loss))
+    found = []
+    for steps, loss in lowest[-_JUDGED:]:
+        steps_of_plain = steps_to(loss, plain)
+        found.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
+    if not found or math.isinf(losses[-1][1]):  # it diverged
+        found = [math.inf]
+    return Penalty(max(1.0, statistics.median(found)), min(found), max(found), source)
+
+
+def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each loss but the first and last as the mean of itself and its neighbours."""
+    return [
+        (losses[i][0], statistics.fmean(loss for _, loss in losses[i - 1 : i + 2])) for i in range(1, len(losses) - 1)
+    ]
+
+
+def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | None:
+    """Where the smoothed loss first reaches a target, between two evaluations; None where it does not."""
+    for (before, higher), (after, lower) in pairwise(smoothed(losses)):
+        if lower <= target:
+            if higher <= target:
+                return before
+            return before + (after - before) * (higher - target) / (higher - lower)
+    return None

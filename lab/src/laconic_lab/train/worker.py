@@ -1,0 +1,232 @@
+"""One worker of a job, as torchrun starts it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.api import follow
+from laconic.planning import AUTOMATIC, Plan
+from laconic.server import serve
+from laconic.transport import own_group, place_of_texts, world, world_without
+from laconic_lab.errors import TaskError
+from laconic_lab.records import Recorder, forget_after
+from laconic_lab.tasks import Data
+from laconic_lab.train import checkpoint
+from laconic_lab.train.checkpoint import find_checkpoint
+from laconic_lab.train.course import Course
+from laconic_lab.train.ddp import DdpLearner
+from laconic_lab.train.following import FollowingLearner
+from laconic_lab.train.job import DEFAULT_STEPS, Job
+from laconic_lab.train.loop import NoObserver, TrainingLoop
+from laconic_lab.train.measured import interface_bytes, link_bytes_since
+from laconic_lab.train.mps import uses_mps
+from laconic_lab.train.planned import plan_here
+from laconic_lab.train.probe import Losses, probe
+from laconic_lab.train.progress import Progress
+from laconic_lab.train.result import DIVERGED, Result, summarize
+from laconic_lab.train.resume import resume_, save
+
+_PR_SET_PDEATHSIG = 1
+_AS_LONG_AS_IT_TAKES = timedelta(days=30)
+_PROBED = 1024  # examples of the test data, by which short runs are told apart
+_TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
+
+
+def work(job: Job, tell: Callable[[Result], None]) -> int:
+    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED."""
+    _end_with_the_launcher()
+    if int(os.environ["RANK"]) < job.servers:
+        return _serve(job)
+    torch.manual_seed(job.seed)
+    device = device_of(job)
+    data = job.load_data()
+    with _process_group(job.backend):
+        if job.auto:
+            job = _chosen(job, data, device)
+        learner = make_learner(job, data, device)
+        loop = TrainingLoop(job, learner.course, learner, learner.group)
+        if job.resume:
+            resume_(loop)
+        if job.out is not None and loop.group.place == 0:
+            checkpoint.forget_after(job.out, loop.steps_done)
+            if job.resume:
+                forget_after(job.out, loop.steps_done)
+        with _LeadersLog(job, loop) as log:
+            seen = {"workers_seen": learner.course.num_workers, "mps": uses_mps(job)}
+            log.write("job", **job.facts(), **seen, first_step=loop.steps_done)
+            loop.run_(log)
+            result = summarize(loop)
+            log.write("result", **result.as_dict())
+            if log.leads:
+                tell(result)
+            learner.session.close()
+            if job.servers and not job.asks_servers:
+                dist.barrier()  # lets the servers go, which stood by
+        return 0 if result.diverged_at is None else DIVERGED
+
+
+def work_plan(
+    job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None], *, probe_steps: int = 0
+) -> int:
+    """Plan instead of training, or train as many steps under each of the soonest; the first worker tells."""
+    _end_with_the_launcher()
+    torch.manual_seed(job.seed)
+    device = device_of(job)
+    data = job.load_data()
+    with _process_group(job.backend):
+        found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
+        if probe_steps:
+            few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
+            found = probe(job, found, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
+        if dist.get_rank() == 0:
+            tell(found)
+    return 0
+
+
+def _losses(job: Job, data: Data, device: torch.device) -> Losses:
+    """(step, validation loss) of a run that leaves nothing behind."""
+    _say(f"probes {job.scheme} for {job.steps} steps")
+    torch.manual_seed(job.seed)
+    learner = make_learner(job, data, device)
+    observer = _LossObserver()
+    TrainingLoop(job, learner.course, learner, learner.group).run_(observer)
+    _slowest(0.0)  # who closes while others gossip would count as gone
+    learner.session.close()
+    return observer.losses
+
+
+def _slowest(mine: float) -> float:
+    """The largest of everyone's numbers, on all workers."""
+    device = place_of_texts(world())
+    largest = torch.tensor([mine], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _say(text: str) -> None:
+    """Talk of the first worker, on stderr."""
+    if dist.get_rank() == 0:
+        print(f"laconic: {text}", file=sys.stderr, flush=True)
+
+
+class _LossObserver(NoObserver):
+    """Notes evaluations alone."""
+
+    def __init__(self) -> None:
+        self.losses: Losses = []
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        self.losses.append((fact["step"], fact["loss"]))
+
+
+def _chosen(job: Job, data: Data, device: torch.device) -> Job:
+    """The job under what a plan picks, which the first worker says; one that is resumed goes on as it was."""
+    if job.resume:
+        assert job.out is not None
+        return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
+    found = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
+    _say(f"auto picks {found.pick}: {found.reasons[0]}")
+    torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
+    return replace(job, scheme=found.pick, auto=False)
+
+
+def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:
+    """This process's share of the data and its model, under the job's scheme; a call that all workers make."""
+    course = Course(job, data, dist.get_rank() - job.servers, dist.get_world_size() - job.servers)
+    everyone = world_without(range(job.servers)) if job.servers else world()
+    group = own_group(everyone, device, job.server_timeout)  # whom nobody waits for any longer than that
+    if job.follows:
+        servers = range(job.servers) if job.asks_servers else ()
+        followed = partial(follow, scheme=job.scheme, group=group, servers=servers, timeout_s=job.server_timeout)
+        return FollowingLearner(job, course, device, course.model(device), followed)
+    return DdpLearner(job, course, device, group)
+
+
+def _serve(job: Job) -> int:
+    """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
+    with _process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
+        if job.asks_servers:
+            facts = partial(link_bytes_since, interface_bytes())  # a lab stands longer than one run in it
+            servers = range(job.servers)
+            serve(job.scheme, servers=servers, timeout_s=job.server_timeout, wait_s=job.wait, facts=facts)
+        else:
+            dist.barrier()
+    return 0
+
+
+class _LeadersLog:
+    """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
+
+    def __init__(self, job: Job, loop: TrainingLoop) -> None:
+        self._job = job
+        self._loop = loop
+        self._open = ExitStack()
+        self.leads = False
+        self._begin(keeps_old=job.resume)
+
+    def _begin(self, *, keeps_old: bool) -> None:
+        self.leads = self._loop.group.place == 0
+        folder = self._job.out if self.leads else None
+        self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
+        self._progress = self._open.enter_context(Progress(self._job, self._loop, shown=self.leads))
+
+    def write(self, kind: str, **fact: Any) -> None:
+        if not self.leads and self._loop.group.place == 0:
+            self._begin(keeps_old=True)
+        self._records.write(kind, **fact)
+
+    def step(self, fact: dict[str, Any]) -> None:
+        self.write("step", **fact)
+        self._progress.step(fact)
+
+    def evaluation(self, fact: dict[str, Any]) -> None:
+        self.write("eval", **fact)
+        self._progress.evaluation(fact)
+        save(self._loop)
+
+    def __enter__(self) -> _LeadersLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+
+def _end_with_the_launcher() -> None:
+    """Let the kernel end this worker when its launcher is killed, which then cannot do so itself (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def device_of(job: Job) -> torch.device:
+    """Where this process computes; an error where there is no such device."""
+    if job.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _process_group(backend: str, timeout: timedelta | None = None) -> Iterator[None]:
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

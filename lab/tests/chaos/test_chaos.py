@@ -1,0 +1,101 @@
+"""Chaos itself: seeds draw everything there is, promises are looked at, and one that is broken names its seed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic.cli import main
+from laconic.layout import Bucket, Layout
+from laconic_lab.chaos import processes, soak, virtual
+from laconic_lab.chaos.mass import Tally, imbalance
+from laconic_lab.chaos.schedule import (
+    FAMILIES,
+    LINK_FAULTS,
+    MESSAGE_FAULTS,
+    PHASES,
+    PROCESS_FAULTS,
+    Case,
+    draw,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_seed_draws_the_same_fault_again_and_seeds_draw_all_of_them() -> None:
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    drawn = [draw(seed) for seed in range(3000)]
+    assert {(case.family, case.on) for case in drawn} == set(itertools.product(FAMILIES, ("virtual", "processes")))
+    assert {case.scheme for case in drawn} == {scheme for schemes in FAMILIES.values() for scheme in schemes}
+    assert {case.fault for case in drawn} == {*MESSAGE_FAULTS, "die", *PROCESS_FAULTS}
+    assert {case.phase for case in drawn if case.fault == "kill"} == set(PHASES)
+    in_lab = {draw(seed, hosts=3).fault for seed in range(300)}
+    assert in_lab == {*PROCESS_FAULTS, *LINK_FAULTS}
+
+
+def test_virtual_faults_break_no_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--seed", "3", "--faults", "12", "--on", "virtual", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["faults"], found["violations"], found["on_processes"]) == (12, [], 0)
+    assert 0 < found["struck"] <= 12 and found["seconds"] > 0 and sum(found["families"].values()) == 12
+
+
+def test_a_broken_promise_names_the_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "_undisturbed", lambda family, scheme: torch.zeros(1))
+    seed = next(seed for seed in range(100) if draw(seed, "virtual", "dense").fault == "delay")
+    arguments = ["--seed", str(seed), "--faults", "1", "--on", "virtual", "--scheme", "dense"]
+    assert main(["chaos", *arguments, "--json"]) == 1
+    said = capsys.readouterr()
+    (violation,) = json.loads(said.out.splitlines()[-1])["violations"]
+    assert violation["seed"] == seed and f"seed {seed} breaks a promise" in said.err
+    assert main(["chaos", "--faults", "0"]) == 2 and "give 1 or more" in capsys.readouterr().err
+    assert main(["chaos", "--scheme", "silent"]) == 2 and "says nothing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PROCESS_FAULTS)
+def test_faults_of_real_processes_break_no_promise(fault: str) -> None:
+    phase = "checkpoint" if fault in ("full disk", "restart") else "talk"
+    outcome = processes.check(Case(0, "processes", "all-gather", "topk:rho=0.05", fault, phase, 1, 3))
+    assert outcome.struck and not outcome.broken
+
+
+def test_mass_that_no_checkpoint_owes_is_found(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    layout = Layout.of(["w"], [50])
+    given = torch.randn(2, 50, generator=draw)
+    tallies = [Tally(tmp_path, rank) for rank in (0, 1)]
+    for tally, gradient in zip(tallies, given, strict=True):
+        tally.give(Bucket(0, layout, gradient, is_last=True))
+        tally.apply(Bucket(0, layout, torch.ones(50), is_last=True))
+        tally.save(2)
+        tally.load(2)
+    for lost in (0.0, 0.1):
+        owed = given - 1
+        owed[1, 7] -= lost
+        assert bool(imbalance([tally.sums for tally in tallies], [{"w": row} for row in owed])) == bool(lost)
+
+
+def test_a_soak_tells_what_grows() -> None:
+    flat = [dict.fromkeys(soak.QUANTITIES, 100.0)] * 60
+    assert soak._judge("rank 0", flat)["flat"]
+    for quantity in soak.QUANTITIES:
+        grown = [{**sample, quantity: 100.0 + number} for number, sample in enumerate(flat)]
+        row = soak._judge("rank 0", grown)
+        assert not row["flat"] and soak._line(row).endswith("it grows")
+
+
+def test_every_promise_has_a_test_that_exists() -> None:
+    page = (ROOT / "docs" / "promises.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| promise", "| **"))]
+    for row in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", row)
+        assert named, f"no test is named for: {row}"
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"
+    assert len(rows) > 20

@@ -1,0 +1,311 @@
+"""attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic import kernels
+from laconic.adapters.alike import check_common, check_names
+from laconic.adapters.switch import HookSwitch, check_free
+from laconic.adapters.torch_hooks import TorchHookSession
+from laconic.errors import SchemeError
+from laconic.layout import Bucket, Layout, plain_name
+from laconic.paths import bytes_out
+from laconic.recipes import parse
+from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
+from laconic.server.client import ServerClient
+from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.session import (
+    Background,
+    OnDrift,
+    Replicas,
+    SavedTogether,
+    Session,
+    Stats,
+    belongs_on_host,
+    check_on_drift,
+)
+from laconic.transport import (
+    Everyone,
+    Group,
+    Transport,
+    exchange_addresses,
+    longest_message,
+    own_group,
+    ring_bytes,
+)
+
+# Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
+WORTH_A_PIPELINE = 1 << 22
+
+
+@runtime_checkable
+class Attached(Protocol):
+    """What attach() returns, whatever the scheme."""
+
+    @property
+    def transport(self) -> Transport | None:
+        """What the workers talk through; None where PyTorch's own hook does it."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong while the backward pass went on, if anything did."""
+
+    @property
+    def last_step_finite(self) -> bool:
+        """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
+
+    def check_replicas_(self) -> None:
+        """Compare the parameters of all ranks now, as every `drift_every` steps; a call that all make between steps."""
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state, to be saved per rank."""
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from a list of all ranks' states."""
+
+    def gather_state(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
+
+    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make."""
+
+    def close(self) -> None:
+        """End the session's thread; the interpreter's exit does the same."""
+
+
+class GradScaler(Protocol):
+    """What is asked of a torch.amp.GradScaler."""
+
+    def get_scale(self) -> float: ...
+
+
+class SessionOptions(TypedDict, total=False):
+    """Those of attach() that concern a session, wherever its buckets come from."""
+
+    grad_scaler: GradScaler | None
+    pipeline: bool | None
+    on_nonfinite: Literal["nan", "zero"]
+    on_drift: OnDrift
+    drift_every: int
+
+
+def attach_to_ddp(
+    ddp: nn.Module,
+    scheme: Scheme | TorchHook,
+    *,
+    servers: Sequence[int] = (),
+    timeout_s: float | None = None,
+    **options: Unpack[SessionOptions],
+) -> Attached:
+    """What laconic.attach() does for a DistributedDataParallel, whose options it takes."""
+    ddp, named, device = ready(ddp, scheme)
+    ranks: ProcessGroup = ddp.process_group
+    transport: Transport
+    if servers:
+        scheme = served_scheme(scheme)
+        longest = longest_message([*ddp.parameters(), *ddp.buffers()])
+        undoes = options.get("grad_scaler") is not None
+        terms = greeting(scheme, undoes=undoes, holds_idle=ddp.find_unused_parameters, longest=longest)
+        addresses = exchange_addresses(servers, None)
+        transport = ServerClient(ranks.rank(), ranks.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
+    else:
+        own = own_group(ranks, device, timeout_s)
+        if isinstance(scheme, TorchHook):
+            return TorchHookSession(ddp, scheme, own)
+        transport = Group(own, device)
+    holds_idle = ddp.find_unused_parameters
+    adapter = DdpAdapter(named, scheme, transport, Everyone(ranks), device, holds_idle=holds_idle, **options)
+    HookSwitch.of(ddp).listener = adapter.submit
+    if transport.rank == 0:
+        for remark in adapter.remarks():
+            warnings.warn(remark, stacklevel=3)
+        if servers and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
+            warnings.warn(
+                "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
+                "build DistributedDataParallel(..., broadcast_buffers=False)",
+                stacklevel=3,
+            )
+    return adapter
+
+
+def ready(
+    ddp: nn.Module, scheme: AnyScheme | str
+) -> tuple[DistributedDataParallel, dict[str, nn.Parameter], torch.device]:
+    """(the module, its parameters, where they are), once it is known that it can take a session on all ranks."""
+    ddp = _checked(ddp)
+    named = dict(ddp.module.named_parameters())
+    device = only_device(named)
+    check_common(ddp.module, scheme, ddp.process_group, device)  # or ranks would wait until the group's timeout
+    return ddp, named, device
+
+
+def check_options(scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on_nonfinite: str, on_drift: str) -> None:
+    """SchemeError where these do not go together."""
+    if on_nonfinite not in ("nan", "zero"):
+        raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
+    check_on_drift(on_drift)
+    if on_nonfinite == "zero" and grad_scaler is not None:
+        raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
+    if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
+        raise SchemeError(f"{scheme} is PyTorch's own hook; leave on_nonfinite out, and look at last_step_finite")
+
+
+def of_gradients(scheme: AnyScheme | str) -> Scheme | TorchHook:
+    """The scheme, if it is one of gradients."""
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if isinstance(scheme, GossipScheme):
+        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
+    if not isinstance(scheme, Scheme | TorchHook):
+        raise SchemeError(
+            f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
+            "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
+        )
+    return scheme
+
+
+def _checked(ddp: nn.Module) -> DistributedDataParallel:
+    """The module, if it is one of DDP's and can take a hook."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise SchemeError(
+            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; "
+            "write attach(DistributedDataParallel(model), scheme)"
+        )
+    check_free(ddp)
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise SchemeError(
+                f"{name or 'the model'} makes sparse gradients, which laconic cannot add; set sparse=False"
+            )
+    return ddp
+
+
+def only_device(named: Mapping[str, Tensor]) -> torch.device:
+    """Where the gradients are; an error where laconic cannot work on them."""
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise SchemeError(
+                f"the gradient of {name!r} is {parameter.dtype}; laconic exchanges real floating-point ones"
+            )
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
+    return devices.pop()
+
+
+class DdpAdapter(SavedTogether):
+    """Feeds a session with DDP's buckets through a background thread.
+
+    `named` are the model's parameters as far as they are known; others get names by their place in DDP's first buckets.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        scheme: Scheme,
+        transport: Transport,
+        everyone: Everyone,
+        device: torch.device,
+        *,
+        grad_scaler: GradScaler | None = None,
+        holds_idle: bool = False,
+        pipeline: bool | None = None,
+        on_nonfinite: Literal["nan", "zero"] = "nan",
+        on_drift: OnDrift = "warn",
+        drift_every: int = 100,
+    ) -> None:
+        self.session = Session(
+            scheme,
+            transport,
+            loss_scale=grad_scaler.get_scale if grad_scaler else None,
+            holds_idle=holds_idle,
+            zeroes=on_nonfinite == "zero",
+        )
+        self.transport = transport
+        self.everyone = everyone
+        self._device = device
+        self._named = dict(named)
+        self._names = {p: plain_name(name) for name, p in named.items()}
+        trained = [p for p in self._names if p.requires_grad]
+        self._model = self._layout(trained)
+        self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
+        if pipeline is None:
+            pipeline = self._model.num_entries >= WORTH_A_PIPELINE
+        self._replicas = None  # who is silent has a model of its own
+        if scheme.talks:
+            self._replicas = Replicas(self._named, transport, every=drift_every, on_drift=on_drift)
+        self._background = Background(
+            self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
+        )
+
+    def remarks(self) -> list[str]:
+        """What a user should know before training."""
+        scheme = self.session.scheme
+        num_workers = self.transport.num_workers
+        here = bytes_out(scheme, self._model, num_workers)
+        dense = ring_bytes(2 * self._model.num_entries, num_workers)
+        found = []
+        if not scheme.exchange.adds_in_flight and here > 1.02 * dense:  # headers aside
+            cure = "bf16, or a smaller rho" if scheme.has_owners else "bf16, a smaller rho, or a server"
+            found.append(
+                f"{scheme} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
+                f"use {cure}"
+            )
+        slower = None if self._on_host else kernels.missing(self._device)
+        if slower is not None:
+            found.append(slower)
+        return found
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong in the session's thread."""
+        return self._background.error
+
+    @property
+    def last_step_finite(self) -> bool:
+        return self.session.last_step_finite
+
+    def check_replicas_(self) -> None:
+        if self._replicas is not None:
+            self._replicas.check_()
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Exchange one of DDP's buckets, in the background."""
+        layout = self._layout(bucket.parameters())
+        return self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
+
+    def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        for parameter in parameters:
+            if parameter not in self._names:
+                self._names[parameter] = f"parameter {len(self._names)}"
+                self._named[self._names[parameter]] = parameter
+        return Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        check_names([saved] if isinstance(saved, Mapping) else saved, self._names.values())
+        self.session.load_state_dict(saved)
+
+    def stop(self) -> None:
+        """End the session's thread; the transport stays open."""
+        self._background.close()
+
+    def close(self) -> None:
+        self.stop()
+        self.transport.close()

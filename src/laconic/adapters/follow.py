@@ -1,0 +1,138 @@
+"""follow(model, optimizer, scheme): a model that trains alone, and agrees with the others or gossips."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from laconic.adapters.alike import begin_alike_, check_common, tensors_of
+from laconic.adapters.shards import check_replicas, shard_of
+from laconic.errors import SchemeError
+from laconic.recipes import parse
+from laconic.replicas.gossip import Follower
+from laconic.replicas.outer import MakeOptimizer, OuterFollower
+from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
+from laconic.server.client import ServerClient
+from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.session import OnDrift
+from laconic.transport import (
+    Everyone,
+    Group,
+    ProcessGroup,
+    TcpMailbox,
+    counterparts,
+    exchange_addresses,
+    longest_message,
+    open_mailbox,
+    own_group,
+    ranks_that_differ,
+    world,
+    world_without,
+)
+
+Following = Follower | OuterFollower
+
+
+def follow_others(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: AnyScheme | str,
+    *,
+    group: ProcessGroup | None = None,
+    outer: MakeOptimizer | None = None,
+    within: ProcessGroup | None = None,
+    on_host: bool = False,
+    servers: Sequence[int] = (),
+    timeout_s: float | None = None,
+    on_drift: OnDrift = "warn",
+    drift_every: int = 100,
+) -> Following:
+    """What laconic.follow() does, whose options it takes, for a scheme that was chosen."""
+    scheme = _checked(model, scheme)
+    if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
+        raise SchemeError(f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out")
+    if servers and within is not None:
+        raise SchemeError("servers answer single processes, and within= makes nodes of several; give one of the two")
+    if servers:
+        served_scheme(scheme)  # refused before anyone waits
+    is_sharded = check_replicas(model, group)
+    group = group or (world_without(servers) if servers else world())
+    device = next(model.parameters()).device
+    check_common(model, scheme, group, device)
+    meeting = Group(own_group(group, device, timeout_s), device)
+    begin_alike_(model, group, meeting, device)
+    if isinstance(scheme, OuterScheme):
+        inside = None
+        if within is not None:
+            inside = Group(own_group(within, device, timeout_s), device)
+            meeting.close()
+            meeting = Group(counterparts(group, within, device, timeout_s), device)
+        end = _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S)
+        home = torch.device("cpu") if on_host else None
+        follower = OuterFollower(
+            model,
+            optimizer,
+            scheme,
+            end,
+            outer=outer,
+            within=inside,
+            home=home,
+            on_drift=on_drift,
+            drift_every=drift_every,
+            shard=shard_of(model),
+        )
+        follower.everyone = Everyone(world() if is_sharded else group)
+        if strangers := ranks_that_differ(group, device, follower.outer):
+            follower.close()
+            raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
+        return follower
+    gossiper = gossip_among(model, optimizer, scheme, meeting, timeout_s or TIMEOUT_S)
+    gossiper.everyone = Everyone(group)
+    return gossiper
+
+
+def gossip_among(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheme: GossipScheme,
+    meeting: Group,
+    timeout_s: float = TIMEOUT_S,
+) -> Follower:
+    """One of a gossip among all who meet there, whose model begins as it is; a call that all of them make."""
+    end: Group | TcpMailbox = meeting
+    if scheme.exchange.mode != "matched":
+        longest = longest_message(tensors_of(model))
+        end = open_mailbox(meeting, scheme.exchange.patience, timeout_s, longest)
+        meeting.close()
+    return Follower(model, optimizer, scheme, end)
+
+
+def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:
+    """The scheme, if it is one of models and this model can follow."""
+    if isinstance(scheme, str):
+        scheme = parse(scheme)
+    if not isinstance(scheme, GossipScheme | OuterScheme):
+        raise SchemeError(
+            f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
+            "streaming or gossip"
+        )
+    if hasattr(model, "register_comm_hook"):
+        raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
+    if isinstance(scheme, GossipScheme) and any(hasattr(p, "to_local") for p in model.parameters()):
+        raise SchemeError(f"{scheme} takes whole models, and this one is sharded; use one like streaming")
+    if next(model.parameters(), None) is None:
+        raise SchemeError("the model has no parameters; follow one that has")
+    return scheme
+
+
+def _end(
+    model: nn.Module, scheme: OuterScheme, meeting: Group, servers: Sequence[int], timeout_s: float
+) -> Group | ServerClient:
+    """This worker's end of the network that drifts go through."""
+    if not servers:
+        return meeting
+    meeting.close()
+    longest = longest_message(tensors_of(model))
+    terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
+    addresses = exchange_addresses(servers, None)
+    return ServerClient(meeting.rank, meeting.num_workers, addresses, terms, timeout_s, longest)

@@ -1,0 +1,126 @@
+"""hook(scheme): the pair that register_comm_hook takes, for who builds DDP out of sight."""
+
+# No deferred annotations here: DDP checks those of its hook.
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup
+from torch.futures import Future
+
+from laconic.adapters.alike import check_common
+from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
+from laconic.adapters.switch import unwrapped
+from laconic.errors import SchemeError, StateError
+from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.session import SavedTogether, Stats
+from laconic.transport import Everyone, Group, own_group, world
+
+
+def hook(
+    scheme: AnyScheme | str,
+    model: nn.Module | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    find_unused_parameters: bool = False,
+    timeout_s: float | None = None,
+    **options: Unpack[SessionOptions],
+) -> tuple["HookSession", Callable[["HookSession", GradBucket], Future[Tensor]]]:
+    """(state, hook) for whoever calls register_comm_hook(state, hook) itself; a pair for each module, on all its ranks.
+
+    The session begins in the first backward pass. A hook is not told of its DistributedDataParallel: say here if that
+    has a `group` other than all ranks, or `find_unused_parameters`. Without `model` parameters go by their place in
+    DDP's first buckets: a state then fits the same model with the same bucket_cap_mb. Servers need attach().
+    """
+    scheme = of_gradients(scheme)
+    if isinstance(scheme, TorchHook):
+        raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
+    check_options(
+        scheme, options.get("grad_scaler"), options.get("on_nonfinite", "nan"), options.get("on_drift", "warn")
+    )
+    state = HookSession(scheme, model, group, timeout_s, holds_idle=find_unused_parameters, options=options)
+    return state, HookSession.run
+
+
+class HookSession(SavedTogether):
+    """A session that begins with the first bucket; before, it only takes a state to continue from."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        model: nn.Module | None,
+        group: ProcessGroup | None,
+        timeout_s: float | None,
+        *,
+        holds_idle: bool,
+        options: SessionOptions,
+    ) -> None:
+        self._scheme = scheme
+        self._model = model
+        self._group = group
+        self._timeout_s = timeout_s
+        self._holds_idle = holds_idle
+        self._options = options
+        self._adapter: DdpAdapter | None = None
+        self._saved: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+
+    def run(self, bucket: GradBucket) -> Future[Tensor]:
+        """Exchange one of DDP's buckets, in the background."""
+        if self._adapter is None:
+            self._adapter = self._begun(bucket.parameters())
+        return self._adapter.submit(bucket)
+
+    def _begun(self, first: Sequence[Tensor]) -> DdpAdapter:
+        """The adapter, made by all ranks with the parameters of their first bucket, which is the same on each."""
+        group = self._group or world()
+        named = {f"parameter {place}": parameter for place, parameter in enumerate(first)}
+        if self._model is not None:
+            named = dict(unwrapped(self._model).named_parameters())
+        device = only_device(named)
+        check_common(named, self._scheme, group, device)
+        transport = Group(own_group(group, device, self._timeout_s), device)
+        everyone = Everyone(group)
+        adapter = DdpAdapter(
+            named, self._scheme, transport, everyone, device, holds_idle=self._holds_idle, **self._options
+        )
+        if transport.rank == 0:
+            for remark in adapter.remarks():
+                warnings.warn(remark, stacklevel=2)
+        if self._saved is not None:
+            self._load(adapter, self._saved)
+            self._saved = None
+        return adapter
+
+    def _load(self, adapter: DdpAdapter, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Without the model it is not known yet which names there will be."""
+        (adapter.session if self._model is None else adapter).load_state_dict(saved)
+
+    @property
+    def session(self) -> DdpAdapter:
+        """What attach() would have returned."""
+        if self._adapter is None:
+            raise StateError("this hook has not been called yet; ask after the first backward pass")
+        return self._adapter
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        """Those of the session."""
+        return self.session.stats(ages=ages)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        if self._adapter is None:
+            self._saved = saved
+        else:
+            self._load(self._adapter, saved)
+
+    def _all_ranks(self) -> Everyone:
+        return Everyone(self._group or world())
+
+    def close(self) -> None:
+        """End the session's thread."""
+        if self._adapter is not None:
+            self._adapter.close()

@@ -1,0 +1,285 @@
+"""What may be slow or wrong, one function each: findings from what was seen, and nothing else."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from laconic.doctor.facts import HostFacts
+from laconic.doctor.finding import Finding
+from laconic.doctor.interfaces import Interface
+from laconic.planning import PairLink
+from laconic.planning.pairs import EchoTimes
+
+_USUAL_MTU = 1500
+_TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %
+_SLOWER_WORK = 1.25
+_CLOCKS_S = 0.01
+_TUNNELS = {"tun", "wireguard", "vxlan", "geneve", "ipip", "gre", "gretap", "sit", "ip6tnl", "vti", "xfrm"}
+_BRIDGES = {"bridge", "openvswitch"}
+_TUNNEL_NAMES = re.compile(r"(tun|tap|wg|zt|tailscale|flannel|cali|vxlan|weave)")
+_BRIDGE_NAMES = re.compile(r"(docker|br-|cni|virbr|lxcbr|podman)")
+_DOCKERS_OWN = ipaddress.ip_network("172.17.0.0/16")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Everything that was seen: facts by rank, and what was measured between the first ranks of hosts."""
+
+    facts: tuple[HostFacts, ...]
+    links: tuple[PairLink, ...] = ()
+    clocks: Mapping[int, EchoTimes] = field(default_factory=dict)  # by rank, as the first one sees them
+    narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
+    nominal_bits_per_s: float | None = None  # of every link, where somebody says so
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """The first rank of each host."""
+        machines = [facts.machine for facts in self.facts]
+        return [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
+
+    @property
+    def hosts(self) -> list[HostFacts]:
+        """The facts of each host's first rank."""
+        return [self.facts[rank] for rank in self.leaders]
+
+    @property
+    def pairs(self) -> list[PairLink]:
+        """Every link between hosts whose rate is known, not only that it is no less."""
+        return [
+            pair
+            for pair in self.links
+            if pair.settled and self.facts[pair.source].machine != self.facts[pair.target].machine
+        ]
+
+    def nominal(self, pair: PairLink) -> float | None:
+        """What a link is said to carry: the lesser of its ends."""
+        if self.nominal_bits_per_s is not None:
+            return self.nominal_bits_per_s
+        ends = [self.facts[rank].used for rank in (pair.source, pair.target)]
+        told = [end.bits_per_s for end in ends if end is not None and end.bits_per_s is not None]
+        return min(told, default=None)
+
+    def way(self, pair: PairLink) -> str:
+        """Its ends by name."""
+        return f"{self.facts[pair.source].host} to {self.facts[pair.target].host}"
+
+
+def interface(seen: Seen) -> Iterator[Finding]:
+    """Gloo talks through another interface than the one that joins the hosts."""
+    for facts in seen.hosts:
+        asked = facts.asked_interface.split(",")[0]
+        if asked and facts.interfaces and asked not in facts.interfaces:
+            names = ", ".join(facts.interfaces)
+            yield Finding(
+                "interface",
+                facts.host,
+                f"GLOO_SOCKET_IFNAME={asked}, which is not there",
+                f"one of {names}",
+                _name_it(facts.towards),
+            )
+        elif _differ(facts.used, facts.towards) and (asked or len(seen.hosts) > 1):
+            assert facts.used and facts.towards
+            yield Finding(
+                "interface",
+                facts.host,
+                f"Gloo uses {facts.used.name} ({facts.used.address})",
+                f"{facts.towards.name} ({facts.towards.address}), by which the other hosts are reached",
+                _name_it(facts.towards),
+            )
+
+
+def tunnel_or_bridge(seen: Seen) -> Iterator[Finding]:
+    """A tunnel or a container's bridge lies between the hosts."""
+    for facts in seen.hosts:
+        if facts.used is None or not (between := _between(facts.used)):
+            continue
+        cure = {
+            "tunnel": "use the interface below it where the network may be trusted; its cipher and headers cost",
+            "bridge": "give containers the host's network (docker run --network=host), and name its interface",
+        }[between]
+        yield Finding(
+            "tunnel or bridge",
+            facts.host,
+            f"{facts.used.name} is a {between} ({facts.used.kind or 'by its name'})",
+            "a device of the host",
+            cure,
+        )
+
+
+def rate(seen: Seen) -> Iterator[Finding]:
+    """A link carries much less than it is said to."""
+    for pair in seen.pairs:
+        nominal = seen.nominal(pair)
+        if nominal is not None and 8 * pair.bytes_per_s < _TOO_SLOW * nominal:
+            yield Finding(
+                "rate",
+                seen.way(pair),
+                _bits(8 * pair.bytes_per_s),
+                f"{_bits(nominal)} nominal",
+                "look for other traffic, a shaper, a half-duplex port or a cable (ethtool); many streams may do more",
+            )
+
+
+def slow_link(seen: Seen) -> Iterator[Finding]:
+    """The links of one host, or one way of a link, are much slower than the others."""
+    if len(seen.pairs) == 2:
+        there, back = sorted(seen.pairs, key=lambda pair: pair.bytes_per_s)
+        if there.bytes_per_s < _TOO_SLOW * back.bytes_per_s:
+            measured, other = _bits(8 * there.bytes_per_s), _bits(8 * back.bytes_per_s)
+            cure = "look at what shapes or fills that way alone (a firewall, an upload limit)"
+            yield Finding("slow link", seen.way(there), measured, f"{other}, as the other way", cure)
+        return
+    for rank in seen.leaders:
+        own = [8 * pair.bytes_per_s for pair in seen.pairs if rank in (pair.source, pair.target)]
+        others = [8 * pair.bytes_per_s for pair in seen.pairs if rank not in (pair.source, pair.target)]
+        if own and others and statistics.median(own) < _TOO_SLOW * statistics.median(others):
+            yield Finding(
+                "slow link",
+                seen.facts[rank].host,
+                _bits(statistics.median(own)),
+                f"{_bits(statistics.median(others))}, as between the others",
+                "look at its cable, port and interface, or leave it out: all wait for it",
+            )
+
+
+def mtu(seen: Seen) -> Iterator[Finding]:
+    """Packets must be shorter than usual, or than another host's, or get lost on the way."""
+    used = [(facts.host, facts.used.mtu) for facts in seen.hosts if facts.used and facts.used.mtu]
+    most = max((size for _, size in used), default=0)
+    for host, size in used:
+        if size < most:
+            yield Finding("MTU", host, f"{size}", f"{most}, as elsewhere", f"set it to one value on all hosts, {size}")
+        elif size < _USUAL_MTU:
+            cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
+            yield Finding("MTU", host, f"{size}", f"{_USUAL_MTU}", cure)
+    for source, target, size in seen.narrow_paths:
+        way = f"{seen.facts[source].host} to {seen.facts[target].host}"
+        cure = "lower the MTU of the interface to what the way takes, or raise that of the switch or tunnel"
+        yield Finding("MTU", way, f"packets of {size} bytes get lost", "they arrive as short ones do", cure)
+
+
+def congestion_control(seen: Seen) -> Iterator[Finding]:
+    """TCP sends at a pace that connections which take turns do not let it find."""
+    for facts in seen.hosts if len(seen.hosts) > 1 else ():
+        if facts.congestion_control.startswith("bbr"):
+            yield Finding(
+                "congestion control",
+                facts.host,
+                facts.congestion_control,
+                "cubic: connections to peers take turns, and BBR goes on at the pace of each one's last",
+                "sysctl -w net.ipv4.tcp_congestion_control=cubic, unless packets get lost on the way",
+            )
+
+
+def slow_host(seen: Seen) -> Iterator[Finding]:
+    """One host computes more slowly than the others."""
+    taken = [min(f.work_s for f in seen.facts if f.machine == host.machine) for host in seen.hosts]
+    for number, (facts, seconds) in enumerate(zip(seen.hosts, taken, strict=True)):
+        others = taken[:number] + taken[number + 1 :]
+        if others and seconds > _SLOWER_WORK * statistics.median(others):
+            yield Finding(
+                "slow host",
+                facts.host,
+                f"{1e3 * seconds:.1f} ms for a fixed piece of work",
+                f"{1e3 * statistics.median(others):.1f} ms, as elsewhere",
+                "see what else runs there (top), its clock rate and its cooling, or leave it out: all wait for it",
+            )
+
+
+def threads(seen: Seen) -> Iterator[Finding]:
+    """The processes of a host have more threads than it has cores."""
+    for host in seen.hosts:
+        here = [facts for facts in seen.facts if facts.machine == host.machine]
+        num_threads = sum(facts.num_threads for facts in here)
+        if num_threads > host.num_cores:
+            yield Finding(
+                "threads",
+                host.host,
+                f"{num_threads} threads of {len(here)} {'process' if len(here) == 1 else 'processes'}",
+                f"{host.num_cores} cores",
+                f"export OMP_NUM_THREADS={max(1, host.num_cores // len(here))}",
+            )
+
+
+def kernels(seen: Seen) -> Iterator[Finding]:
+    """laconic runs on its reference kernels."""
+    for facts in seen.hosts:
+        if facts.kernels:
+            asked = "LACONIC_KERNELS" in facts.kernels
+            cure = (
+                "unset LACONIC_KERNELS" if asked else "install a C++17 compiler (triton for CUDA), then laconic again"
+            )
+            yield Finding("kernels", facts.host, facts.kernels, "native kernels", cure)
+
+
+def clocks(seen: Seen) -> Iterator[Finding]:
+    """Clocks differ, so that logs and timeouts of hosts do not fit together."""
+    for rank, clock in seen.clocks.items():
+        if abs(clock.ahead_s) - clock.error_s > _CLOCKS_S:
+            yield Finding(
+                "clocks",
+                seen.facts[rank].host,
+                f"{1e3 * clock.ahead_s:+.0f} ms beside {seen.facts[0].host}",
+                f"within {1e3 * _CLOCKS_S:.0f} ms",
+                "run chrony or another client of NTP on all hosts",
+            )
+
+
+def versions(seen: Seen) -> Iterator[Finding]:
+    """Ranks run other releases."""
+    told = set()
+    for facts in seen.facts[1:]:
+        for name, version in facts.versions.items():
+            first = seen.facts[0].versions[name]
+            if version != first and (facts.machine, name) not in told:
+                told.add((facts.machine, name))
+                where = f"{first}, as on {seen.facts[0].host}"
+                yield Finding("versions", facts.host, f"{name} {version}", where, f"install {name} {first} there")
+
+
+CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
+    versions,
+    interface,
+    tunnel_or_bridge,
+    rate,
+    slow_link,
+    mtu,
+    congestion_control,
+    slow_host,
+    threads,
+    kernels,
+    clocks,
+)
+
+
+def _differ(used: Interface | None, towards: Interface | None) -> bool:
+    """Whether both are known, and neither is the loopback, by which a host only talks to itself."""
+    if used is None or towards is None or "lo" in (used.name, towards.name):
+        return False
+    return used.name != towards.name
+
+
+def _name_it(towards: Interface | None) -> str:
+    name = towards.name if towards and towards.name != "lo" else "the interface that joins your hosts"
+    return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}" if " " not in name else f"name {name} in it"
+
+
+def _between(used: Interface) -> str:
+    """Which of the two it is, or nothing."""
+    if used.kind in _TUNNELS or _TUNNEL_NAMES.match(used.name):
+        return "tunnel"
+    if used.kind in _BRIDGES or _BRIDGE_NAMES.match(used.name):
+        return "bridge"
+    # Inside a container the interface is a veth, and the bridge is outside.
+    is_dockers = used.kind == "veth" and used.address and ipaddress.ip_address(used.address) in _DOCKERS_OWN
+    return "bridge" if is_dockers else ""
+
+
+def _bits(per_s: float) -> str:
+    scale, unit = next((scale, unit) for scale, unit in ((1e9, "G"), (1e6, "M"), (0, "k")) if per_s >= scale)
+    return f"{per_s / (scale or 1e3):.3g} {unit}bit/s"

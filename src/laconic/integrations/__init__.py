@@ -1,0 +1,1 @@
+"""What users of Accelerate, Lightning and Transformers import: one file each."""

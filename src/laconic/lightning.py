@@ -1,5 +1,0 @@
-"""laconic.lightning: what its users import."""
-
-from laconic.attach.lightning import LaconicStrategy
-
-__all__ = ["LaconicStrategy"]

@@ -1,0 +1,359 @@
+"""scheme="auto": begin with what is simple, plan after some steps, go on under the choice, see whether it holds."""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+
+from laconic.adapters import DdpAdapter, HookSwitch, SessionOptions, ready
+from laconic.adapters.ddp import WORTH_A_PIPELINE
+from laconic.errors import SchemeError, StateError
+from laconic.layout import Layout, plain_name
+from laconic.planning.answer import Plan, answer
+from laconic.planning.candidates import AUTOMATIC, candidate
+from laconic.planning.compute import Compute
+from laconic.planning.link_costs import slowest
+from laconic.planning.penalties import kind_of, optimizer_name
+from laconic.planning.rehearsals import measure_exchanges
+from laconic.recipes import parse
+from laconic.replicas.gossip import Follower
+from laconic.replicas.outer import OuterFollower
+from laconic.replicas.outer.fragments import bucket_layouts, trained_of
+from laconic.scheme import Scheme
+from laconic.session import SavedTogether, Stats
+from laconic.transport import Everyone, Group, ProcessGroup, own_group
+
+_PLAIN = "bf16"  # what gradients begin under, and go back to
+_FIRST_DRIFT = "local:every=8"
+_PLANS_AT = 6  # the step of gradients; DDP cuts its buckets anew after the first
+_UNSETTLED = 2  # steps under a scheme that are not looked at
+_JUDGES_AT = 8  # the step under a choice
+_MAY_BE_SLOWER = 1.03  # than bf16, to the same loss
+_CHANGED = 1.5  # times the step that was foretold, from which on there is advice
+_RECENT = 50  # steps that advice looks at
+_AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow(model, optimizer, 'auto')"
+
+
+class AutoSession(SavedTogether):
+    """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        timeout_s: float | None,
+        **options: Unpack[SessionOptions],
+    ) -> None:
+        ddp, named, device = ready(module, "auto")
+        self.transport = Group(own_group(ddp.process_group, device, timeout_s), device)
+        self.everyone: Everyone = Everyone(ddp.process_group)
+        self.plan: Plan | None = None  # once there is one
+        self._group = ddp.process_group
+        self._model = ddp.module
+        self._device = device
+        self._make = partial(self._adapted, named, holds_idle=ddp.find_unused_parameters, **options)
+        self._names = {p: plain_name(name) for name, p in ddp.module.named_parameters()}
+        self._adapter = self._make(_PLAIN)
+        self._choice: str | None = None  # None while it is open
+        self._next: str | None = None  # what the next step begins with
+        self._plain_s = 0.0  # of a step under bf16
+        self._landed_at = 0.0  # when the last step's gradient was there
+        self._begin()
+        HookSwitch.of(ddp).listener = self._heard
+
+    def _adapted(self, named: Mapping[str, Tensor], text: str, **options: Any) -> DdpAdapter:
+        """An adapter under the scheme that a text names."""
+        scheme = parse(text)
+        assert isinstance(scheme, Scheme)
+        return DdpAdapter(named, scheme, self.transport, self.everyone, self._device, **options)
+
+    def _begin(self) -> None:
+        """Count steps anew."""
+        self._steps = 0
+        self._arrivals: list[float] = []  # of this step's buckets, since the last step's gradient was there
+        self._arrivals_by_step: list[list[float]] = []
+        self._step_s: list[float] = []
+        self._under_way: list[Future[Tensor]] = []
+        self._gradients: list[tuple[Layout, Tensor]] = []
+
+    def _heard(self, bucket: GradBucket) -> Future[Tensor]:
+        """Pass a bucket on, and note when it came; before the last one of a certain step, plan."""
+        if not self._arrivals and self._next is not None:
+            self._turn_to(self._next)
+        plans = self._choice is None and self._steps == _PLANS_AT
+        if self._choice is None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # when it is there, not when it was asked for
+        self._arrivals.append(time.perf_counter() - self._landed_at)
+        if plans:
+            parameters = bucket.parameters()
+            layout = Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
+            self._gradients.append((layout, bucket.buffer().detach().float().clone()))
+        if plans and bucket.is_last():
+            self._plan()
+        landed = self._adapter.submit(bucket)
+        self._under_way.append(landed)
+        if bucket.is_last():
+            self._end_step(landed)
+        return landed
+
+    def _end_step(self, last: Future[Tensor]) -> None:
+        begun_at = self._landed_at
+        settled = self._steps >= _UNSETTLED
+        if settled and self._choice is None:
+            self._arrivals_by_step.append(self._arrivals)
+        steps_s = self._step_s
+
+        def landed(_: Future[Tensor]) -> None:
+            self._landed_at = time.perf_counter()
+            if settled:
+                steps_s.append(self._landed_at - begun_at)
+                del steps_s[:-_RECENT]
+
+        last.add_done_callback(landed)
+        self._arrivals = []
+        self._under_way = []
+        self._steps += 1
+        if self._steps == _JUDGES_AT and self._plain_s:
+            last.wait()
+            self._judge()
+
+    def _plan(self) -> None:
+        """Measure and choose, between two buckets, when nothing is on its way."""
+        for landed in self._under_way:
+            landed.wait()
+        asked = [candidate(text) for text in AUTOMATIC]
+        asked = [one for one in asked if isinstance(one.scheme, Scheme)]
+        # Who trains what is not known here; most train transformers so.
+        optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
+        with self.transport.traffic.uncounted():
+            places = [statistics.median(column) for column in zip(*self._arrivals_by_step, strict=True)]
+            arrivals = [slowest(self.transport, place) for place in places]
+            # The optimizer's step, forward and backward lie between two exchanges.
+            compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
+            measured = measure_exchanges(
+                asked, self._gradients, self._model, optimizer, compute, self.transport, self._group
+            )
+            self._plain_s = slowest(self.transport, statistics.median(self._step_s))
+        measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
+        self._gradients = []
+        self.plan = answer(measured)
+        self._choice = self.plan.pick
+        _say(self.transport.rank, f"auto goes on under {self.plan.pick}: {self.plan.reasons[0]}")
+        if self.plan.pick == _PLAIN:
+            self._plain_s = 0.0  # nothing to judge
+        else:
+            self._next = self.plan.pick
+
+    def _judge(self) -> None:
+        """Go back to bf16 where steps under the choice take so long that it is slower in all."""
+        assert self.plan is not None
+        row = next(row for row in self.plan.rows if row.scheme == self._choice)
+        with self.transport.traffic.uncounted():
+            step_s = slowest(self.transport, statistics.median(self._step_s))
+        if step_s * (row.steps_factor or 1.0) > _MAY_BE_SLOWER * self._plain_s:
+            took = f"a step takes {1e3 * step_s:.0f} ms instead of {row.step_ms:.0f}"
+            _say(self.transport.rank, f"auto goes back to {_PLAIN}: under {self._choice} {took}")
+            self._choice = self._next = _PLAIN
+        self._plain_s = 0.0
+
+    def _turn_to(self, text: str) -> None:
+        self._adapter.stop()
+        self._adapter = self._make(text)
+        self._next = None
+        self._begin()
+
+    def advice(self) -> str:
+        """One line where steps have become so slow that another scheme would pay now; else nothing."""
+        return _advice(self.plan, self._choice, self._step_s)
+
+    @property
+    def session(self) -> Any:
+        """The present one."""
+        return self._adapter.session
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._adapter.error
+
+    @property
+    def last_step_finite(self) -> bool:
+        return self._adapter.last_step_finite
+
+    def check_replicas_(self) -> None:
+        self._adapter.check_replicas_()
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self._adapter.stats(ages=ages)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"auto": self._choice, "chosen": self._adapter.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        choice, states = _chosen(saved)
+        if choice is not None and choice != self._choice:
+            self._choice = choice
+            self._turn_to(choice)
+        self._adapter.load_state_dict(states)
+
+    def close(self) -> None:
+        self._adapter.close()
+
+
+class AutoFollower(SavedTogether):
+    """What follow(model, optimizer, "auto") returns: averages at first, and after the first of them what pays."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: ProcessGroup,
+        make: Callable[[str], Follower | OuterFollower],
+        device: torch.device,
+    ) -> None:
+        self.plan: Plan | None = None  # once there is one
+        self.everyone = Everyone(group)
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
+        self._make = make
+        self._device = device
+        self._follower = make(_FIRST_DRIFT)
+        self._choice: str | None = None
+        self._begin_at = self._follower.read()
+        self._steps = 0
+        self._left_at = time.perf_counter()
+        self._alone_s: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._follower, name)  # all that is not of choosing
+
+    def step(self) -> None:
+        """Count a step; after the first agreement, plan, and go on under the choice."""
+        if self._choice is None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a plan needs each step's own time; later many even out
+        self._alone_s.append(time.perf_counter() - self._left_at)
+        del self._alone_s[:-_RECENT]
+        self._follower.step()
+        self._steps += 1
+        if self._choice is None and self._steps == _steps_of(_FIRST_DRIFT):
+            self._plan()
+        self._left_at = time.perf_counter()
+
+    def _plan(self) -> None:
+        """Measure and choose; after an agreement all models are the same."""
+        drift = self._drifts()
+        asked = [candidate(text) for text in AUTOMATIC]
+        asked = [one for one in asked if one.scheme.of_what != "gradients"]
+        transport = Group(own_group(self._group, self._device), self._device)
+        try:
+            alone_s = slowest(transport, statistics.median(self._alone_s[_UNSETTLED:]))
+            compute = _compute(alone_s, [alone_s] * len(drift), drift, self._device)
+            measured = measure_exchanges(
+                asked, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
+            )
+        finally:
+            transport.close()
+        self.plan = answer(measured)
+        self._begin_at = torch.empty(0)
+        _say(self._group.rank(), f"auto goes on under {self.plan.pick}: {self.plan.reasons[0]}")
+        self._turn_to(self.plan.pick)
+
+    def _drifts(self) -> list[tuple[Layout, Tensor]]:
+        """How far the model came since the beginning, in buckets."""
+        drift = (self._begin_at - self._follower.read()).to(self._device)
+        found = []
+        start = 0
+        for layout in bucket_layouts(trained_of(self._model)):
+            found.append((layout, drift[start : start + layout.num_entries].clone()))
+            start += layout.num_entries
+        return found
+
+    def _turn_to(self, text: str) -> None:
+        self._choice = text
+        self._follower.close()
+        self._follower = self._make(text)
+        self._alone_s = []
+
+    def advice(self) -> str:
+        """One line where steps have become so slow that another scheme would pay now; else nothing."""
+        stats = self._follower.stats()
+        waited = stats.seconds["exchange"] / stats.steps_here
+        return _advice(self.plan, self._choice, [alone_s + waited for alone_s in self._alone_s])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"auto": self._choice, "chosen": self._follower.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        choice, states = _chosen(saved)
+        if choice is not None and choice != self._choice:
+            self._turn_to(choice)
+        self._follower.load_state_dict(states)
+        self._steps = self._follower.stats().steps
+
+    def close(self) -> None:
+        self._follower.close()
+
+
+def _compute(
+    step_s: float, arrivals_s: Sequence[float], vectors: Sequence[tuple[Layout, Tensor]], device: torch.device
+) -> Compute:
+    """What is known of a step in the midst of training: how long it is, not what work beside it would cost."""
+    num_entries = tuple(layout.num_entries for layout, _ in vectors)
+    return Compute(
+        alone_s=step_s,
+        together_s=step_s,
+        arrivals_s=tuple(arrivals_s),
+        num_entries=num_entries,
+        pipelined=sum(num_entries) >= WORTH_A_PIPELINE,
+        beside=0.0 if device.type == "cuda" else 1.0,
+    )
+
+
+def _steps_of(text: str) -> int:
+    return int(parse(text).trigger.every)  # type: ignore[union-attr]
+
+
+def _chosen(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:
+    """(the choice, None if it was open, and the states under it)."""
+    states = [saved] if isinstance(saved, Mapping) else list(saved)
+    if not states or any("auto" not in state for state in states):
+        raise StateError(f"the state is of another scheme; {_AGREED_ON}")
+    chosen = [state["chosen"] for state in states]
+    return states[0]["auto"], chosen[0] if isinstance(saved, Mapping) else chosen
+
+
+def _advice(plan: Plan | None, choice: str | None, step_s: Sequence[float]) -> str:
+    """What would be picked on links so much slower that they explain why a step takes longer than was foretold."""
+    if plan is None or choice is None or len(step_s) < _JUDGES_AT:
+        return ""
+    row = next((row for row in plan.rows if row.scheme == choice), None)
+    now_ms = 1e3 * statistics.median(step_s)
+    if row is None or now_ms <= _CHANGED * row.step_ms:
+        return ""
+    waits_ms = max(row.waits_ms, 0.01 * row.step_ms)
+    rate = plan.measured.links.bits_per_s * waits_ms / (waits_ms + now_ms - row.step_ms)
+    other = plan.what_if(bits_per_s=rate)
+    said = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
+    if other.pick == choice:
+        return f"{said}; {choice} still seems best; see `laconic doctor`"
+    return f"{said}; if the links have become slower, {other.pick} would pay now: {other.line}"
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+def check_auto(*given: object) -> None:
+    """SchemeError where an option leaves auto no choice."""
+    if any(given):
+        raise SchemeError("auto chooses among what workers do by themselves; leave servers=, outer= and within= out")

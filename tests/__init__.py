@@ -1,0 +1,1 @@
+"""Tests of laconic; helpers are imported as `tests.parts`."""

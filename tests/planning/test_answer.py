@@ -1,0 +1,277 @@
+"""Predictions from parts, over cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+from laconic import SchemeError
+from laconic.layout import Layout
+from laconic.planning import (
+    AUTOMATIC,
+    CANDIDATES,
+    Compute,
+    LinkCost,
+    LinkCosts,
+    Measured,
+    Messages,
+    Rehearsal,
+    answer,
+    candidate,
+    kind_of,
+    optimizer_name,
+    part_of,
+    penalty_of,
+    predict,
+)
+from laconic.planning import penalties as room
+from laconic.planning.own_steps import _ALONE_S, _numbers
+from laconic.planning.pairs import PairLink
+from laconic.planning.rehearsal import _messages
+from laconic_lab.train import Job
+from laconic_lab.train.probe import factor_of, probe
+
+COMPUTE = Compute(
+    alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
+)
+LINK = LinkCost(latency_s=0.001, busy_latency_s=0.001, bytes_per_s=1e6)
+LINKS = LinkCosts(LINK, LINK)
+REHEARSAL = Rehearsal(
+    choose_s=0.004,
+    talk_s=0.02,
+    apply_s=0.004,
+    bytes_out=18_000,
+    messages=Messages(2, 2),
+    fixed_s=0.002,
+    busy_talk_s=0.0,
+    num_buckets=2,
+    num_entries=400,
+    adds=True,
+)
+
+
+def _measured(**changed: object) -> Measured:
+    rehearsals = tuple((candidate(text), REHEARSAL) for text in CANDIDATES)
+    layouts = (Layout.of(["a", "b"], [300, 100]),)
+    measured = Measured(COMPUTE, LINKS, rehearsals, (), layouts, 4, "convolutional", "sgd", "cpu")
+    return replace(measured, **changed)  # type: ignore[arg-type]
+
+
+def test_what_the_backward_pass_hides_costs_nothing() -> None:
+    # Three quarters leave at 50 ms and are there at 71; the rest takes 2 ms of work, 1 of latency and 4.5 of bytes from
+    # 90 on, and then the optimizer 20.
+    found = predict(candidate("bf16"), COMPUTE, REHEARSAL)
+    assert found.step_s == pytest.approx(0.09 + 0.0075 + 0.02)
+    assert found.talk_s == pytest.approx(0.0055)
+
+
+def test_in_a_pipeline_the_longest_station_counts() -> None:
+    whole = replace(COMPUTE, arrivals_s=(0.09, 0.09), num_entries=(200, 200), pipelined=True)
+    found = predict(candidate("bf16"), whole, replace(REHEARSAL, choose_s=0.01, apply_s=0.01, fixed_s=0.0))
+    # The first is chosen in 5 ms and travels for 10, the second for 10 more, and is applied in 5.
+    assert found.step_s == pytest.approx(0.09 + 0.005 + 0.02 + 0.005 + 0.02)
+
+
+def test_work_beside_a_step_is_paid_where_no_core_is_free() -> None:
+    busy = replace(COMPUTE, beside=1.0)
+    longer = predict(candidate("bf16"), busy, REHEARSAL).step_s - predict(candidate("bf16"), COMPUTE, REHEARSAL).step_s
+    assert longer == pytest.approx(0.75 * 0.008)
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    slow = replace(REHEARSAL, talk_s=2.0, choose_s=0.0, apply_s=0.0)
+    assert predict(candidate("bf16"), COMPUTE, slow).step_s == pytest.approx(0.05 + 2.0 + 0.02)
+    # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.4 s.
+    fragment_s = 0.001 + (2.0 - 0.002) / 4
+    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * (fragment_s - 0.4) / 16)
+
+
+def test_who_keeps_an_appointment_waits_for_what_crosses() -> None:
+    slow = replace(REHEARSAL, talk_s=0.3, choose_s=0.01, apply_s=0.0)
+    assert predict(candidate("gossip"), COMPUTE, slow).step_s == pytest.approx(0.1 + 0.01 + 0.3)
+    assert predict(candidate("gossip:mode=free"), COMPUTE, slow).step_s == pytest.approx(0.3)
+
+
+def test_short_messages_have_no_ramp() -> None:
+    """Of norms and codes the codes alone take as long as TCP takes to speed up."""
+    link = LinkCost(latency_s=0.02, busy_latency_s=0.02, bytes_per_s=1e6, ramp=((100_000, 0.1),))
+    said = _messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
+    assert said.count == 2 and said.long == pytest.approx(1, abs=1e-3)
+    assert link.seconds(200_000, said) == pytest.approx(2 * 0.02 + 0.1 + 0.2, abs=1e-3)
+    assert link.seconds(200_000, Messages(2, 2)) == pytest.approx(2 * 0.02 + 2 * 0.1 + 0.2)
+
+
+def test_accumulating_divides_what_is_exchanged() -> None:
+    once = predict(candidate("bf16"), COMPUTE, REHEARSAL)
+    fourth = predict(candidate("bf16 --accumulate 4"), COMPUTE, REHEARSAL)
+    assert fourth.step_s == pytest.approx((3 * 0.1 + once.step_s) / 4)
+    assert fourth.bytes_out == pytest.approx(once.bytes_out / 4)
+
+
+def test_an_exchange_on_other_links_keeps_what_was_not_theirs() -> None:
+    faster = REHEARSAL.on(LINKS, LINKS.at(80e6))  # ten times the 8 Mbit/s
+    assert LINKS.bits_per_s == pytest.approx(8e6)
+    assert faster.talk_s == pytest.approx(2 * 0.001 + 0.0018)  # nothing was waited for beyond bytes and latency
+    assert replace(REHEARSAL, talk_s=0.025).on(LINKS, LINKS).talk_s == pytest.approx(0.025)
+
+
+def test_of_nearly_equal_ones_the_simpler_is_picked() -> None:
+    free = replace(REHEARSAL, talk_s=0.0, choose_s=0.0, apply_s=0.0, messages=Messages(0, 0))
+    equal = replace(COMPUTE, together_s=0.1)  # nobody is slower than the others
+    found = answer(_measured(compute=equal, rehearsals=tuple((candidate(text), free) for text in CANDIDATES)))
+    assert found.pick == "dense" and found.limit == "host cores"
+    assert found.reasons[0].startswith("do not compress: the network is 0 %")
+
+
+def test_a_part_is_of_the_larger_parameters_cut_to_their_first_rows() -> None:
+    layout = Layout.of(["a", "b", "c"], [(10, 7), (3,), (100, 2, 2)])
+    flat = torch.arange(473.0)
+    for wanted, shapes in ((50, [(12, 2, 2), (1, 7)]), (470, [(100, 2, 2), (10, 7)]), (0.1, [(1, 2, 2)])):
+        ((part, values),) = part_of([(layout, flat)], wanted)
+        assert [span.shape for span in part.spans] == shapes
+        assert values[0] == 73 and values.numel() == part.num_entries
+
+
+@pytest.mark.parametrize(("step_s", "numbers"), [(0.1, (5, 10, 3)), (3.0, (2, 1, 1)), (10.0, (0, 0, 0))])
+def test_of_long_steps_fewer_are_taken(step_s: float, numbers: tuple[int, int, int]) -> None:
+    assert _numbers(step_s, _ALONE_S - 2 * step_s) == numbers
+
+
+def test_a_row_can_be_asked_for_again_and_its_text_makes_it() -> None:
+    found = answer(_measured())
+    assert {row.scheme for row in found.rows} == {str(candidate(text)) for text in CANDIDATES}
+    assert all(str(candidate(row.scheme)) == row.scheme for row in found.rows)
+    said = found.as_dict()
+    assert said["pick"] in {row["scheme"] for row in said["rows"]} and json.dumps(said)
+    assert {"scheme", "step_ms", "bytes_out", "steps_factor", "seconds_to_target"} <= set(said["rows"][0])
+
+
+def test_what_was_tried_is_compared_elsewhere_as_here() -> None:
+    tried = ((candidate("bf16"), 0.5), (candidate("dense"), 0.6))
+    here = answer(_measured(tried_s=tried))
+    same = here.what_if(bits_per_s=LINKS.bits_per_s)
+    assert {row.scheme: row.step_ms for row in same.rows} == pytest.approx(
+        {row.scheme: row.step_ms for row in here.rows}
+    )
+    assert same.pick == here.pick and not any(row.tried for row in same.rows)
+
+
+def test_curves_go_down_to_what_no_link_can_hasten() -> None:
+    found = answer(_measured())
+    assert found.curves().keys() == {row.scheme for row in found.rows}
+    for points in found.curves().values():
+        rates, steps_ms = zip(*points, strict=True)
+        assert rates[0] == pytest.approx(1e6) and rates[-1] == pytest.approx(1e11)
+        assert list(steps_ms) == sorted(steps_ms, reverse=True) and steps_ms[-1] >= 100
+    slow = {row.scheme: row.step_ms for row in found.what_if(bits_per_s=1e6).rows}
+    assert {scheme: points[0][1] for scheme, points in found.curves().items()} == pytest.approx(slow)
+
+
+def _falling(speed: float, num_steps: int, every: int) -> list[tuple[float, float]]:
+    return [(step, 3 * 0.97 ** (speed * step)) for step in range(0, num_steps + 1, every)]
+
+
+def test_what_learns_half_as_fast_needs_twice_the_steps() -> None:
+    plain = _falling(1.0, 60, 5)
+    half = factor_of(_falling(0.5, 60, 5), plain, "here")
+    assert half.factor == pytest.approx(2, rel=0.02) and half.low <= half.factor <= half.high and half.source == "here"
+    assert factor_of(_falling(2.0, 60, 5), plain, "").factor == 1
+    assert factor_of([*plain[:3], (15, math.inf)], plain, "").factor == math.inf
+    uneven = [*plain, (65, 2.5), (70, 2.0)]  # its end was reached before
+    same = factor_of(uneven, uneven, "")
+    assert (same.low, same.factor, same.high) == pytest.approx((1, 1, 1))
+
+
+def test_a_probe_takes_the_place_of_records() -> None:
+    texts = ("bf16", "bf16 --accumulate 2", "local:every=16", "gossip")
+    found = answer(_measured(rehearsals=tuple((candidate(text), REHEARSAL) for text in texts)))
+    jobs: list[Job] = []
+
+    def train(job: Job) -> list[tuple[float, float]]:
+        jobs.append(job)
+        return _falling(0.25 if job.scheme == "local:every=16" else job.accumulate, job.steps or 0, job.eval_every)
+
+    again = probe(Job(batch=8), found, 60, train)
+    assert jobs[0].scheme == "bf16" and {job.scheme for job in jobs[1:]} == {"bf16", "local:every=16", "gossip"}
+    accumulated = {(job.scheme, job.batch, job.accumulate, job.steps) for job in jobs if job.batch != 8}
+    assert accumulated == {("bf16", 16, 2, 30)}
+    by_name = {row.scheme: row for row in again.rows}
+    assert all("probed on this job" in row.steps_source for row in again.rows)
+    assert by_name["local:every=16"].steps_factor == pytest.approx(4, rel=0.05)
+    assert again.rows[-1] is by_name["local:every=16"]
+    assert by_name["bf16"].steps_factor == by_name["bf16 --accumulate 2"].steps_factor == 1
+    assert any("from short runs" in reason for reason in again.reasons)
+
+
+def test_what_would_take_too_long_is_not_probed_and_that_is_said() -> None:
+    slow = replace(REHEARSAL, talk_s=100.0)
+    texts = {"bf16": REHEARSAL, "dense": slow}
+    found = answer(_measured(rehearsals=tuple((candidate(text), one) for text, one in texts.items())))
+    jobs: list[str] = []
+    said: list[str] = []
+
+    def train(job: Job) -> list[tuple[float, float]]:
+        jobs.append(job.scheme)
+        return _falling(1, job.steps or 0, job.eval_every)
+
+    again = probe(Job(), found, 60, train, say=said.append)
+    assert jobs == ["bf16"] and len(said) == 1 and said[0].startswith("dense is not probed: 60 steps would take")
+    assert {row.scheme: "probed" in row.steps_source for row in again.rows} == {"bf16": True, "dense": False}
+    slow_bf16 = answer(_measured(rehearsals=((candidate("bf16"), slow),)))
+    assert probe(Job(), slow_bf16, 60, train, say=said.append) is slow_bf16 and len(jobs) == 1
+
+
+def test_a_pair_much_slower_than_others_is_named() -> None:
+    alike = [PairLink(0, 1, 0.001, 1e6), PairLink(1, 0, 0.001, 0.9e6), PairLink(0, 2, 0.001, 1.1e6)]
+    too_short = PairLink(2, 1, 0.3, 1e3, settled=False)
+    even = answer(_measured(pairs=(*alike, too_short)))
+    assert even.as_dict()["slowest_pair"]["source"] == 1 and not any("sends to" in said for said in even.reasons)
+    uneven = answer(_measured(pairs=(*alike, PairLink(2, 0, 0.02, 1e5))))
+    assert any("rank 2 sends to rank 0 at 800kbit, others at 7.6mbit (20 ms" in said for said in uneven.reasons)
+    assert uneven.what_if(workers=8).measured.slowest_pair is None, "which are not these"
+
+
+def test_more_workers_send_what_their_schemes_say() -> None:
+    more = answer(_measured()).what_if(workers=16)
+    by_name = {row.scheme: row.bytes_out for row in more.rows}
+    assert by_name["bf16"] == pytest.approx(18_000 * (15 / 16) / (3 / 4), rel=0.01)  # a ring's share
+
+
+@pytest.mark.parametrize(
+    "text", ["bf16 --accumulate 0", "bf16 --accumulate", "bf16 4", "local --accumulate 2", "torch-powersgd", "nothing"]
+)
+def test_what_is_no_candidate_is_refused(text: str) -> None:
+    with pytest.raises(SchemeError):
+        candidate(text)
+
+
+def test_kinds_are_told_apart() -> None:
+    assert kind_of(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))) == "transformer"
+    assert kind_of(nn.Sequential(nn.Conv2d(1, 1, 3))) == "convolutional"
+    weights = [nn.Parameter(nn.Linear(2, 2).weight)]
+    assert optimizer_name(optim.AdamW(weights)) == "adamw" and optimizer_name(optim.SGD(weights)) == "sgd"
+
+
+def test_penalties_are_those_of_the_record() -> None:
+    record = Path(__file__).parents[2] / "results" / "steps-to-target.json"
+    assert record.read_bytes() == Path(room.__file__).with_name("steps_to_target.json").read_bytes()
+    for row in json.loads(record.read_text())["rows"]:
+        if row["scheme"] == "topk:rho=0.01" and row["kind"] == "convolutional" and row["optimizer"] == "sgd":
+            found = penalty_of(candidate("topk:rho=0.01"), "convolutional", "sgd")
+            assert found is not None and found.factor == max(1.0, row["factor"]) and "topk:rho=0.01" in found.source
+            near = penalty_of(candidate("topk:rho=0.02"), "convolutional", "sgd")
+            assert near is not None and near.source == found.source
+            return
+    pytest.fail("the record has no row of topk:rho=0.01")
+
+
+def test_auto_chooses_among_what_takes_a_script_as_it_is_and_bf16_for_what_nobody_compresses() -> None:
+    assert "bf16" in AUTOMATIC and "dense" not in AUTOMATIC
+    assert {candidate(text).accumulate for text in AUTOMATIC} == {1}

@@ -1,0 +1,135 @@
+"""Messages between models that are nearly alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from laconic import GossipScheme, layout, parse
+from laconic.errors import FrameError
+from laconic.quantize import Residue, is_residue, steps_of
+from laconic.replicas.gossip.messages import refusal
+from laconic.replicas.gossip.remainders import RemainderMessages
+from laconic.replicas.gossip.vector import ModelVector
+from laconic.transport import QUESTION_HEAD_BYTES
+from tests.gossiping import Small
+
+
+def _alike(model: nn.Module, seed: int, scale: float) -> tuple[RemainderMessages, ModelVector]:
+    """Messages of a model that is `scale` times a random vector away from the one given."""
+    torch.manual_seed(seed)
+    near = copy.deepcopy(model)
+    vector = ModelVector(near, "model")
+    messages = RemainderMessages(vector, Residue(bits=5), 0, seed)
+    with torch.no_grad():
+        for p in near.parameters():
+            p.add_(torch.randn_like(p), alpha=scale)
+    return messages, vector
+
+
+def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were_apart() -> None:
+    model = Small()
+    one, here = _alike(model, 1, 0.002)
+    other, there = _alike(model, 2, 0.002)
+    topic = one.about([0])
+    apart = []
+    for turn in range(40):
+        x, y = here.read(), there.read()
+        apart.append(float((x - y).norm()))
+        question = one.ask_(topic, x)
+        about, told = other.open(question.message, 0)
+        answer, back = other.reply_(about, told, y)
+        way = one.settle_(question, answer, 1)
+        assert back is not None and torch.equal(way, -back)
+        assert answer.numel() == one.answer_bytes([0]) < 0.2 * 4 * x.numel() + 100
+        assert torch.equal(one.reach[0], other.reach[0]) or turn == 0
+        here.write_(x + way)
+        there.write_(y + back)
+    assert apart[1] < 0.3 * apart[0] and apart[-1] < 1e-3 * apart[0]  # what is not there to be seen fades by a fifth
+
+
+def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_they_meet() -> None:
+    model = Small()
+    one, here = _alike(model, 1, 0.001)
+    other, there = _alike(model, 2, 0.001)
+    one.reach[0].fill_(1e-5)
+    one.note_all_said_()
+    x, y = here.read(), there.read()
+    topic = one.about([0])
+    missed = []
+    for _ in range(12):
+        question = one.ask_(topic, x)
+        about, told = other.open(question.message, 0)
+        answer, back = other.reply_(about, told, y)
+        way = one.settle_(question, answer, 1)
+        assert back is not None and torch.equal(way, -back)
+        missed.append(float((way[:1525] == 0).float().mean()))
+    assert missed[0] == 1 and missed[-1] < 0.2
+    step = steps_of(question.told.exponents).repeat_interleave(256)[: x.numel()]
+    assert torch.all(((x - y + 2 * way).abs() <= 2 * step) | (2 * way.abs() == 7 * step))  # what is further is cut
+
+
+@pytest.mark.parametrize("worth_halving", [2, 10_000])
+def test_messages_of_remainders_are_as_long_as_foretold(worth_halving: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
+    scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
+    assert isinstance(scheme, GossipScheme) and is_residue(scheme.quantize)
+    messages = RemainderMessages(vector, scheme.quantize, 0, 0)
+    parts = [[k] for k in range(len(vector.groups))]
+    exchange = sum(QUESTION_HEAD_BYTES + messages.question_bytes(k) + messages.answer_bytes(k) for k in parts)
+    assert scheme.bytes_out(vector.layout, 4) == exchange / 2
+    assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
+
+
+def test_a_question_about_a_half_names_it(halved: None) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(61, 19)  # halves of 589 entries each: nothing but its name tells one from the other
+    here, there = (ModelVector(copy.deepcopy(model), "half") for _ in range(2))
+    one, other = (RemainderMessages(vector, Residue(), 0, rank) for rank, vector in enumerate((here, there)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=1e-4)
+    there.write_(ModelVector(model, "half").read())
+    for k in (1, 0):
+        question = one.ask_(one.about([k]), here.read([k]))
+        topic, told = other.open(question.message, 0)
+        assert topic.groups == [k]
+        answer, back = other.reply_(topic, told, topic.read())
+        way = one.settle_(question, answer, 1)
+        assert back is not None and torch.equal(way, -back) and bool(way.any())
+        with pytest.raises(FrameError, match=f"bucket is {k}, not {1 - k}"):
+            one.settle_(question._replace(topic=one.about([1 - k])), answer, 1)
+    stranger = RemainderMessages(ModelVector(Small(), "tensor"), Residue(), 0, 2)
+    part = stranger.about([5])
+    with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
+        one.open(stranger.ask_(part, part.read()).message, 2)
+    with pytest.raises(FrameError, match="part -1"):
+        one.open(torch.zeros(8, dtype=torch.uint8), 2)
+
+
+def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
+    messages, vector = _alike(Small(), 1, 0.01)
+    values = vector.read()
+    topic = messages.about([0])
+    question = messages.ask_(topic, values)
+    damaged = question.message.clone()
+    damaged[60] += 1
+    for wrong, why in {
+        damaged: "check sum",
+        question.message[:-4]: "bytes",
+        refusal(question.message.numel()): "taken",
+    }.items():
+        with pytest.raises(FrameError, match=why):
+            messages.open(wrong, 3)
+    later = messages.ask_(topic, values)
+    earlier, _ = messages.reply_(topic, question.told, values)
+    with pytest.raises(FrameError, match="rank 3 answered another question"):
+        messages.settle_(later, earlier, 3)
+    answer, way = messages.reply_(topic, question.told, torch.full_like(values, math.nan))
+    assert way is None
+    with pytest.raises(FrameError, match="not finite"):
+        messages.settle_(question, answer, 3)

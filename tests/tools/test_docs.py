@@ -1,0 +1,131 @@
+"""Everything in the README and the docs runs, leads somewhere, is short, and has its figures from records."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from laconic import parse
+from laconic.cli import all_commands
+from laconic.planning import candidate
+from results import PAGE, RESULTS, with_figures
+from tests.workers import run_script
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page != ROOT / PAGE]
+MOST_WORDS, MOST_WORDS_OF_A_PAGE, MOST_LINES = 12_000, 900, 120
+QUESTIONS = {"of-what.md", "what.md", "how.md", "kept.md", "where.md", "when.md"}
+MEASURED = re.compile(r"\d (?:ms a step|times (?:faster|as fast|sooner)|points|% (?:less|fewer|faster))\b|\d\.\d\d %")
+
+
+def _blocks() -> dict[str, str]:
+    """Every piece of Python by the page that it is on, or is put in by the build; the same piece on two pages once."""
+    found = {
+        code: f"{page.name}-{number}"
+        for page in PAGES
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    }
+    found |= {
+        (ROOT / "examples" / name).read_text(): f"{page.name}-{name}"
+        for page in PAGES
+        for name in re.findall(r"<!-- text of (docs/\w+\.py) -->", page.read_text())
+    }
+    return {name: code for code, name in found.items()}
+
+
+def _by_hand(page: Path) -> str:
+    """What was written by hand: neither figures nor the comments that mark them."""
+    return re.sub(r"<!--.*?-->", "", re.sub(r"<!-- [^>]*; [^>]* -->.*?<!-- -->", "", page.read_text()), flags=re.S)
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in _blocks().items()])
+def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
+    if "init_process_group" not in code:
+        exec(
+            compile(code, "docs", "exec"), {"__name__": "__main__"}
+        )  # here: starting torch takes longer than any of them
+        return
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    codes, printed = run_script(script, 3 if "laconic.serve" in code else 2)
+    assert not any(codes), printed
+    assert "20 steps (0 skipped), 2 workers" in printed
+
+
+def test_lines_that_a_diff_adds_are_in_a_script_that_runs() -> None:
+    scripts = "".join(_blocks().values())
+    diffs = [diff for page in PAGES for diff in re.findall(r"```diff\n(.*?)```", page.read_text(), re.S)]
+    assert diffs and all(line in scripts for diff in diffs for line in re.findall(r"^\+(.*)$", diff, re.M))
+
+
+def test_pages_of_trainers_show_what_their_script_adds() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "site.py"))
+    pages = [page.read_text() for page in PAGES if page.name.startswith("with-")]
+    names = [name for page in pages for name in re.findall(r"<!-- script of (\w+) -->", page)]
+    assert len(names) == len(pages) == 5
+    for name in names:
+        shown = made["script_of"](name)
+        script = (ROOT / "examples" / f"with_{name}.py").read_text()
+        added = re.findall(r"^\+(.*)$", shown, re.M)
+        assert len(added) >= 3 and all(line in script for line in added)
+        assert "laconic" in added[0] and "laconic" not in re.sub(r"^\+.*$", "", shown.split("```diff")[1], flags=re.M)
+
+
+def test_each_question_has_a_page_with_python() -> None:
+    assert {name.rsplit("-", 1)[0] for name in _blocks()} >= QUESTIONS
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_commands_in_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^ +make (\w+)|`make (\w+)`", readme, re.M):
+        assert re.search(rf"^{target[0] or target[1]}:", makefile, re.M)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_commands_are_taken_as_written() -> None:
+    declared = tomllib.loads((ROOT / RESULTS / "claims.toml").read_text())["experiment"]
+    commands = [one["command"] for one in declared]
+    commands += [line for page in PAGES for line in re.findall(r"^ {4}(laconic .*)", page.read_text(), re.M)]
+    taken = [shlex.split(line, comments=True) for line in commands if "..." not in line]
+    assert len(taken) > 20
+    for line in taken:
+        asked = all_commands().parse_args(line[1 : line.index("|")] if "|" in line else line[1:])
+        schemes = getattr(asked, "scheme", None) or []
+        texts = [schemes] if isinstance(schemes, str) else schemes
+        assert all(candidate(text) if line[1] == "plan" else parse(text) for text in texts)
+
+
+def test_pages_are_short() -> None:
+    words = {page.name: len(re.findall(r"\S*\w\S*", _by_hand(page))) for page in WRITTEN}
+    assert all(number <= MOST_WORDS_OF_A_PAGE for number in words.values()), words
+    assert sum(words.values()) <= MOST_WORDS, f"{sum(words.values())} words: {words}"
+    assert all(page.read_text().count("\n") < MOST_LINES for page in WRITTEN)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_records(page: Path) -> None:
+    assert page.read_text() == with_figures(page.read_text(), ROOT / RESULTS), "`results page` writes them anew"
+    if page != ROOT / PAGE:
+        prose = re.sub(r"^ {4}[^\n]*$|```.*?```", "", _by_hand(page), flags=re.S | re.M)
+        assert not MEASURED.findall(prose), "a measured figure is inserted from a record, not typed"
+
+
+def test_pictures_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    from draw_pictures import PICTURES
+
+    assert all(path.read_text(encoding="utf-8") == draw() for path, draw in PICTURES.items())

@@ -1,0 +1,127 @@
+"""Records of figures, and the page that is made from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from laconic_lab.errors import TaskError
+from results import (
+    PAGE,
+    RESULTS,
+    changed_sources,
+    read_result,
+    results_page,
+    run_experiment,
+    with_figures,
+    write_result,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == results_page(ROOT / RESULTS)
+
+
+def test_a_record_says_how_to_measure_it_again(tmp_path: Path) -> None:
+    rows = [{"scheme": "a|b", "ms": 1.23456}, {"scheme": "dense", "bytes": 1200}]
+    path = write_result(tmp_path, "steps", what="Step times.", command="laconic compare", rows=rows, seed=3)
+    record = json.loads(path.read_text())
+    assert (
+        set(record) == {"command", "commit", "machine", "date", "seed", "what", "sources", "rows"}
+        and record["rows"] == rows
+    )
+    page = results_page(tmp_path)
+    for said in (
+        "## steps",
+        "Step times.",
+        "| scheme | ms | bytes |",
+        "| a\\|b | 1.235 | - |",
+        "| dense | - | 1,200 |",
+    ):
+        assert said in page
+    assert f"`laconic compare`, commit {record['commit']}" in page and "seed 3" in page
+    path.write_text(json.dumps({**record, "machine": ""}).replace('"machine"', '"where"'))
+    with pytest.raises(TaskError, match="lacks 'machine'"):
+        results_page(tmp_path)
+    with pytest.raises(TaskError, match="cannot be called"):
+        write_result(tmp_path, "../steps", what="", command="", rows=rows)
+
+
+def test_claims_hold_or_do_not(tmp_path: Path) -> None:
+    write_result(tmp_path, "speed", what="", command="", rows=[{"scheme": "a", "s": 90.0}, {"scheme": "b", "s": 8.25}])
+    claims = (
+        '[[claim]]\nclaim = "b is faster"\nfigure = "speed; a over b; s"\nat_least = 3\n'
+        '[[claim]]\nclaim = "b is quick"\nfigure = "speed; b; s"\nat_most = 8\n'
+        '[[claim]]\nclaim = "c is"\nsource = "C, 2020"\npublished = "2x"\nfigure = "c; c; s"\nat_most = 1\n'
+        '[[experiment]]\nname = "c"\nmachine = "lab"\ncommand = "laconic c"\n'
+    )
+    (tmp_path / "claims.toml").write_text(claims)
+    page = results_page(tmp_path)
+    assert "| b is faster | - | at least 3 | [10.91](#speed) | yes |" in page
+    assert "| b is quick | - | at most 8 | [8.25](#speed) | **no** |" in page
+    assert "| c is (C, 2020) | 2x | at most 1 | not yet | - |" in page and "- c (machine: lab): `laconic c`" in page
+
+
+def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = (
+        '[[experiment]]\nname = "two"\nmachine = "any"\nwhat = "W."\nsources = []\ncommand = "laconic compare -x"\n'
+    )
+    (tmp_path / "claims.toml").write_text(declared)
+
+    def compare(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "laconic", "compare"] and command[-2] == "--out"
+        facts = [
+            {"kind": "job"},
+            {"kind": "result", "scheme": "bf16", "bytes_out": 6, "bytes_in": 7, "server_bytes_out": None},
+        ]
+        (Path(command[-1]) / "records.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in facts))
+        return subprocess.CompletedProcess(command, 0 if "-x" in command else 2)
+
+    monkeypatch.setattr("results.subprocess.run", compare)
+    monkeypatch.setattr("results._commit", lambda: "c")
+    clock = iter((5.0, 98.4, 100.0))
+    monkeypatch.setattr("results.time.monotonic", lambda: next(clock))
+    record = read_result(run_experiment(tmp_path, "two"))
+    assert record["rows"] == [{"scheme": "bf16", "bytes_out": 6, "bytes_both_ways": 13}] and record["what"] == "W."
+    assert record["duration_s"] == 93 and ", seed 0, measured in 93 s." in results_page(tmp_path)
+    (tmp_path / "claims.toml").write_text(declared.replace("-x", "-y"))
+    with pytest.raises(TaskError, match="laconic compare -y did not end well"):
+        run_experiment(tmp_path, "two")
+    with pytest.raises(TaskError, match="no experiment is called 'three'; write one of two"):
+        run_experiment(tmp_path, "three")
+
+
+def test_a_record_tells_when_its_sources_have_changed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.py").write_text("a = 1\n")
+    path = write_result(tmp_path, "speed", what="", command="", rows=[{"s": 1}], sources=[str(source)])
+    assert changed_sources(read_result(path)) == [] and "<!-- age of speed -->" in results_page(tmp_path)
+    (source / "a.py").write_text("a = 2\n")
+    assert changed_sources(read_result(path)) == [str(source)]
+
+
+def test_a_text_has_its_figures_from_records(tmp_path: Path) -> None:
+    rows = [{"scheme": "dense", "hosts": 2, "s": 90.0}, {"scheme": "topk:rho=0.01", "hosts": 2, "s": 8.25}]
+    rows.append({"scheme": "dense", "hosts": 4, "s": 1234})
+    write_result(tmp_path, "speed", what="", command="", rows=rows)
+    marked = "<!-- speed; {} -->{}<!-- -->"
+    for where, figure in (
+        ("topk:rho=0.01; s", "8.25"),
+        ("dense; hosts=4; s", "1,234"),
+        ("dense; hosts=2 over topk:rho=0.01; s", "11"),
+    ):
+        wanted = f"In {marked.format(where, figure)} s."
+        assert (
+            with_figures(f"In {marked.format(where, 'old')} s.", tmp_path) == wanted == with_figures(wanted, tmp_path)
+        )
+    for where, error in (("dense; s", "2 rows of speed"), ("bf16; s", "0 rows"), ("dense; hosts=2; ms", "0 rows")):
+        with pytest.raises(TaskError, match=error):
+            with_figures(marked.format(where, ""), tmp_path)
+    with pytest.raises(TaskError, match="no record"):
+        with_figures("<!-- slowness; dense; s --><!-- -->", tmp_path)
