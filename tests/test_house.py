@@ -1,4 +1,4 @@
-"""The house itself: imports go down, fences hold, names are public once, import stays lean."""
+"""The house itself: imports go down and in no circle, fences hold, names are public once, import stays lean."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,20 @@ def test_imports_go_down(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "laconic" and len(parts) > 1 and parts[1] in FLOOR_OF and parts[1] != room:
             assert FLOOR_OF[parts[1]] < FLOOR_OF[room], f"{path} imports {name}, which is not below it"
+
+
+def test_no_file_is_in_a_circle_of_imports() -> None:
+    names = {".".join(("laconic", *p.relative_to(SOURCE).with_suffix("").parts)): p for p in SOURCE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in names.items() if name != "laconic.__init__"}
+    waiting = {name: {_module_of(asked, modules) for asked in _imports(p)} - {name, ""} for name, p in modules.items()}
+    while free := {name for name, below in waiting.items() if not below & waiting.keys()}:
+        waiting = {name: below for name, below in waiting.items() if name not in free}
+    assert not waiting, f"in a circle, or above one: {sorted(waiting)}"
+
+
+def _module_of(name: str, modules: Mapping[str, Path]) -> str:
+    """The module that an imported name is, or stands in; nothing for those of others."""
+    return name if name in modules else name.rpartition(".")[0] if name.rpartition(".")[0] in modules else ""
 
 
 @pytest.mark.parametrize("fenced", FENCES)
