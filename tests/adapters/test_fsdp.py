@@ -398,23 +398,37 @@ def test_checkpoints_of_torch_distributed(fresh_workers: WorkerPool, tmp_path: P
         assert torch.equal(undisturbed, resumed)
 
 
-def _another_shards_state() -> tuple[str, str]:
+def _another_shards_state() -> str:
     run = Run()
     session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas)
     run.step(0)
     state = session.state_dict()
     with pytest.raises(laconic.StateError) as refused:
         session.load_state_dict({**state, "shard": 1 - state["shard"]})
+    return str(refused.value)
+
+
+def test_a_state_of_another_shard_is_refused(fresh_workers: WorkerPool) -> None:
+    assert "none of these states is of shard 0 of 2" in fresh_workers.run(_another_shards_state)[0]
+
+
+def _after_close(text: str) -> tuple[bool, bool]:
+    """(whether replicas go apart once nobody exchanges, whether another session brings them to the same updates)."""
+    run = Run()
+    session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas)
+    run.step(0)
     session.close()
-    with pytest.raises(laconic.LaconicError) as closed:
-        run.step(1)
-    return str(refused.value), str(closed.value)
+    run.step(1)
+    apart = not equal_everywhere(run.weights())
+    other = laconic.attach(run.model, text, group=run.replicas)  # which lets replicas begin alike
+    run.step(2)
+    other.close()
+    return apart, other.last_step_finite
 
 
-def test_a_state_of_another_shard_and_a_step_after_the_end_are_refused(fresh_workers: WorkerPool) -> None:
-    refused, closed = fresh_workers.run(_another_shards_state)[0]
-    assert "none of these states is of shard 0 of 2" in refused
-    assert "this session is closed; attach to a fresh model" in closed
+@pytest.mark.parametrize("text", ["dense", "topk:rho=0.1", "maxnorm:bits=4"])
+def test_a_closed_session_gives_the_model_back(fresh_workers: WorkerPool, text: str) -> None:
+    assert fresh_workers.run(_after_close, text) == [(True, True)] * 4
 
 
 def _begun_apart(on_drift: Any) -> tuple[bool, bool, str]:

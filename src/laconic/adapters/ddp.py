@@ -1,11 +1,13 @@
 """attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
 
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +16,7 @@ from laconic import kernels
 from laconic.adapters.alike import check_common, check_names
 from laconic.adapters.switch import HookSwitch, check_free
 from laconic.adapters.torch_hooks import TorchHookSession
-from laconic.errors import SchemeError
+from laconic.errors import LaconicError, PeerError, SchemeError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
@@ -40,6 +42,8 @@ from laconic.transport import (
     own_group,
     ring_bytes,
 )
+
+_log = logging.getLogger("laconic.adapters")
 
 # Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
 WORTH_A_PIPELINE = 1 << 22
@@ -80,7 +84,10 @@ class Attached(Protocol):
         """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make."""
 
     def close(self) -> None:
-        """End the session's thread; the interpreter's exit does the same."""
+        """End the session and give the model back as it was: from the next backward pass on DDP averages by itself.
+
+        Another session may then be attached, and go on from this one's state_dict() if both keep the same.
+        """
 
 
 class GradScaler(Protocol):
@@ -125,15 +132,14 @@ def attach_to_ddp(
         transport = Group(own, device)
     holds_idle = ddp.find_unused_parameters
     adapter = DdpAdapter(named, scheme, transport, Everyone(ranks), device, holds_idle=holds_idle, **options)
-    HookSwitch.of(ddp).listener = adapter.submit
+    adapter.listen(HookSwitch.of(ddp))
     if transport.rank == 0:
         for remark in adapter.remarks():
-            warnings.warn(remark, stacklevel=3)
+            _log.warning(remark)
         if servers and ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None:
-            warnings.warn(
+            _log.warning(
                 "DDP broadcasts this model's buffers at every step, which ends with the first worker that dies; "
-                "build DistributedDataParallel(..., broadcast_buffers=False)",
-                stacklevel=3,
+                "build DistributedDataParallel(..., broadcast_buffers=False)"
             )
     return adapter
 
@@ -248,6 +254,13 @@ class DdpAdapter(SavedTogether):
         self._background = Background(
             self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
         )
+        self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
+        self._switch: HookSwitch | None = None
+
+    def listen(self, switch: HookSwitch) -> None:
+        """Take a DDP module's buckets until close()."""
+        switch.listener = self.submit
+        self._switch = switch
 
     def remarks(self) -> list[str]:
         """What a user should know before training."""
@@ -282,8 +295,22 @@ class DdpAdapter(SavedTogether):
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""
+        if not self._pending:
+            # Before DDP's own, which would wrap what went wrong in a RuntimeError.
+            Variable._execution_engine.queue_callback(self._end_backward)
         layout = self._layout(bucket.parameters())
-        return self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
+        averaged = self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
+        self._pending.append(averaged)
+        return averaged
+
+    def _end_backward(self) -> None:
+        """Wait for all buckets, as DDP is about to, and raise what went wrong as what it is."""
+        pending, self._pending = self._pending, []
+        for averaged in pending:
+            with suppress(Exception):
+                averaged.wait()
+        if self.error is not None:
+            raise as_peer_error(self.error, self.transport.rank)
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
@@ -307,5 +334,15 @@ class DdpAdapter(SavedTogether):
         self._background.close()
 
     def close(self) -> None:
+        if self._switch is not None:
+            self._switch.release()
         self.stop()
         self.transport.close()
+
+
+def as_peer_error(error: BaseException, rank: int) -> BaseException:
+    """The error; as PeerError where it is how a backend tells of a peer that is gone."""
+    if isinstance(error, LaconicError | torch.OutOfMemoryError) or not isinstance(error, RuntimeError | OSError):
+        return error
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return PeerError(f"rank {rank} cannot exchange any more: a peer has ended or cannot be reached ({first_line:.200})")

@@ -143,5 +143,7 @@ class FsdpAdapter(SavedTogether):
         self.session.load_state_dict(mine)
 
     def close(self) -> None:
-        self.error = self.error or LaconicError("this session is closed; attach to a fresh model")
+        """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""
+        for unit in self._units:
+            unit.release()
         self.transport.close()

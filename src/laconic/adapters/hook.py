@@ -2,7 +2,7 @@
 
 # No deferred annotations here: DDP checks those of its hook.
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -17,6 +17,8 @@ from laconic.errors import SchemeError, StateError
 from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, own_group, world
+
+_log = logging.getLogger("laconic.adapters")
 
 
 def hook(
@@ -87,7 +89,7 @@ class HookSession(SavedTogether):
         )
         if transport.rank == 0:
             for remark in adapter.remarks():
-                warnings.warn(remark, stacklevel=2)
+                _log.warning(remark)
         if self._saved is not None:
             self._load(adapter, self._saved)
             self._saved = None

@@ -1,6 +1,7 @@
 """What FSDP2 reduces together, and which parameters lie where in it: it hands out a flat shard without names."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +23,29 @@ class Unit:
         self.names: dict[Any, str] = {p: names[p.sharded_param] for p in group.fsdp_params}
         self._watched: set[Any] = set()
         self._given: set[Any] = set()  # who got a gradient since the last reduction
-        for each in group.modules:
-            each.register_forward_pre_hook(self._watch)  # after FSDP2's own, which makes parameters whole
+        # After FSDP2's own, which makes parameters whole.
+        self._hooks: list[Any] = [each.register_forward_pre_hook(self._watch) for each in group.modules]
 
     def _watch(self, *_: Any) -> None:
         """Hear which parameters get a gradient: those that get none are left out of the shard without a word."""
         for p in self.names.keys() - self._watched:
             if p.sharded_param.requires_grad:
                 self._watched.add(p)
-                p._unsharded_param.register_post_accumulate_grad_hook(lambda _, p=p: self._given.add(p))
+                given = partial(self._note_given, p)
+                self._hooks.append(p._unsharded_param.register_post_accumulate_grad_hook(given))
+
+    def _note_given(self, p: Any, _: Tensor) -> None:
+        self._given.add(p)
 
     def call(self, hook: Callable[[Tensor], None]) -> None:
         """Have `hook` overwrite each shard, on FSDP2's stream for all-reduces, which on a mesh of one axis is idle."""
         self._module.set_all_reduce_hook(hook)
+
+    def release(self) -> None:
+        """Take every hook off again."""
+        self._module.set_all_reduce_hook(None)
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def device(self) -> torch.device:

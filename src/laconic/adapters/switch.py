@@ -38,12 +38,17 @@ class HookSwitch:
         """Hand one of DDP's buckets on."""
         return self.listener(bucket) if self.listener is not None else allreduce_hook(self._group, bucket)
 
+    def release(self) -> None:
+        """Listen no more: from the next backward pass on DDP averages by itself."""
+        self.listener = None
+
 
 def check_free(ddp: DistributedDataParallel) -> None:
     """SchemeError unless nobody listens to the module's gradients yet."""
     if any(not isinstance(state, HookSwitch) or state.listener is not None for _, state in ddp._comm_hooks):
         raise SchemeError(
-            "this module has a communication hook already; attach once, to a fresh DistributedDataParallel"
+            "this module has a communication hook already; close() the session that has it, or attach to a fresh "
+            "DistributedDataParallel"
         )
 
 

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
+from laconic.adapters.switch import HookSwitch
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
@@ -42,7 +43,8 @@ class TorchHookSession(SavedTogether):
         self._step_is_whole = True
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
-        ddp.register_comm_hook(self, TorchHookSession.run)
+        self._switch = HookSwitch.of(ddp)
+        self._switch.listener = self.run
 
     def _power_state(self, ddp: DistributedDataParallel, group: ProcessGroup) -> powerSGD_hook.PowerSGDState:
         trained = [p for p in ddp.parameters() if p.requires_grad]
@@ -136,7 +138,8 @@ class TorchHookSession(SavedTogether):
             power.rng.set_state(("MT19937", rng["key"].numpy().astype(np.uint32), rng["pos"], *rng["gauss"]))
 
     def close(self) -> None:
-        """The hook has no thread of its own, and keeps its group for as long as DDP calls it."""
+        """Give the model back: from the next backward pass on DDP averages by itself."""
+        self._switch.release()
 
 
 def _copied(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
