@@ -11,7 +11,7 @@ LaconicError
 """
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections import abc
 
 
 class LaconicError(Exception):
@@ -61,13 +61,13 @@ def check_share(part: object, field: str, cure: str = "") -> None:
         raise SchemeError(f"{name} is {getattr(part, field)}; give a share in (0, 1]{cure}")
 
 
-def check_option(part: object, field: str, options: Iterable[str]) -> None:
+def check_option(part: object, field: str, options: abc.Iterable[str]) -> None:
     """SchemeError unless a field of a part is one of the options."""
     if (given := getattr(part, field)) not in options:
         raise SchemeError(f"{type(part).__name__}.{field} is {given!r}; give one of {', '.join(options)}")
 
 
-def nearest(name: str, names: Collection[str], others: str = "") -> str:
+def nearest(name: str, names: abc.Collection[str], others: str = "") -> str:
     """The end of an error about an unknown name: the one that was probably meant, or all there are."""
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(names)}{others}"

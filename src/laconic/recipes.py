@@ -129,7 +129,7 @@ def overlap(
     warmup: int = 0,
     down_rho: float | None = None,
 ) -> Scheme:
-    """Top-k goes by a score that makes the workers agree; a server answers the largest, 3*rho of all entries.
+    """Top-k goes by a score that makes the workers agree; a server replies with the largest, 3*rho of all entries.
 
     s = |r| * (e + |G|/mean|G|), G being the last answer ; send the k largest s (after Wang et al., ICNCC 2018).
     """
@@ -270,15 +270,15 @@ def gossip(
     code = part("quantize", quantize or ("residue" if rho == 1 else "bf16"))
     is_modulo = is_modulo_code(code)
     mode = mode or ("paired" if is_modulo and not trigger else "free")
-    messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
+    messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # requests or replies in a round, or both
     by_clock = rate > 0 and (is_modulo or 0 < rho < 1 or mode == "paired")
-    turns = Period(steps=max(messages * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
+    clock = Period(steps=max(messages * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
     momentum = momentum or ("quasi-global" if is_modulo else "local")
     return GossipScheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
         quantize=code,
         exchange=Gossip(peers=peers, mode=mode, momentum=momentum, seed=seed),
-        trigger=part("trigger", trigger) if trigger else turns,
+        trigger=part("trigger", trigger) if trigger else clock,
     )
 
 

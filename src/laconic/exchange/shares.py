@@ -45,7 +45,7 @@ class Shares:
         return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
     def joined(self, places: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Where ascending places of each share lie in the bucket, int64, ascending, and their values."""
+        """The positions in the bucket of ascending places of each share, int64, ascending, and their values."""
         if self.num_shares == 1:
             return places[0].to(torch.int64), values[0]
         starts, within, shifts = self.pieces(places[0].device)
@@ -66,7 +66,7 @@ class Shares:
         return pieces.T.reshape(-1)
 
     def pieces(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the pieces begin in the bucket [parameter, share] and within shares [share, parameter], and shifts.
+        """The starts of the pieces in the bucket [parameter, share] and within shares [share, parameter], and shifts.
 
         The shift of a piece [share, parameter] leads from its share to the bucket; all are int32.
         """
@@ -94,11 +94,11 @@ def _runs(ascending: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(begins: Tensor, counts: Tensor, entries: Tensor) -> Tensor:
-    """Where the entries lie of runs that begin there, one run after the other."""
+    """The places of the entries of runs that begin there, one run after the other."""
     leaps = begins - (counts.cumsum(0) - counts)
     return repeated(leaps, counts, entries.numel()).add_(torch.arange(entries.numel(), device=entries.device))
 
 
 def piece_borders(num_entries: int, num_shares: int) -> Sequence[int]:
-    """Where the pieces of a parameter begin, and where the last one ends."""
+    """The starts of the pieces of a parameter, and the end of the last one."""
     return [num_entries * share // num_shares for share in range(num_shares + 1)]

@@ -73,7 +73,7 @@ class _OneStepAccount(Account):
 
 @dataclass(frozen=True)
 class Residual(Memory):
-    """What is not sent is kept: r = d*r + g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014).
+    """The unsent part is kept: r = d*r + g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014).
 
     There d = 1, and nothing is lost. With d < 1 what waits fades, as SparseLoCo lets it (arXiv 2508.15706, d = 0.95).
 

@@ -13,7 +13,7 @@ from laconic.errors import SchemeError, check_least
 _WORDS = (torch.int32, torch.int64)  # what Gloo and NCCL both add; neither knows int16, and Gloo adds fp16 4x slower
 _WIDEST_LANE_BITS = 16  # from there on bf16 is as small
 _WORDS_AT_ONCE = 4  # each lane then begins at a multiple of 16 bytes, which a GPU's thread moves at once
-# Under this a largest magnitude is taken for zero: levels/norm would come near the end of float32's range.
+# Under this a largest magnitude counts as zero: levels/norm would come near the end of float32's range.
 _SMALLEST_NORM = 2.0**-100
 _MOST_SCALES = 4  # two bits in the map
 _MOST_LEVELS = 1 << 20  # of the finest scale: times M it must stay whole in a float32
@@ -74,11 +74,11 @@ class Grid:
         return (self.levels,)
 
     def norm_group(self, count: int) -> int:
-        """How many of `count` entries share a norm."""
+        """The number of `count` entries that share a norm."""
         return self.block or max(1, count)
 
     def scale_group(self, count: int) -> int:
-        """How many of `count` entries share a scale; one scale alone needs no map of scales."""
+        """The number of `count` entries that share a scale; one scale alone needs no map of scales."""
         return self.norm_group(count)
 
     @property
@@ -190,7 +190,7 @@ class Carrier:
 
     @property
     def bits_per_entry(self) -> float:
-        """What one integer takes, unused bits of its word included."""
+        """The bits of one integer, unused ones of its word included."""
         return self.dtype.itemsize * 8 / self.lanes
 
     def num_words(self, count: int) -> int:

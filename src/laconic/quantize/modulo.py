@@ -92,15 +92,12 @@ class ModuloCode(ValueCode):
         return Told(exponents, sums, codes, offset)
 
     def compare(self, values: Tensor, message: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
-        """(the way to the middle, (theirs - values)/2 but for rounding and cut; what the other needs for its own).
-
-        The way is in `out`.
-        """
+        """(move to the middle, in `out`: (theirs - values)/2 but for rounding and cut; reply for the peer)."""
         steps = steps_of(message.exponents).to(values.device)
-        way, codes, peaks = kernels.compare_residues(
+        move, codes, peaks = kernels.compare_residues(
             values, message.codes, message.sums, steps, message.offset, self.bits, out=out
         )
-        return way, Compared(peaks, codes, message.offset)
+        return move, Compared(peaks, codes, message.offset)
 
     def write(self, message: Told) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
@@ -131,7 +128,7 @@ class Difference(ValueCode):
         return num_blocks(count) + -(-count // 8) * self.bits
 
     def way(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
-        """The asker's way to the middle, in `out`: the opposite of what its peer moves by, to the last bit."""
+        """The requester's move to the middle, in `out`: the opposite of its peer's, to the last bit."""
         steps = steps_of(exponents).to(out.device)
         return kernels.decode_differences(compared.codes, steps, out.numel(), self.bits, out=out)
 

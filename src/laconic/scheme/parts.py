@@ -57,7 +57,7 @@ ARGUMENTS = {
     "rho": "Share of entries sent, in (0, 1]; smaller sends less.",
     "scales": "Number of grids to select from, 2 to 4.",
     "score": "How the past weighs in: a name in laconic.select.SCORES, or one of those scores.",
-    "search": "The way to the k-th value: threshold, bisection, sampled or torch.",
+    "search": "How the k-th value is found: threshold, bisection, sampled or torch.",
     "seed": "Seed of every draw, 0 or more.",
     "share": "Entries that share a scale.",
     "stages": "1: the network adds codes; 2: the workers do; 0: whichever sends less.",
@@ -144,7 +144,7 @@ def _documented(function: Callable[..., Any], signature: inspect.Signature) -> s
 
 def score_name(score: str | Score) -> str:
     """The name of a score, by which a text gives it."""
-    names = [name for name, known in SCORES.items() if score in (name, known)]
+    names = [name for name, known in SCORES.items() if score == name or score is known]
     if not names and isinstance(score, Score):
         raise SchemeError("this score has no name; give it one with laconic.select.SCORES['name'] = score")
     return names[0] if names else str(score)

@@ -120,7 +120,7 @@ class LowRank(Selector):
 
     @property
     def density(self) -> float:
-        return 0.5  # less than everything: how much less, the shapes alone say
+        return 0.5  # less than everything: how much less, the shapes decide
 
     @property
     def takes_turns(self) -> bool:
@@ -131,7 +131,7 @@ class LowRank(Selector):
         return True
 
     def is_factored(self, span: Span) -> bool:
-        """Whether a parameter is a matrix that goes as factors, which is to say as fewer numbers than it has."""
+        """Whether a parameter is a matrix that goes as factors, in fewer numbers than it has."""
         is_matrix = len(span.shape) > 1 and span.num_entries >= max(1, self.dense_below)
         return is_matrix and self._num_factors(span) < span.num_entries
 

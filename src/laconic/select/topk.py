@@ -21,7 +21,7 @@ class TopK(Chooser):
     """The k = max(1, round(rho*N)) largest |r| go, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
-    does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
+    does not depend on how DDP cuts its buckets. `search` finds the k-th value: the result is the same by all,
     but for the order of ties; see kernels/searches.py.
 
     Example:
