@@ -38,7 +38,7 @@ from torch import Tensor
 from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
-from laconic.quantize import BF16, QUANTIZERS, Residue, Trits
+from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
 from laconic.quantize.quantizers import Marks
 from laconic.replicas.gossip.changed_entries import EntryMessages
 from laconic.replicas.gossip.messages import GroupMessages, MessageWriter
@@ -47,7 +47,7 @@ from laconic.replicas.gossip.vector import ModelVector
 from laconic.scheme import Scheme
 from laconic.server.client import with_layout, without_layout
 from laconic.server.owner import Owner
-from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec
+from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec, Runs
 from laconic_lab.errors import TaskError
 from laconic_lab.train.checkpoint import find_checkpoint, save_checkpoint
 from tests.gossiping import Small
@@ -154,6 +154,7 @@ def readers() -> list[Reader]:
         _frames("votes", Trits()),
         _frames("marks", Marks()),
         *(_codes(codec) for codec in INDEX_CODECS),
+        _runs(),
         *_gossip(),
         _parts(),
         _layouts(),
@@ -202,6 +203,22 @@ def _frames(name: str, quantize: Any) -> Reader:
     return Reader(f"frames of {name}", valid, read, frame_at=0)
 
 
+def _runs() -> Reader:
+    """Frames in the index code of a selector: whole runs of 4 entries, of which a last one is shorter."""
+    codec = Runs(((0, 16), (16, 18), (20, 60)), 4, 5)
+    shape = FrameShape(70, 18, 5, BF16(), codec.index_block)
+    positions = torch.cat([torch.arange(*each, dtype=torch.int32) for each in ((4, 8), (16, 18), (20, 28), (56, 60))])
+    codes, scale = BF16().encode(torch.arange(23.0))
+    valid = [_bytes_of(shape.write(positions, codes, scale, step=7, bucket=2))]
+
+    def read(data: bytes) -> None:
+        contents = shape.read(_tensor(data), step=7, bucket=2, peer=1)
+        if not contents.overflow:
+            _check_positions(contents.positions, 70, 18)
+
+    return Reader("frames of whole runs", valid, read, frame_at=0)
+
+
 def _codes(codec: type[IndexCodec]) -> Reader:
     shapes = [
         (n, k) for n, k in ((70, 20), (2**31 - 1, 5), (200, 199), (64, 1), (9, 9), (5, 0)) if codec.can_code(n, k)
@@ -232,7 +249,7 @@ def _gossip() -> Iterator[Reader]:
     writers: dict[str, tuple[MessageWriter, ModelVector, list[list[int]], int]] = {
         "groups": (GroupMessages(by_tensor, BF16()), by_tensor, [[0], [1, 3], [0, 1, 2]], 8),
         "entries": (EntryMessages(chosen, scheme.quantize, scheme.select, 4), chosen, [[0]], 0),  # type: ignore[union-attr, arg-type]
-        "remainders": (RemainderMessages(by_tensor, Residue(), 0, 0), by_tensor, [[0], [2]], 0),
+        "remainders": (RemainderMessages(by_tensor, ModuloCode(), 0, 0), by_tensor, [[0], [2]], 0),
     }
     for name, (messages, vector, topics, frame_at) in writers.items():
         asked = [messages.ask_(messages.about(groups), vector.read(groups).clone()) for groups in topics]

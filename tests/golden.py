@@ -1,6 +1,7 @@
 """Golden trajectories: what every deterministic scheme makes of given gradients, as digests in golden.json.
 
-`python tests/golden.py` writes the file anew: a change of numbers is a decision, never an accident. Gradients are
+`python -m tests.golden` adds what the file lacks, and with `--anew` writes all of it: a change of numbers is a
+decision, never an accident. Gradients are
 multiples of 2^-12 made by integer arithmetic, what is written down is made by the reference kernels, and everything is
 float32 on the CPU, so that a digest does not depend on the processor. PyTorch's two hooks live inside DDP, and what
 gossips freely moves when answers come: neither has a trajectory of its own, and NOT_DETERMINISTIC lists them.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -184,9 +186,12 @@ def _kernels(backend: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Write golden.json anew."""
-    found = {text: {course: trajectory(text, course) for course in courses_of(text)} for text in TEXTS}
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    """Write golden.json: what it has already stays, unless all is asked for anew."""
+    written = {} if "--anew" in sys.argv else json.loads(FILE.read_text())
+    for text in TEXTS:
+        if text not in written:
+            written[text] = {course: trajectory(text, course) for course in courses_of(text)}
+    FILE.write_text(json.dumps({text: written[text] for text in TEXTS}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ RECIPE_TEXTS = {
     "silent": "silent",
     "topk": "topk:rho=0.05",
     "chunked": "chunked:rho=0.1,chunk=512",
+    "block-topk": "block-topk:rho=0.1,block=16",
     "laplace": "laplace:rho=0.05,search=bisection",
     "dgc": "dgc:rho=0.05,ramp=2",
     "overlap": "overlap:rho=0.05",
@@ -49,6 +50,8 @@ COMPOSED_TEXTS = (
     "scheme:select=chunked(rho=0.1,chunk=512),quantize=lloyd,memory=residual(decay=0.95),exchange=all-gather",
     "scheme:select=overlap(rho=0.05,score=member),quantize=lloyd(group=16),memory=residual(decay=0.5),"
     "exchange=server(down_rho=0.1),trigger=warm-up(steps=2)",
+    "scheme:select=blocks(rho=0.1,block=7,dense_below=0),quantize=lloyd,memory=residual(decay=0.9),exchange=all-gather",
+    "block-topk:rho=0.1,quantize=levels(bits=5),warmup=2,exchange=server",
     "topk:rho=0.05,exchange=server",
     "topk:rho=0.05,quantize=none,exchange=server(down_rho=0.02)",
     "laplace:rho=0.4,quantize=levels(bits=5),exchange=server",

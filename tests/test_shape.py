@@ -17,7 +17,7 @@ TABLES = (
     select.SELECTORS,
     quantize.QUANTIZERS,
     quantize.GRIDS,
-    quantize.RESIDUES,
+    quantize.MODULO_CODES,
     memory.MEMORIES,
     trigger.TRIGGERS,
     exchange.PATTERNS,

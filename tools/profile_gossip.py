@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from laconic.quantize import Residue
+from laconic.quantize import ModuloCode
 from laconic.replicas.gossip.messages import check_finite
 from laconic.replicas.gossip.remainders import RemainderMessages
 from laconic.replicas.gossip.vector import ModelVector, Owed
@@ -43,7 +43,7 @@ def profile(num_entries: int, device: str, rounds: int) -> dict[str, float]:
     layers = [nn.Parameter(0.02 * torch.randn(4 * _WIDTH**2, device=device)) for _ in range(num_layers)]
     models = [nn.ParameterList(layers), copy.deepcopy(nn.ParameterList(layers))]
     here, there = vectors = [ModelVector(model, "half") for model in models]
-    asker, answerer = (RemainderMessages(vector, Residue(), 0, rank) for rank, vector in enumerate(vectors))
+    asker, answerer = (RemainderMessages(vector, ModuloCode(), 0, rank) for rank, vector in enumerate(vectors))
     owed, owed_there = Owed(here), Owed(there)
     source, target = here.read(), here.read()
     for _ in range(rounds):

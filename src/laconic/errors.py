@@ -10,6 +10,9 @@ LaconicError
 +-- LaunchError     workers that could not be started or did not finish
 """
 
+import difflib
+from collections import abc
+
 
 class LaconicError(Exception):
     """Base of the tree; its text is one line that says what to do."""
@@ -41,3 +44,30 @@ class KernelError(LaconicError):
 
 class LaunchError(LaconicError):
     """Workers could not be started, or did not finish."""
+
+
+def check_least(part: object, **least: float) -> None:
+    """SchemeError where a field of a part is below the least that it may be."""
+    for field, lowest in least.items():
+        if not getattr(part, field) >= lowest:
+            name = f"{type(part).__name__}.{field}"
+            raise SchemeError(f"{name} is {getattr(part, field)}; give {lowest} or more")
+
+
+def check_share(part: object, field: str, cure: str = "") -> None:
+    """SchemeError unless a field of a part is in (0, 1]."""
+    if not 0 < getattr(part, field) <= 1:
+        name = f"{type(part).__name__}.{field}"
+        raise SchemeError(f"{name} is {getattr(part, field)}; give a share in (0, 1]{cure}")
+
+
+def check_option(part: object, field: str, options: abc.Iterable[str]) -> None:
+    """SchemeError unless a field of a part is one of the options."""
+    if (given := getattr(part, field)) not in options:
+        raise SchemeError(f"{type(part).__name__}.{field} is {given!r}; give one of {', '.join(options)}")
+
+
+def nearest(name: str, names: abc.Collection[str], others: str = "") -> str:
+    """The end of an error about an unknown name: the one that was probably meant, or all there are."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(names)}{others}"

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-WORTH_HALVING = 1 << 19  # entries of a model; with less to say, one more message takes longer than half of the bytes
+WORTH_HALVING = 1 << 19  # entries of a model; with less to send, one more message takes longer than half of the bytes
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Layout:
 
 
 def plain_name(name: str) -> str:
-    """Without the prefix of compiled modules, which a checkpoint should not depend on."""
+    """The name without the prefix of compiled modules, which a checkpoint should not depend on."""
     return name.replace("_orig_mod.", "")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank, without its graph: the shard of a DTensor, and else all of it."""
-    here = tensor.detach()
-    shard: Tensor = here.to_local() if hasattr(here, "to_local") else here
+    """The part of a tensor on this rank, without its graph: the shard of a DTensor, and else all of it."""
+    whole = tensor.detach()
+    shard: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
     return shard
 
 
 def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model's state holds besides parameters and workers average: the running means of norms, and the like.
+    """The buffers of a model's state that workers average: the running means of norms, and the like.
 
     Counters stay local, and so do buffers that are not part of the state or not finite, like a mask.
     """
@@ -91,7 +91,7 @@ class Bucket:
     flat: Tensor
     is_last: bool
     is_plain: bool = False  # goes whole and in its own type, whatever the scheme says
-    was_late: bool = False  # the mean is over the others, who had agreed on it before this worker spoke
+    was_late: bool = False  # the mean is over the others, who had agreed on it before this worker sent
 
 
 def halves_of(count: int) -> list[tuple[int, int]]:

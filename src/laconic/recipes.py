@@ -1,66 +1,47 @@
 """Published systems and controls, each as five answers or six.
 
-A recipe is a short function; its keyword parameters are what the command line takes after the colon.
+A recipe is a short function; its parameters are what the command line takes after the colon. A part may be given as
+text or as an object: `topk(0.01, quantize="levels(bits=4)")` is `topk(0.01, quantize=Levels(4))`.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+# ruff: noqa: F401 - parse and RECIPES are found here
 
-from laconic.errors import SchemeError
-from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Server, Silent
-from laconic.memory import Accumulated, MomentumResidual, Residual
+import functools
+from dataclasses import replace
+from typing import Any
+
+from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
+from laconic.memory import Accumulated, Memory, MomentumResidual, Residual
 from laconic.outer import Nesterov, OuterSGD, PairMomentum
-from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_of
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
-from laconic.scheme.text import build, pairs, write_pairs
-from laconic.select import ChunkedTopK, Everything, LowRank, Overlap, RandK, TopK
+from laconic.quantize import (
+    BF16,
+    CODE_BITS,
+    Grid,
+    MaxNorm,
+    ModuloCode,
+    MultiScale,
+    Quantizer,
+    Sign,
+    is_modulo_code,
+    levels_of,
+)
+from laconic.scheme import RECIPES, GossipScheme, OuterScheme, Scheme, TorchHook, parse, part, recipe, score_name
+from laconic.select import BlockTopK, ChunkedTopK, Everything, LowRank, Overlap, RandK, Score, Selector, TopK
 from laconic.trigger import EveryStep, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
 
-RECIPES: dict[str, Callable[..., AnyScheme]] = {}
-
-R = TypeVar("R", bound=Callable[..., AnyScheme])
-
-
-def recipe(function: R) -> R:
-    """Register a recipe under its name, and label what it makes with the text that makes it again."""
-    name = function.__name__.replace("_", "-")
-
-    @functools.wraps(function)
-    def labelled(**arguments: Any) -> AnyScheme:
-        made = function(**arguments)
-        given = write_pairs({key: arguments[key] for key in inspect.signature(function).parameters if key in arguments})
-        object.__setattr__(made, "label", f"{name}:{given}" if given else name)
-        return made
-
-    RECIPES[name] = labelled
-    return labelled  # type: ignore[return-value]
-
-
-def parse(text: str) -> AnyScheme:
-    """The scheme that a text names: `topk:rho=0.01,quantize=bf16`, or `scheme:select=...,exchange=...`."""
-    name, _, rest = text.strip().partition(":")
-    if name == COMPOSED:
-        arguments = pairs(rest)
-        if strange := [question for question in arguments if question not in PARTS]:
-            raise SchemeError(f"scheme has no question {strange[0]}; it asks {', '.join(PARTS)}")
-        return compose(**arguments)
-    if name not in RECIPES:
-        raise SchemeError(f"no scheme is called {name!r}; write one of {', '.join(RECIPES)}, or {COMPOSED}:select=...")
-    return cast(AnyScheme, build(RECIPES[name], pairs(rest), name))
+Code = str | Quantizer | Grid | ModuloCode  # how values are written, as text or part
+Where = str | Pattern  # where they go
 
 
 @recipe
 def dense() -> Scheme:
-    """Everything in the gradient's own type, all-reduced: the truth."""
+    """Everything goes in the gradient's own type, all-reduced: the truth."""
     return Scheme()
 
 
 @recipe
 def bf16() -> Scheme:
-    """Everything in 16 bits, all-reduced: what users have for free, and the one to beat."""
+    """Everything goes in 16 bits, all-reduced: what users have for free, and the one to beat."""
     return Scheme(quantize=BF16())
 
 
@@ -72,50 +53,61 @@ def silent() -> Scheme:
 
 @recipe
 def topk(
-    *,
     rho: float = 0.01,
-    quantize: str = "bf16",
+    *,
+    quantize: Code = "bf16",
     per: str = "bucket",
     warmup: int = 0,
     search: str = "threshold",
-    exchange: str = "all-gather",
+    exchange: Where = "all-gather",
 ) -> Scheme:
-    """Exact top-k with error feedback, all-gathered or by a server; the first `warmup` steps go dense."""
-    return Scheme(
-        select=TopK(rho=rho, per=per, search=search),
-        quantize=part("quantize", quantize),
-        memory=Residual(),
-        exchange=part("exchange", exchange),
-        trigger=_warmed(warmup),
-    )
+    """Exact top-k goes with error feedback, all-gathered or by a server; the first `warmup` steps go dense.
+
+    r += g ; send the k = rho*N largest |r| ; r -= what was sent (Aji and Heafield, EMNLP 2017).
+    """
+    return _with_feedback(TopK(rho, per=per, search=search), quantize, exchange, warmup)
 
 
 @recipe
 def chunked(
-    *, rho: float = 1 / 64, chunk: int = 4096, quantize: str = "bf16", warmup: int = 0, exchange: str = "all-gather"
+    rho: float = 1 / 64, *, chunk: int = 4096, quantize: Code = "bf16", warmup: int = 0, exchange: Where = "all-gather"
 ) -> Scheme:
-    """Exact top-k of every `chunk` entries, with error feedback: no part of a tensor is passed over."""
-    return Scheme(
-        select=ChunkedTopK(rho=rho, chunk=chunk),
-        quantize=part("quantize", quantize),
-        memory=Residual(),
-        exchange=part("exchange", exchange),
-        trigger=_warmed(warmup),
-    )
+    """Exact top-k of every `chunk` entries goes with error feedback: no part of a tensor is passed over.
+
+    r += g ; send the k = rho*C largest |r| of each C entries ; r -= what was sent (after SparseLoCo, arXiv 2508.15706).
+    """
+    return _with_feedback(ChunkedTopK(rho, chunk=chunk), quantize, exchange, warmup)
+
+
+@recipe
+def block_topk(
+    rho: float = 0.01, *, block: int = 32, quantize: Code = "bf16", warmup: int = 0, exchange: Where = "all-gather"
+) -> Scheme:
+    """The runs of `block` entries with the largest energy go whole, with error feedback: one index for a run.
+
+    r += g ; send the rho*N/B runs with the largest sum(r^2) ; r -= what was sent.
+    """
+    return _with_feedback(BlockTopK(rho, block), quantize, exchange, warmup)
 
 
 @recipe
 @functools.wraps(topk, assigned=["__annotations__"])  # its parameters, not its name
 def laplace(**as_topk: Any) -> Scheme:
-    """Top-k by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's, in several passes."""
+    """Top-k goes by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's own.
+
+    t = mean|r| * ln(N/k) ; send the k largest of |r| >= t (Chen, Liu, Han, 2021).
+    """
     return topk(**as_topk)
 
 
 @recipe
 def dgc(
-    *, rho: float = 0.01, momentum: float = 0.9, ramp: int = 20, quantize: str = "bf16", per: str = "bucket"
+    rho: float = 0.01, *, momentum: float = 0.9, ramp: int = 20, quantize: Code = "bf16", per: str = "bucket"
 ) -> Scheme:
-    """Deep Gradient Compression: top-k with momentum correction, reached in stages of `ramp` steps."""
+    """Deep Gradient Compression sends top-k with momentum correction, reached in stages of `ramp` steps.
+
+    u = m*u + g ; v += u ; send the k largest |v| ; there u = v = 0 (Lin et al., ICLR 2018).
+    """
     return Scheme(
         select=TopK(rho=rho, per=per),
         quantize=part("quantize", quantize),
@@ -127,56 +119,63 @@ def dgc(
 
 @recipe
 def overlap(
-    *,
     rho: float = 0.01,
-    score: str = "product",
+    *,
+    score: str | Score = "product",
     strength: float = 1.0,
     explore: float = 0.02,
-    quantize: str = "bf16",
+    quantize: Code = "bf16",
     per: str = "bucket",
     warmup: int = 0,
     down_rho: float | None = None,
 ) -> Scheme:
-    """Top-k by a score that makes the workers agree, of which a server answers the largest, 3*rho of all entries."""
-    return Scheme(
-        select=Overlap(rho=rho, score=score, strength=strength, explore=explore, per=per),
-        quantize=part("quantize", quantize),
-        memory=Residual(),
-        exchange=Server(down_rho=min(1.0, 3 * rho) if down_rho is None else down_rho),
-        trigger=_warmed(warmup),
-    )
+    """Top-k goes by a score that makes the workers agree; a server replies with the largest, 3*rho of all entries.
+
+    s = |r| * (e + |G|/mean|G|), G being the last answer ; send the k largest s (after Wang et al., ICNCC 2018).
+    """
+    select = Overlap(rho, score=score_name(score), strength=strength, explore=explore, per=per)
+    exchange = Server(down_rho=min(1.0, 3 * rho) if down_rho is None else down_rho)
+    return _with_feedback(select, quantize, exchange, warmup)
 
 
 @recipe
-def sign(*, vote: str = "majority") -> Scheme:
-    """signSGD: every worker sends all its signs, and the majority's is applied; no momentum, a rate of about 1e-3."""
+def sign(vote: str = "majority") -> Scheme:
+    """signSGD sends all signs, and the majority's is applied; no momentum, a rate of about 1e-3.
+
+    x = sign(sum(sign(g))) (Bernstein et al., ICML 2018).
+    """
     return Scheme(quantize=Sign(), exchange=Server(combine=vote))
 
 
 @recipe
 def sparse_sign(
-    *, rho: float = 0.1, cover: float = 0.0, weight: float = 1.0, score: str = "local", vote: str = "majority"
+    rho: float = 0.1, *, cover: float = 0.0, weight: float = 1.0, score: str | Score = "local", vote: str = "majority"
 ) -> Scheme:
-    """S3GD-MV: signs of the largest entries of each layer, accumulated till sent; k = rho*N, or cover*N/M."""
+    """S3GD-MV sends signs of the largest entries of each layer, accumulated till sent; k = rho*N, or cover*N/M.
+
+    a = w*a + g ; send sign(a) of the k largest |a| ; there a = 0 (Park and Lee, arXiv 2302.07475).
+    """
     rho = 0.0 if cover else rho
     select = TopK(rho=rho, cover=cover, per="parameter", dense_below=0)
-    if score != "local":
-        select = Overlap(rho=rho, cover=cover, per="parameter", dense_below=0, score=score)
+    if (scored := score_name(score)) != "local":
+        select = Overlap(rho, cover=cover, per="parameter", dense_below=0, score=scored)
     return Scheme(select=select, quantize=Sign(), memory=Accumulated(weight=weight), exchange=Server(combine=vote))
 
 
 @recipe
-def maxnorm(*, bits: int = CODE_BITS, levels: int = 0, block: int = 512, stages: int = 0, seed: int = 0) -> Scheme:
-    """Integers on a max-norm grid, added in the network; bits count the sign: levels = 2^(bits-1) - 1, or as given."""
-    return Scheme(
-        quantize=MaxNorm(levels=levels_of(bits, levels), block=block, seed=seed), exchange=AllReduce(stages=stages)
-    )
+def maxnorm(bits: int = CODE_BITS, *, levels: int = 0, block: int = 512, stages: int = 0, seed: int = 0) -> Scheme:
+    """Integers on a max-norm grid go, added in the network; levels = 2^(bits-1) - 1, or as given.
+
+    q = round(g/n * s), n = max|g| ; x = n/s * sum(q)/M (Vineeth S, arXiv 2109.12497).
+    """
+    grid = MaxNorm(levels_of(bits, levels), block=block, seed=seed)
+    return Scheme(quantize=grid, exchange=AllReduce(stages=stages))
 
 
 @recipe
 def multiscale(
-    *,
     bits: int = CODE_BITS,
+    *,
     levels: int = 0,
     block: int = 512,
     scales: int = 4,
@@ -185,37 +184,36 @@ def multiscale(
     stages: int = 0,
     seed: int = 0,
 ) -> Scheme:
-    """The same on the finest of several grids that every worker's entry fits, agreed on per `share` entries."""
-    return Scheme(
-        quantize=MultiScale(
-            levels=levels_of(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed
-        ),
-        exchange=AllReduce(stages=stages),
-    )
+    """Integers go on the finest of several grids that every worker's entry fits, agreed on per `share` entries.
+
+    q = round(g/n * s_j), s_j = s*ratio^j (Vineeth S, arXiv 2109.12497).
+    """
+    grid = MultiScale(levels_of(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed)
+    return Scheme(quantize=grid, exchange=AllReduce(stages=stages))
 
 
 @recipe
 def randk_maxnorm(
-    *,
     rho: float = 0.1,
+    *,
     bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
     mode: str = "independent",
-    memory: str = "residual",
+    memory: str | Memory = "residual",
     warmup: int = 0,
     stages: int = 0,
     seed: int = 0,
 ) -> Scheme:
-    """maxnorm on the same random share of the entries everywhere; the rest is kept for later."""
+    """maxnorm goes of the same random share of the entries everywhere; the rest is kept for later."""
     everywhere = maxnorm(bits=bits, levels=levels, block=block, stages=stages, seed=seed)
     return _random_share(everywhere, rho, mode, seed, memory, warmup)
 
 
 @recipe
 def randk_multiscale(
-    *,
     rho: float = 0.1,
+    *,
     bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
@@ -223,12 +221,12 @@ def randk_multiscale(
     ratio: int = 2,
     share: int = 16,
     mode: str = "independent",
-    memory: str = "residual",
+    memory: str | Memory = "residual",
     warmup: int = 0,
     stages: int = 0,
     seed: int = 0,
 ) -> Scheme:
-    """multiscale on the same random share of the entries everywhere; the rest is kept for later."""
+    """multiscale goes of the same random share of the entries everywhere; the rest is kept for later."""
     everywhere = multiscale(
         bits=bits, levels=levels, block=block, scales=scales, ratio=ratio, share=share, stages=stages, seed=seed
     )
@@ -237,72 +235,76 @@ def randk_multiscale(
 
 @recipe
 def lowrank(
-    *,
     rank: int = 4,
+    *,
     form: str = "both",
-    quantize: str = "none",
+    quantize: Code = "none",
     dense_below: int = 1000,
     warmup: int = 0,
     seed: int = 0,
 ) -> Scheme:
-    """PowerSGD: two thin factors of each matrix are added, with error feedback; `form=alternating` adds one a step."""
-    return Scheme(
-        select=LowRank(rank=rank, form=form, dense_below=dense_below, seed=seed),
-        quantize=part("quantize", quantize),
-        memory=Residual(),
-        exchange=AllReduce(),
-        trigger=_warmed(warmup),
-    )
+    """PowerSGD adds two thin factors of each matrix, with error feedback; `form=alternating` adds one a step.
+
+    P = M Q ; Q = M^T orth(P) ; M' = orth(P) Q^T (Vogels, Karimireddy, Jaggi, NeurIPS 2019; Zhang et al., ICDCS 2023).
+    """
+    select = LowRank(rank, form=form, dense_below=dense_below, seed=seed)
+    return _with_feedback(select, quantize, AllReduce(), warmup)
 
 
 @recipe
 def gossip(
-    *,
     rate: float = 1.3,
+    *,
     rho: float = 1,
-    trigger: str = "",
-    quantize: str = "",
+    trigger: str | Trigger = "",
+    quantize: Code = "",
     peers: str = "uniform",
     mode: str = "",
     momentum: str = "",
     seed: int = 0,
 ) -> GossipScheme:
-    """A model's remainders, or the share `rho` that changed most, so often that `rate` models leave a worker a step."""
-    quantize = quantize or ("residue" if rho == 1 else "bf16")
-    remainders = quantize.startswith("residue")
-    mode = mode or ("paired" if remainders and not trigger else "free")
-    messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # a worker asks or answers at a turn, or does both
-    by_clock = rate > 0 and (remainders or 0 < rho < 1 or mode == "paired")
-    turns = Period(steps=max(messages * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
-    momentum = momentum or ("quasi-global" if remainders else "local")
+    """A model goes in a modulo code, or the share `rho` that changed most: `rate` models leave a worker a step.
+
+    x_i += (x_j - x_i)/2 ; x_j += (x_i - x_j)/2 (after Ho, Wu, Liu, CCGRID 2018, and Lu and De Sa, ICML 2020).
+    """
+    code = part("quantize", quantize or ("residue" if rho == 1 else "bf16"))
+    is_modulo = is_modulo_code(code)
+    mode = mode or ("paired" if is_modulo and not trigger else "free")
+    messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # requests or replies in a round, or both
+    by_clock = rate > 0 and (is_modulo or 0 < rho < 1 or mode == "paired")
+    clock = Period(steps=max(messages * rho / rate, shortest)) if by_clock else TargetRate(rate=rate)
+    momentum = momentum or ("quasi-global" if is_modulo else "local")
     return GossipScheme(
         select=TopK(rho=rho) if rho != 1 else Everything(),
-        quantize=part("quantize", quantize),
+        quantize=code,
         exchange=Gossip(peers=peers, mode=mode, momentum=momentum, seed=seed),
-        trigger=part("trigger", trigger) if trigger else turns,
+        trigger=part("trigger", trigger) if trigger else clock,
     )
 
 
 @recipe
-def gossip_every(*, quantize: str = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> GossipScheme:
-    """Gossip at every step, waiting for the answer: the published baseline of `gossip`."""
+def gossip_every(*, quantize: Code = "none", peers: str = "uniform", mode: str = "wait", seed: int = 0) -> GossipScheme:
+    """Gossip goes at every step and waits for the answer: the published baseline of `gossip`."""
     return gossip(trigger="every-step", quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
 
 @recipe
 def gossip_period(
-    *, steps: float = 16, quantize: str = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
+    steps: float = 16, *, quantize: Code = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
 ) -> GossipScheme:
-    """Gossip every `steps` steps: the control of equal bytes, 2/steps models a step."""
+    """Gossip goes every `steps` steps: the control of equal bytes, 2/steps models a step."""
     when = f"period(steps={steps})"
     return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
 
 
 @recipe
 def local(
-    *, every: int = 16, lr: float = 1.0, quantize: str = "bf16", fragments: int = 1, delay: int = 0, warmup: int = 0
+    every: int = 16, *, lr: float = 1.0, quantize: Code = "bf16", fragments: int = 1, delay: int = 0, warmup: int = 0
 ) -> OuterScheme:
-    """Every worker trains alone, and every `every` steps all models become their mean."""
+    """Every worker trains alone, and every `every` steps all models become their mean.
+
+    anchor -= lr * mean(anchor - x_i) (Stich, ICLR 2019).
+    """
     return OuterScheme(
         quantize=part("quantize", quantize),
         trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
@@ -312,24 +314,27 @@ def local(
 
 @recipe
 def diloco(
-    *,
     every: int = 32,
+    *,
     lr: float = 0.7,
     momentum: float = 0.9,
-    quantize: str = "bf16",
+    quantize: Code = "bf16",
     fragments: int = 1,
     delay: int = 0,
     warmup: int = 0,
 ) -> OuterScheme:
-    """DiLoCo: the same, but that the mean of what all drifted is a gradient to an outer Nesterov step."""
+    """DiLoCo makes the mean of what all drifted a gradient, by which an outer Nesterov step moves the anchor.
+
+    D = mean(anchor - x_i) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2311.08105).
+    """
     everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
     return replace(everyone, outer=Nesterov(lr=lr, momentum=momentum))
 
 
 @recipe
 def streaming(
-    *,
     every: int = 16,
+    *,
     fragments: int = 4,
     delay: int = 4,
     bits: int = CODE_BITS,
@@ -339,7 +344,10 @@ def streaming(
     warmup: int = 0,
     seed: int = 0,
 ) -> OuterScheme:
-    """Fragments of the model agree in turn, in the background and in few bits: for transformers over slow links."""
+    """Fragments of the model agree in turn, in the background and in few bits: for transformers over slow links.
+
+    D = mean(maxnorm(anchor - x_i)) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2501.18512).
+    """
     return OuterScheme(
         quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed),
         exchange=AllReduce(stages=2),
@@ -350,19 +358,22 @@ def streaming(
 
 @recipe
 def sparseloco(
-    *,
     every: int = 16,
+    *,
     rho: float = 1 / 64,
     decay: float = 0.95,
     lr: float = 1.0,
-    quantize: str = "lloyd",
-    exchange: str = "all-gather",
+    quantize: Code = "lloyd",
+    exchange: Where = "all-gather",
     chunk: int = 4096,
     fragments: int = 1,
     delay: int = 0,
     warmup: int = 0,
 ) -> OuterScheme:
-    """SparseLoCo: the largest of what all drifted, chunk by chunk, in two bits; what is not sent is kept, and fades."""
+    """SparseLoCo sends the largest of what all drifted, chunk by chunk, in two bits; the rest is kept, and fades.
+
+    r = d*r + (anchor - x_i) ; send the k largest |r| of each chunk ; r -= what was sent (arXiv 2508.15706).
+    """
     return OuterScheme(
         select=ChunkedTopK(rho=rho, chunk=chunk),
         quantize=part("quantize", quantize),
@@ -375,17 +386,20 @@ def sparseloco(
 
 @recipe
 def noloco(
-    *,
     every: int = 16,
+    *,
     lr: float = 0.7,
     momentum: float = 0.5,
     pull: float = 0.7,
-    quantize: str = "bf16",
+    quantize: Code = "bf16",
     fragments: int = 1,
     delay: int = 0,
     seed: int = 0,
 ) -> OuterScheme:
-    """NoLoCo: outer steps between pairs instead of all, whose anchors differ and pull each other together."""
+    """NoLoCo takes outer steps between pairs instead of all, whose anchors differ and pull each other together.
+
+    b = m*b - lr*mean(d) - pull*(a - mean(a)) ; a += b, the means being over two (Kolehmainen et al., arXiv 2506.10911).
+    """
     return OuterScheme(
         quantize=part("quantize", quantize),
         exchange=Pairs(seed=seed),
@@ -396,17 +410,28 @@ def noloco(
 
 @recipe
 def torch_fp16() -> TorchHook:
-    """PyTorch's fp16_compress_hook, unchanged: a control."""
+    """PyTorch's fp16_compress_hook runs unchanged: a control."""
     return TorchHook(hook="fp16")
 
 
 @recipe
-def torch_powersgd(*, rank: int = 1, start: int = 2) -> TorchHook:
-    """PyTorch's powerSGD_hook, unchanged, from step `start` on: a control; over Gloo it needs one large bucket."""
+def torch_powersgd(rank: int = 1, *, start: int = 2) -> TorchHook:
+    """PyTorch's powerSGD_hook runs unchanged from step `start` on: a control; Gloo needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
 
 
-def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str, warmup: int) -> Scheme:
+def _with_feedback(select: Selector, quantize: Any, exchange: Any, warmup: int) -> Scheme:
+    """A scheme that keeps what it does not send, and whose first steps are dense."""
+    return Scheme(
+        select=select,
+        quantize=part("quantize", quantize),
+        memory=Residual(),
+        exchange=part("exchange", exchange),
+        trigger=_warmed(warmup),
+    )
+
+
+def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str | Memory, warmup: int) -> Scheme:
     """A scheme on random entries alone."""
     select = RandK(rho=rho, mode=mode, seed=seed)
     return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))

@@ -1,4 +1,4 @@
-"""Numbers change by decision only: `python tests/golden.py` writes down what they are."""
+"""Numbers change by decision only: `python -m tests.golden` writes down what they are."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_random_k_visits_every_entry_once_in_a_cycle(monkeypatch: pytest.MonkeyP
         assert all(set(p) <= large and len(set(p)) == plan.k for p in drawn)
         assert len({tuple(p) for p in drawn}) == 20
         with monkeypatch.context() as patch:
-            patch.setattr("laconic.select.randk._FEW", 0)  # by torch, as where there are many
+            patch.setattr("laconic.select.shared._FEW", 0)  # by torch, as where there are many
             assert drawn == [apart.positions(plan, step, 0, CPU).tolist() for step in range(20)]
             assert orders[0] == [select.positions(plan, step, 0, CPU).tolist() for step in range(turns)]
 

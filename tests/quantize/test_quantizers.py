@@ -14,8 +14,8 @@ from laconic.quantize import (
     Difference,
     Levels,
     Lloyd,
+    ModuloCode,
     Quantizer,
-    Residue,
     Sign,
     Trits,
     exponents_for,
@@ -30,7 +30,7 @@ RELATIVE = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half an ulp; bf16
 
 def test_every_quantizer_is_tested() -> None:
     assert {*RELATIVE, "sign", "levels", "lloyd"} == set(QUANTIZERS)
-    others = Trits.code_id, Residue.code_id, Difference.code_id
+    others = Trits.code_id, ModuloCode.code_id, Difference.code_id
     assert len({q.code_id for q in QUANTIZERS.values()} | set(others)) == len(QUANTIZERS) + len(others)
 
 
@@ -44,7 +44,7 @@ def test_steps_that_can_be_told_are_not_below_those_asked_for() -> None:
 
 @pytest.mark.parametrize("count", [1, 8, 256, 1000])
 def test_remainders_are_read_as_they_were_written_and_unbiased(count: int) -> None:
-    quantize, draw = Residue(bits=4), torch.Generator().manual_seed(count)
+    quantize, draw = ModuloCode(bits=4), torch.Generator().manual_seed(count)
     x = torch.randn(count, generator=draw)
     y = x + 0.03 * torch.rand(count, generator=draw)
     exponents = exponents_for(torch.full((num_blocks(count),), 0.011))

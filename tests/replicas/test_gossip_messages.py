@@ -8,7 +8,7 @@ from torch import nn
 
 from laconic import GossipScheme, parse
 from laconic.errors import FrameError
-from laconic.quantize import BF16, Residue, is_residue
+from laconic.quantize import BF16, ModuloCode, is_modulo_code
 from laconic.replicas.gossip.changed_entries import EntryMessages
 from laconic.replicas.gossip.messages import GroupMessages, MessageWriter, refusal
 from laconic.replicas.gossip.remainders import RemainderMessages
@@ -19,7 +19,7 @@ from tests.gossiping import Small
 
 def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, EntryMessages]:
     scheme = parse(text)
-    assert isinstance(scheme, GossipScheme) and not is_residue(scheme.quantize)
+    assert isinstance(scheme, GossipScheme) and not is_modulo_code(scheme.quantize)
     vector = ModelVector(model, "model", scheme.select.dense_below)
     return vector, EntryMessages(vector, scheme.quantize, scheme.select, 4)
 
@@ -36,7 +36,7 @@ def test_a_question_that_says_it_has_no_values_is_refused(kind: str) -> None:
         _, messages = _of_entries("gossip:rho=0.1", Small())
         named, shape = torch.empty(0, dtype=torch.uint8), messages.shape
     else:
-        messages = RemainderMessages(vector, Residue(), 0, 0)
+        messages = RemainderMessages(vector, ModuloCode(), 0, 0)
         named, shape = torch.empty(0, dtype=torch.uint8), messages._questions[0]
     question = torch.cat([named, shape.write_overflow(named.device, step=0, bucket=0)])
     assert question.numel() == messages.question_bytes([0])

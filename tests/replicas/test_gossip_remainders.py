@@ -11,7 +11,7 @@ from torch import nn
 
 from laconic import GossipScheme, layout, parse
 from laconic.errors import FrameError
-from laconic.quantize import Residue, is_residue, steps_of
+from laconic.quantize import ModuloCode, is_modulo_code, steps_of
 from laconic.replicas.gossip.messages import refusal
 from laconic.replicas.gossip.remainders import RemainderMessages
 from laconic.replicas.gossip.vector import ModelVector
@@ -24,7 +24,7 @@ def _alike(model: nn.Module, seed: int, scale: float) -> tuple[RemainderMessages
     torch.manual_seed(seed)
     near = copy.deepcopy(model)
     vector = ModelVector(near, "model")
-    messages = RemainderMessages(vector, Residue(bits=5), 0, seed)
+    messages = RemainderMessages(vector, ModuloCode(bits=5), 0, seed)
     with torch.no_grad():
         for p in near.parameters():
             p.add_(torch.randn_like(p), alpha=scale)
@@ -77,7 +77,7 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
 def test_messages_of_remainders_are_as_long_as_foretold(worth_halving: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
-    assert isinstance(scheme, GossipScheme) and is_residue(scheme.quantize)
+    assert isinstance(scheme, GossipScheme) and is_modulo_code(scheme.quantize)
     messages = RemainderMessages(vector, scheme.quantize, 0, 0)
     parts = [[k] for k in range(len(vector.groups))]
     exchange = sum(QUESTION_HEAD_BYTES + messages.question_bytes(k) + messages.answer_bytes(k) for k in parts)
@@ -89,7 +89,7 @@ def test_a_question_about_a_half_names_it(halved: None) -> None:
     torch.manual_seed(1)
     model = nn.Linear(61, 19)  # halves of 589 entries each: nothing but its name tells one from the other
     here, there = (ModelVector(copy.deepcopy(model), "half") for _ in range(2))
-    one, other = (RemainderMessages(vector, Residue(), 0, rank) for rank, vector in enumerate((here, there)))
+    one, other = (RemainderMessages(vector, ModuloCode(), 0, rank) for rank, vector in enumerate((here, there)))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=1e-4)
@@ -103,7 +103,7 @@ def test_a_question_about_a_half_names_it(halved: None) -> None:
         assert back is not None and torch.equal(way, -back) and bool(way.any())
         with pytest.raises(FrameError, match=f"bucket is {k}, not {1 - k}"):
             one.settle_(question._replace(topic=one.about([1 - k])), answer, 1)
-    stranger = RemainderMessages(ModelVector(Small(), "tensor"), Residue(), 0, 2)
+    stranger = RemainderMessages(ModelVector(Small(), "tensor"), ModuloCode(), 0, 2)
     part = stranger.about([5])
     with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
         one.open(stranger.ask_(part, part.read()).message, 2)

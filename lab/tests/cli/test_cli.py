@@ -282,7 +282,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     "words,said",
     [
         (["train", "--scheme", "topk:rho=7"], "give a share in (0, 1]"),
-        (["train", "--scheme", "tokp"], "no scheme is called 'tokp'"),
+        (["train", "--scheme", "tokp"], "unknown recipe 'tokp'; did you mean 'topk'?"),
         (["train", "--steps", "0"], "--steps is 0"),
         (["train", "--steps", "ten"], "invalid int value"),
         (["train", "--steps", "3", "--epochs", "1"], "give one"),
@@ -322,7 +322,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--target", "0.8", "--target-loss", "2"], "two targets; give one"),
         (["compare", "--target-loss", "0"], "give a number above 0"),
         (["compare", "--scheme", "dense", "--scheme", "sign", "--clip-norm", "1"], "leave --clip-norm out"),
-        (["plan", "--scheme", "nothing"], "no scheme is called 'nothing'"),
+        (["plan", "--scheme", "nothing"], "unknown recipe 'nothing'"),
         (["plan", "--scheme", "torch-powersgd"], "try it with `laconic compare`"),
         (["plan", "--scheme", "bf16 --accumulate 0"], "one like 'bf16 --accumulate 4'"),
         (["plan", "--if-workers", "1"], "--if-workers is 1; give 2 or more"),

@@ -35,7 +35,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _print_all(num_workers: int) -> None:
     rows = [
-        (name, _bits(recipe(), num_workers), inspect.getdoc(recipe) or "", _parameters(name))
+        (name, _bits(recipe(), num_workers), (inspect.getdoc(recipe) or "").partition("\n")[0], _parameters(name))
         for name, recipe in RECIPES.items()
     ]
     rows.append((COMPOSED, "", "Your own five answers, of those below.", f"{', '.join(PARTS)}"))

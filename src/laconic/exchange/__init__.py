@@ -1,4 +1,4 @@
-"""Where it goes: the frozen answers, who talks to whom in gossip, and who answers for which entries."""
+"""Frozen answers to *where it goes*, who exchanges with whom in gossip, and who owns which entries."""
 
 from laconic.exchange.patterns import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
 from laconic.exchange.peers import asks_of, check_peers, matching, neighbours, pick

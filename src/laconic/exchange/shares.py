@@ -1,4 +1,4 @@
-"""Who answers for which entries of a bucket."""
+"""The owners of the entries of a bucket."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,46 +36,46 @@ class Shares:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:
             return torch.arange(positions.numel(), device=positions.device), [positions.to(torch.int32)]
-        starts, _, ways = self.pieces(positions.device)
+        starts, _, shifts = self.pieces(positions.device)
         runs = _runs(positions, starts.view(-1).to(positions.dtype))
         begins, counts = (self._turned(each.view(-1, self.num_shares)) for each in runs)  # share by share
         order = _in_order(begins, counts, positions)
-        moved = repeated(ways.view(-1), counts, positions.numel())
+        moved = repeated(shifts.view(-1), counts, positions.numel())
         places = positions.index_select(0, order).sub_(moved).to(torch.int32)
         return order, list(torch.split(places, counts.view(self.num_shares, -1).sum(1).tolist()))
 
     def joined(self, places: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Where ascending places of each share lie in the bucket, int64, ascending, and the values that are there."""
+        """The positions in the bucket of ascending places of each share, int64, ascending, and their values."""
         if self.num_shares == 1:
             return places[0].to(torch.int64), values[0]
-        starts, within, ways = self.pieces(places[0].device)
+        starts, within, shifts = self.pieces(places[0].device)
         total = sum(place.numel() for place in places)
         if places[0].device.type == "cpu" and total > _LONG_RUN * starts.numel():
-            return joined_runs(places, values, within, ways)
+            return joined_runs(places, values, within, shifts)
         counts = torch.stack([_runs(place, begins)[1] for place, begins in zip(places, within, strict=True)])
         begins = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
-        begins, counts, ways = (self._turned(each) for each in (begins, counts, ways))
+        begins, counts, shifts = (self._turned(each) for each in (begins, counts, shifts))
         at = torch.cat(list(places))
         order = _in_order(begins, counts, at)
-        positions = at.index_select(0, order).add_(repeated(ways, counts, total)).to(torch.int64)
+        positions = at.index_select(0, order).add_(repeated(shifts, counts, total)).to(torch.int64)
         return positions, torch.cat(list(values)).index_select(0, order)
 
     @staticmethod
     def _turned(pieces: Tensor) -> Tensor:
-        """What is told of pieces by row, told by column, end to end."""
+        """The pieces by column instead of by row, end to end."""
         return pieces.T.reshape(-1)
 
     def pieces(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the pieces begin in the bucket [parameter, share] and within shares [share, parameter], and the ways.
+        """The starts of the pieces in the bucket [parameter, share] and within shares [share, parameter], and shifts.
 
-        The way of a piece leads from its share to the bucket, as [share, parameter]; all are int32.
+        The shift of a piece [share, parameter] leads from its share to the bucket; all are int32.
         """
         if device not in self._on_device:
             cuts = [(span.start, piece_borders(span.num_entries, self.num_shares)[:-1]) for span in self.layout.spans]
             starts = torch.tensor([[start + border for border in cut] for start, cut in cuts], dtype=torch.int32)
             within = torch.tensor([[s.start for s in own.spans] for own in self.layouts], dtype=torch.int32)
-            ways = starts.view(-1, self.num_shares).T - within
-            self._on_device[device] = starts.to(device), within.to(device), ways.contiguous().to(device)
+            shifts = starts.view(-1, self.num_shares).T - within
+            self._on_device[device] = starts.to(device), within.to(device), shifts.contiguous().to(device)
         return self._on_device[device]
 
     @cached_property
@@ -94,11 +94,11 @@ def _runs(ascending: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(begins: Tensor, counts: Tensor, entries: Tensor) -> Tensor:
-    """Where the entries lie of runs that begin there, one run after the other."""
+    """The places of the entries of runs that begin there, one run after the other."""
     leaps = begins - (counts.cumsum(0) - counts)
     return repeated(leaps, counts, entries.numel()).add_(torch.arange(entries.numel(), device=entries.device))
 
 
 def piece_borders(num_entries: int, num_shares: int) -> Sequence[int]:
-    """Where the pieces of a parameter begin, and where the last one ends."""
+    """The starts of the pieces of a parameter, and the end of the last one."""
     return [num_entries * share // num_shares for share in range(num_shares + 1)]

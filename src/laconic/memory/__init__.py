@@ -1,6 +1,6 @@
-"""What is kept for later: the account of each parameter."""
+"""Frozen answers to *what is kept*, and the account of each bucket."""
 
-from laconic.memory.account import Account, Due
+from laconic.memory.account import Account, Due, SetAside, Undo
 from laconic.memory.ledger import Ledger
 from laconic.memory.memories import Accumulated, Memory, MomentumResidual, Nothing, Residual
 

@@ -19,7 +19,7 @@ class Keeper(Protocol[A_co]):
     kinds: ClassVar[tuple[str, ...]]
 
     def open(self, kept: list[Tensor]) -> A_co:
-        """What works on the kept tensors of one bucket."""
+        """The object that works on the kept tensors of one bucket."""
 
 
 class Ledger(Generic[A]):
@@ -68,7 +68,7 @@ class Ledger(Generic[A]):
 
     @property
     def num_bytes(self) -> int:
-        """What all kept tensors take."""
+        """The bytes of all kept tensors."""
         return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.values())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The frozen answers to *what is kept*, each with the account that it opens for a bucket."""
+"""The memories, each with the account that it opens for a bucket."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, check_share
 from laconic.memory.account import Account, Due
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is not sent now is owed, unless an answer says otherwise."""
+    """An answer to *what is kept*; what is not sent now is owed, unless it differs."""
 
     refunds = True  # whether what rounding loses is deposited again
     kinds: ClassVar[tuple[str, ...]] = ("residual",)  # kept per parameter, by the name that a checkpoint gives them
@@ -20,7 +20,7 @@ class Memory:
 
     @property
     def fade(self) -> float:
-        """What a balance is multiplied by before each deposit."""
+        """The factor of a balance before each deposit."""
         return 1.0
 
     def open(self, kept: list[Tensor]) -> Account:
@@ -29,7 +29,7 @@ class Memory:
 
 
 class _FadingAccount(Account):
-    """fade * balance before + deposit = withdrawn + balance after.
+    """An account that keeps fade * balance before + deposit = withdrawn + balance after.
 
     Who does not deposit does not fade either: an idle parameter, or a worker whose gradient is not finite.
     """
@@ -45,7 +45,7 @@ class _FadingAccount(Account):
 
 @dataclass(frozen=True)
 class Nothing(Memory):
-    """No error feedback: what is not sent is gone."""
+    """Nothing is kept: without error feedback, what is not sent is gone."""
 
     refunds = False
     kinds = ()
@@ -55,7 +55,7 @@ class Nothing(Memory):
 
 
 class _OneStepAccount(Account):
-    """Holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
+    """It holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
 
     def due_(self, gradient: Tensor, unscale: float) -> Due:
         self.balance = gradient.to(torch.float32)
@@ -64,42 +64,47 @@ class _OneStepAccount(Account):
         return Due(None, 1.0)
 
     def withdraw_(self, positions: Tensor | None) -> Tensor:
-        # Chosen entries become zero, so that nothing is chosen that went already.
+        # Selected entries become zero, so that nothing is selected that went already.
         return self.balance if positions is None else super().withdraw_(positions)
 
     def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
         pass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Residual(Memory):
-    """Error feedback: r = d*r + g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014).
+    """The unsent part is kept: r = d*r + g ; send part of r ; r -= what was sent (Seide et al., Interspeech 2014).
 
     There d = 1, and nothing is lost. With d < 1 what waits fades, as SparseLoCo lets it (arXiv 2508.15706, d = 0.95).
+
+    Example:
+        >>> scheme = laconic.Scheme(quantize="bf16", memory=Residual(0.95))
     """
 
     decay: float = 1.0  # d; less than 1 forgets
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise SchemeError(f"Residual.decay is {self.decay}; give a number in (0, 1], or use Nothing()")
+        check_share(self, "decay", ", or use Nothing()")
 
     @property
     def fade(self) -> float:
         return self.decay
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MomentumResidual(Memory):
-    """u = m*u + g ; v += u ; send part of v ; where sent, v = 0 and u = 0 (Lin et al., ICLR 2018).
+    """Momentum is kept too: u = m*u + g ; v += u ; send part of v ; there v = u = 0 (Lin et al., ICLR 2018).
 
     The momentum correction and factor masking of Deep Gradient Compression. The momentum lives here, before the
     exchange, so the optimizer must have none of its own.
+
+    Example:
+        >>> scheme = laconic.Scheme(memory=MomentumResidual(0.5))
     """
 
     kinds = ("residual", "velocity")
 
-    momentum: float = 0.9
+    momentum: float = 0.9  # m
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -118,17 +123,20 @@ class _MomentumAccount(Account):
     def due_(self, gradient: Tensor, unscale: float) -> Due:
         return Due(self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale), 1.0)
 
-    def sent_(self, chosen: Tensor, values: Tensor) -> None:
-        # Factor masking is for entries that waited: one that goes at every step is not chosen, keeps its momentum and
+    def sent_(self, selected: Tensor, values: Tensor) -> None:
+        # Factor masking is for entries that waited: one that goes at every step is not selected, keeps its momentum and
         # is ordinary momentum SGD; and a zero that merely filled up the k carried nothing.
-        self.velocity[chosen[values != 0]] = 0
+        self.velocity[selected[values != 0]] = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Accumulated(Memory):
-    """a = w*a + g ; send part of a ; where sent, a = 0, whatever rounding lost (Park and Lee, arXiv 2302.07475).
+    """Sums are kept till sent: a = w*a + g ; send part of a ; there a = 0 (Park and Lee, arXiv 2302.07475).
 
-    The memory for signs, which say nothing of a size; the weight w is ours.
+    What rounding lost is not kept: this is the memory for signs, which have no size. The weight w is ours.
+
+    Example:
+        >>> scheme = laconic.Scheme(memory=Accumulated(0.9))
     """
 
     refunds = False
@@ -136,8 +144,7 @@ class Accumulated(Memory):
     weight: float = 1.0  # of what has been kept; less than 1 forgets
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise SchemeError(f"Accumulated.weight is {self.weight}; give a number in (0, 1]")
+        check_share(self, "weight")
 
     @property
     def fade(self) -> float:

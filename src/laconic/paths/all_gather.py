@@ -11,7 +11,6 @@ from laconic.paths.gathering_on_gpu import BucketOnGpu, Stations
 from laconic.paths.path import Path, Said, Speech, Taken, Work
 from laconic.quantize import Quantizer
 from laconic.transport import Collectives
-from laconic.wire import FrameShape
 
 
 @dataclass
@@ -30,9 +29,7 @@ class Gathering(Path):
 
     def bytes_out(self, layout: Layout) -> int:
         num_workers = self.transport.num_workers
-        plan = self.plans.target(layout, num_workers)
-        shape = FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize)
-        return (num_workers - 1) * shape.num_bytes
+        return (num_workers - 1) * self.plans.target_shape(layout, num_workers).num_bytes
 
     def looks_itself(self, work: Work) -> bool:
         return self.replays and self.comes_from_gpu(work) and self.plans.of(work).is_recordable

@@ -12,6 +12,11 @@ from laconic.select import BucketPlan, Chooser
 from laconic.wire import EliasFano, FrameShape
 
 
+def shape_of(select: Chooser, plan: BucketPlan, quantize: Quantizer) -> FrameShape:
+    """The shape of the frames of a bucket, whose positions are in the selector's own code where it has one."""
+    return FrameShape(plan.num_entries, plan.k, plan.num_fixed, quantize, select.index_code(plan))
+
+
 class FramePlan:
     """A selector's plan for one bucket at one density, made once."""
 
@@ -20,7 +25,7 @@ class FramePlan:
     ) -> None:
         self._select = select
         self.plan = select.plan(layout, density)
-        self.shape = FrameShape(self.plan.num_entries, self.plan.k, self.plan.num_fixed, quantize)
+        self.shape = shape_of(select, self.plan, quantize)
         self.fixed = positions_of(self.plan.fixed, device)
         self.searches = [
             kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
@@ -97,6 +102,10 @@ class FramePlans:
     def target(self, layout: Layout, num_workers: int) -> BucketPlan:
         """What goes of a bucket among M workers once the trigger has reached its target."""
         return self._select.plan(layout, self._select.density_among(num_workers))
+
+    def target_shape(self, layout: Layout, num_workers: int) -> FrameShape:
+        """The shape of a worker's frames of that."""
+        return shape_of(self._select, self.target(layout, num_workers), self._quantize)
 
     def passes(self) -> float | None:
         """How often a selection went over its entries, on average; 1 is the least."""

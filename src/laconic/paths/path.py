@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.layout import Bucket, Layout
-from laconic.memory import Account
-from laconic.memory.undo import SetAside
+from laconic.memory import Account, SetAside
 from laconic.paths.clock import PhaseClock
 from laconic.transport import Transport
 

@@ -1,10 +1,19 @@
-"""How a value is written, with loss: what the network sees of a float32."""
+"""Frozen answers to *how a value is written*, with loss: what the network sees of a float32."""
 
-from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
-from laconic.quantize.grid import CODE_BITS, Grid, MaxNorm, MultiScale, Steps, levels_of, round_up
-from laconic.quantize.lloyd import Lloyd
-from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Marks, Quantizer, Sign, Trits
-from laconic.quantize.residue import Difference, Residue, Told, exponents_for, is_residue, num_blocks, steps_of
+from laconic.quantize.grid import (
+    CODE_BITS,
+    Carrier,
+    Grid,
+    MaxNorm,
+    MultiScale,
+    Steps,
+    carrier_for,
+    largest_levels,
+    levels_of,
+    round_up,
+)
+from laconic.quantize.modulo import Difference, ModuloCode, Told, exponents_for, is_modulo_code, num_blocks, steps_of
+from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Lloyd, Marks, Quantizer, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {
     "none": Exact,
@@ -15,4 +24,4 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
     "lloyd": Lloyd,
 }
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
-RESIDUES: dict[str, type[Residue]] = {"residue": Residue}
+MODULO_CODES: dict[str, type[ModuloCode]] = {"residue": ModuloCode}

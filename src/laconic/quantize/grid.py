@@ -1,19 +1,24 @@
-"""Whole multiples of a step that all workers share, so that the sum of the codes is the code of the sum."""
+"""Integer codes that a network adds: multiples of a step that all workers share, side by side in words.
 
-from dataclasses import dataclass
+The sum of the codes is the code of the sum.
+"""
+
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from laconic.errors import SchemeError
-from laconic.quantize.carrier import largest_levels
+from laconic.errors import SchemeError, check_least
 
-# Under this a largest magnitude is taken for zero: levels/norm would come near the end of float32's range.
+_WORDS = (torch.int32, torch.int64)  # what Gloo and NCCL both add; neither knows int16, and Gloo adds fp16 4x slower
+_WIDEST_LANE_BITS = 16  # from there on bf16 is as small
+_WORDS_AT_ONCE = 4  # each lane then begins at a multiple of 16 bytes, which a GPU's thread moves at once
+# Under this a largest magnitude counts as zero: levels/norm would come near the end of float32's range.
 _SMALLEST_NORM = 2.0**-100
 _MOST_SCALES = 4  # two bits in the map
 _MOST_LEVELS = 1 << 20  # of the finest scale: times M it must stay whole in a float32
 
-CODE_BITS = 4  # of a code, its sign included, where nobody says
+CODE_BITS = 4  # of a code, its sign included, unless given
 _MOST_BITS = 32
 
 
@@ -41,9 +46,9 @@ class Steps:
     mean_step: Tensor  # float32 per group: what the sum of M workers' codes is worth in the mean
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Grid:
-    """q = sign(g)*(floor(|g|/n*s) + Bernoulli(frac)), |q| <= s; the mean over M workers reads n/s * sum(q)/M.
+    """Codes q = sign(g)*(floor(|g|/n*s) + Bernoulli(frac)), |q| <= s; the mean over M workers reads n/s * sum(q)/M.
 
     n is the largest |g| on any worker, in a bucket or a block of it, rounded up to a bf16. Rounding is unbiased, drawn
     from (seed, rank, step, bucket, position), so the step in a checkpoint is all the state there is.
@@ -53,17 +58,15 @@ class Grid:
     rounds_to_nearest = False
 
     levels: int  # s: codes lie in [-s, s]
+    _: KW_ONLY
     block: int = 0  # entries that share a norm, of 16 bits; 0: the whole bucket
     seed: int = 0  # of the draws that round
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         if not 1 <= self.levels <= largest_levels(1):
+            name = type(self).__name__
             raise SchemeError(f"{name}.levels is {self.levels}; give 1 to {largest_levels(1)}")
-        if self.block < 0:
-            raise SchemeError(f"{name}.block is {self.block}; give a number of entries, or 0 for the whole bucket")
-        if self.seed < 0:
-            raise SchemeError(f"{name}.seed is {self.seed}; give 0 or more")
+        check_least(self, block=0, seed=0)
 
     @property
     def level_counts(self) -> tuple[int, ...]:
@@ -71,11 +74,11 @@ class Grid:
         return (self.levels,)
 
     def norm_group(self, count: int) -> int:
-        """How many of `count` entries share a norm."""
+        """The number of `count` entries that share a norm."""
         return self.block or max(1, count)
 
     def scale_group(self, count: int) -> int:
-        """How many of `count` entries share a scale; one scale alone needs no map of scales."""
+        """The number of `count` entries that share a scale; one scale alone needs no map of scales."""
         return self.norm_group(count)
 
     @property
@@ -122,18 +125,24 @@ class Grid:
 
 @dataclass(frozen=True)
 class MaxNorm(Grid):
-    """The grid n/s * {-s, ..., s} (Vineeth S, arXiv 2109.12497); blocks with a norm of their own are ours.
+    """Codes lie on the grid n/s * {-s, ..., s} (Vineeth S, arXiv 2109.12497); blocks with their own norm are ours.
 
     The variance of the mean is at most n^2*N/(4*s^2*M), so a block whose entries are all small gains by its own n.
+
+    Example:
+        >>> scheme = laconic.Scheme(quantize=MaxNorm(7, block=512))
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiScale(Grid):
-    """Level counts s_j = s*ratio^j; an entry takes the finest on which every worker's |g|/n*s_j is at most s.
+    """A grid has s_j = s*ratio^j levels; an entry takes the finest on which every worker's |g|/n*s_j is at most s.
 
     So codes stay in [-s, s] while the step shrinks with the entry (Vineeth S, arXiv 2109.12497). The scales are agreed
     on by a lane-wise MIN over maps of 1 or 2 bits per `share` entries; sharing, and powers of a ratio, are ours.
+
+    Example:
+        >>> scheme = laconic.Scheme(quantize=MultiScale(7, scales=2))
     """
 
     scales: int = 4
@@ -144,10 +153,7 @@ class MultiScale(Grid):
         super().__post_init__()
         if not 2 <= self.scales <= _MOST_SCALES:
             raise SchemeError(f"MultiScale.scales is {self.scales}; give 2 to {_MOST_SCALES}, or use MaxNorm()")
-        if self.ratio < 2:
-            raise SchemeError(f"MultiScale.ratio is {self.ratio}; give 2 or more")
-        if self.share < 1:
-            raise SchemeError(f"MultiScale.share is {self.share}; give a number of entries, 1 or more")
+        check_least(self, ratio=2, share=1)
         if self.block % self.share:
             raise SchemeError(
                 f"MultiScale.block is {self.block} and share {self.share}; give a block that is a multiple of it"
@@ -164,3 +170,67 @@ class MultiScale(Grid):
 
     def scale_group(self, count: int) -> int:
         return self.share
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Lanes of `lane_bits`, as many as fit, in words of one type.
+
+    int8 would be lanes of 8 bits in no fewer bytes, and fp16, whole up to 2048, is never smaller than lanes.
+    """
+
+    lane_bits: int
+    dtype: torch.dtype
+    num_rows: int = 1  # with two stages the words are M equal rows, one for each worker to add
+
+    @property
+    def lanes(self) -> int:
+        """Integers in a word."""
+        return self.dtype.itemsize * 8 // self.lane_bits
+
+    @property
+    def bits_per_entry(self) -> float:
+        """The bits of one integer, unused ones of its word included."""
+        return self.dtype.itemsize * 8 / self.lanes
+
+    def num_words(self, count: int) -> int:
+        """Words for `count` integers; the last row and the last lane may be partly empty."""
+        multiple = _WORDS_AT_ONCE * self.num_rows
+        return -(-count // (self.lanes * multiple)) * multiple
+
+    def num_bytes(self, count: int) -> int:
+        return self.num_words(count) * self.dtype.itemsize
+
+
+def carrier_for(levels: int, num_workers: int, stages: int = 0) -> Carrier:
+    """The carrier of codes in [-levels, levels] that M workers add.
+
+    In one stage the network adds, and a lane holds the sum: ceil(log2(2*s*M + 1)) bits. In two stages it holds one
+    code, ceil(log2(2*s + 1)) bits whatever M is, but the mean is rounded to a code again. With stages=0 the size
+    decides: two stages where they send less than half. Codes of one level are not rounded twice unasked: so rounded
+    among 4 workers, a small net diverged at a rate at which it trains well in one stage.
+    """
+    one = _narrowest(levels * num_workers)
+    two = _narrowest(levels, num_workers)
+    if stages == 0:
+        stages = 2 if levels > 1 and one.bits_per_entry > 2 * two.bits_per_entry else 1
+    if stages == 2:
+        return two
+    if one.lane_bits > _WIDEST_LANE_BITS:
+        raise SchemeError(
+            f"{levels} levels added over {num_workers} workers need {one.lane_bits} bits, more than bf16; "
+            f"use {largest_levels(num_workers)} levels or fewer, or stages=2"
+        )
+    return one
+
+
+def largest_levels(num_workers: int) -> int:
+    """The most levels whose sum over M workers fits a lane that is worth sending: 2*s*M + 1 <= 2^16."""
+    return ((1 << _WIDEST_LANE_BITS) - 1) // (2 * num_workers)
+
+
+def _narrowest(largest: int, num_rows: int = 1) -> Carrier:
+    """Lanes for integers in [-largest, largest], in the word that wastes less; of equals the shorter."""
+    lane_bits = (2 * largest).bit_length()  # ceil(log2(2*largest + 1))
+    fitting = [Carrier(lane_bits, dtype, num_rows) for dtype in _WORDS if lane_bits <= dtype.itemsize * 8]
+    return min(fitting, key=lambda carrier: carrier.bits_per_entry)

@@ -1,8 +1,7 @@
 """What every scheme has: a text that names it, and what its exchange says of itself."""
 
 from laconic.exchange import Pattern
-from laconic.scheme.parts import COMPOSED, PARTS, write_part
-from laconic.scheme.text import write_pairs
+from laconic.scheme.parts import COMPOSED, PARTS, write_pairs, write_part
 
 
 class SchemeBase:

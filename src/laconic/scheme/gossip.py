@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from laconic.errors import SchemeError
 from laconic.exchange import Gossip
 from laconic.layout import Layout, halves_of
-from laconic.memory import Memory, Nothing, Residual
-from laconic.quantize import Exact, FloatCode, Quantizer, Residue, is_residue
+from laconic.quantize import Exact, FloatCode, ModuloCode, Quantizer, is_modulo_code
 from laconic.scheme.base import SchemeBase
+from laconic.scheme.parts import read_parts
 from laconic.select import Chooser, Everything
 from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, Period, Speech
@@ -20,11 +20,12 @@ class GossipScheme(SchemeBase):
     """What is sent of a model, how it is written, to whom it goes, and when."""
 
     select: Chooser = Everything()
-    quantize: Quantizer | Residue = Exact()
+    quantize: Quantizer | ModuloCode = Exact()
     exchange: Gossip = Gossip()
     trigger: EveryStep | Speech = EveryStep()
 
     def __post_init__(self) -> None:
+        read_parts(self)
         name = type(self.trigger).__name__
         if self.of_what != "models":
             where = type(self.exchange).__name__
@@ -36,14 +37,14 @@ class GossipScheme(SchemeBase):
             raise SchemeError("Overlap makes unions small, which only a server's answer gains by; use Server()")
         if not isinstance(self.trigger, EveryStep | Speech):
             raise SchemeError(f"{name} says how much of a gradient goes, and gossip sends models; use TargetRate()")
-        if not isinstance(self.quantize, FloatCode | Residue):
+        if not isinstance(self.quantize, FloatCode | ModuloCode):
             raise SchemeError(f"{type(self.quantize).__name__} is for gradients, and gossip sends models; use BF16()")
         paired = self.exchange.mode == "paired"
         if paired and self.trigger.measure is not None:
             raise SchemeError(f"pairs meet by the clock, and {name} is none; use Period(), or Gossip(mode='free')")
         if not paired and isinstance(self.trigger, Period) and self.trigger.steps < 1:
             raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
-        tells_remainders = is_residue(self.quantize)
+        tells_remainders = is_modulo_code(self.quantize)
         if self.chooses and tells_remainders:
             raise SchemeError("remainders are told of the whole model; use BF16() where entries are chosen")
         if (self.chooses or tells_remainders) and self.trigger.per != "model":
@@ -54,19 +55,11 @@ class GossipScheme(SchemeBase):
         """Whether only some entries go at a time."""
         return self.select.density < 1
 
-    def check_memory(self, memory: Memory) -> None:
-        """SchemeError unless this is the memory that a text of an older version had to name."""
-        if memory != (Residual() if self.chooses else Nothing()):
-            raise SchemeError(
-                "a gossip that chooses entries must keep what it has not said, and one that sends everything keeps "
-                f"nothing; use {'Residual()' if self.chooses else 'Nothing()'}, or leave memory out"
-            )
-
     def bytes_out(self, layout: Layout, num_workers: int) -> int:
         """What leaves one worker for a model of this layout per step, asked and answering; not known under Change."""
         plan = self.select.plan(layout, self.select.density_among(num_workers))
         asked = self.quantize
-        told = asked.answer if is_residue(asked) else asked
+        told = asked.answer if is_modulo_code(asked) else asked
         count = plan.num_fixed + plan.k
         mode = self.exchange.mode
         paired = 1 - num_workers % 2 / num_workers  # the share of workers that have a partner at a turn

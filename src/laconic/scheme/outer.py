@@ -9,6 +9,7 @@ from laconic.memory import Memory, Nothing
 from laconic.outer import Outer, OuterSGD
 from laconic.quantize import BF16, FP16, Exact, Grid, Quantizer
 from laconic.scheme.base import SchemeBase
+from laconic.scheme.parts import read_parts
 from laconic.scheme.scheme import Scheme
 from laconic.select import Everything, Selector
 from laconic.trigger import EveryStep, Rounds, WarmUp
@@ -35,6 +36,7 @@ class OuterScheme(SchemeBase):
     outer: Outer = OuterSGD()
 
     def __post_init__(self) -> None:
+        read_parts(self)
         if not self.trigger.in_rounds:
             name = type(self.trigger).__name__
             raise SchemeError(f"outer steps come in rounds, and {name} is none; use trigger=Rounds(every=16)")

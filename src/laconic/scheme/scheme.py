@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
-from laconic.quantize import Exact, FloatCode, Grid, Quantizer, Residue, Sign
+from laconic.quantize import Exact, FloatCode, Grid, ModuloCode, Quantizer, Sign
 from laconic.scheme.base import SchemeBase
+from laconic.scheme.parts import read_parts
 from laconic.select import Everything, Selector
 from laconic.trigger import EveryStep, Speech, Trigger
 
@@ -24,6 +25,7 @@ class Scheme(SchemeBase):
     trigger: Trigger = EveryStep()
 
     def __post_init__(self) -> None:
+        read_parts(self)
         self._check_of_gradients()
         sends_some = self.select.density < 1
         if self.exchange.adds_in_flight and not self.select.is_shared:
@@ -73,8 +75,8 @@ class Scheme(SchemeBase):
             raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
         if self.trigger.in_rounds:
             raise SchemeError("Rounds are for models that train alone in between; use OuterScheme(...), or EveryStep()")
-        if isinstance(self.quantize, Residue):
-            raise SchemeError("Residue is for models that are nearly alike, which gradients are not; use Gossip()")
+        if isinstance(self.quantize, ModuloCode):
+            raise SchemeError("ModuloCode is for models that are nearly alike, which gradients are not; use Gossip()")
 
     def _check_factors(self) -> None:
         if not isinstance(self.quantize, FloatCode):

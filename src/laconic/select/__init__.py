@@ -1,19 +1,17 @@
-"""What is sent: which positions of a bucket go out this step."""
+"""Frozen answers to *what is sent*: which positions of a bucket go out at a step."""
 
 from laconic.kernels.searches import SEARCHES
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector
-from laconic.select.chunked import ChunkedTopK
-from laconic.select.everything import Everything
-from laconic.select.low_rank import LowRank
 from laconic.select.overlap import Overlap
-from laconic.select.randk import RandK
-from laconic.select.scores import SCORES
-from laconic.select.topk import TopK
+from laconic.select.scores import SCORES, Score
+from laconic.select.shared import Everything, LowRank, RandK
+from laconic.select.topk import BlockTopK, ChunkedTopK, TopK
 
 SELECTORS: dict[str, type[Selector]] = {
     "everything": Everything,
     "topk": TopK,
     "chunked": ChunkedTopK,
+    "blocks": BlockTopK,
     "overlap": Overlap,
     "randk": RandK,
     "low-rank": LowRank,

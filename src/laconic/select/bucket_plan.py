@@ -10,11 +10,12 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.layout import Layout, Span
+from laconic.wire import IndexBlock
 
 
 @dataclass(frozen=True)
 class Window:
-    """Exactly `k` positions are chosen within [start, stop)."""
+    """A range [start, stop) within which exactly `k` positions are selected."""
 
     start: int
     stop: int
@@ -23,7 +24,7 @@ class Window:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """`fixed` spans go whole, so their positions need no coding; from each window k positions are chosen."""
+    """Spans that go whole, whose positions need no code, and windows from each of which k positions are selected."""
 
     num_entries: int
     fixed: tuple[Span, ...]
@@ -39,7 +40,7 @@ class BucketPlan:
 
 
 class Selector(Protocol):
-    """The frozen answer to *what is sent*."""
+    """A frozen answer to *what is sent*."""
 
     is_shared: ClassVar[bool] = False  # whether all workers send the same positions, which a network can add
     needs_owners: ClassVar[bool] = False  # whether it makes unions small, which only an owner's answer gains by
@@ -51,7 +52,7 @@ class Selector(Protocol):
 
     @property
     def per_parameter(self) -> bool:
-        """Whether each parameter is chosen from by itself, so that buckets do not matter."""
+        """Whether each parameter is selected from by itself, so that buckets do not matter."""
         return False
 
     @property
@@ -64,12 +65,12 @@ class Selector(Protocol):
         return self.density
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:
-        """What to take from a bucket of this layout when `density` of its entries may go."""
+        """The plan of a bucket of this layout, of whose entries the share `density` may go."""
 
 
 @runtime_checkable
 class SharedSelector(Selector, Protocol):
-    """One whose choice follows from the step alone."""
+    """A selector whose positions follow from the step alone."""
 
     def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
         """The plan.k positions of a step that are not fixed, int64, ascending."""
@@ -77,7 +78,7 @@ class SharedSelector(Selector, Protocol):
 
 @runtime_checkable
 class Chooser(Selector, Protocol):
-    """One that looks at the entries, so that every worker has a choice of its own."""
+    """A selector that looks at the entries, so that every worker has positions of its own."""
 
     @property
     def dense_below(self) -> int:
@@ -85,7 +86,7 @@ class Chooser(Selector, Protocol):
 
     @property
     def asks_host(self) -> bool:
-        """Whether a GPU waits for the host while it chooses."""
+        """Whether a GPU waits for the host while it selects."""
         return True
 
     @property
@@ -93,25 +94,44 @@ class Chooser(Selector, Protocol):
         """kernels.withdraw_, or a function like it, for one window."""
         return kernels.withdraw_
 
+    def index_code(self, plan: BucketPlan) -> IndexBlock | None:
+        """The code of a frame's positions; None: the shortest of those that know nothing of the selector."""
+        return None
+
     def withdraw_(
         self, balance: Tensor, addend: Tensor | None, factor: float, plan: BucketPlan, searches: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """balance += factor*addend within the windows; the plan.k chosen positions (ascending, int32) and values.
+        """balance += factor*addend within the windows; the plan.k selected positions (ascending, int32) and values.
 
-        The chosen entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from step
-        to step where to look first.
+        The selected entries of `balance` become zero. `searches` (kernels.new_search, one per window) remember from
+        step to step where to look first.
         """
-        chosen = [torch.empty(0, dtype=torch.int32, device=balance.device)]
+        positions = [torch.empty(0, dtype=torch.int32, device=balance.device)]
         values = [balance[:0]]
         for window, search in zip(plan.windows, searches, strict=True):
             inside = slice(window.start, window.stop)
             due = None if addend is None else addend[inside]
-            at, what = self.withdraw_window_(balance[inside], due, window.k, search, factor=factor)
-            chosen.append(at + window.start if window.start else at)
-            values.append(what)
+            at, withdrawn = self.withdraw_window_(balance[inside], due, window.k, search, factor=factor)
+            positions.append(at + window.start if window.start else at)
+            values.append(withdrawn)
         if len(plan.windows) == 1:
-            return chosen[1], values[1]
-        return torch.cat(chosen), torch.cat(values)
+            return positions[1], values[1]
+        return torch.cat(positions), torch.cat(values)
+
+
+def plan_of_chunks(layout: Layout, chunk: int, dense_below: int, share: Callable[[int], int]) -> BucketPlan:
+    """Parameters under `dense_below` entries go whole, and a share of every `chunk` entries of another one.
+
+    A parameter is a window of whole chunks and one of the last, if that is shorter; share(n) of n entries go.
+    """
+    small = tuple(span for span in layout.spans if span.num_entries < dense_below)
+    windows = []
+    for span in layout.spans:
+        if span.num_entries >= max(1, dense_below):
+            rest = span.stop - span.num_entries % chunk  # where a last, shorter chunk begins
+            windows.append(Window(span.start, rest, share(rest - span.start)))
+            windows.append(Window(rest, span.stop, share(span.stop - rest)))
+    return BucketPlan(layout.num_entries, small, tuple(w for w in windows if w.start < w.stop))
 
 
 def plan_of_bucket(layout: Layout, density: float, dense_below: int) -> BucketPlan:

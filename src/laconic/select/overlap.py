@@ -10,8 +10,8 @@ from torch import Tensor
 from laconic.errors import SchemeError
 from laconic.layout import Layout, positions_of
 from laconic.select.bucket_plan import BucketPlan
-from laconic.select.randk import RandK
 from laconic.select.scores import SCORES, Score
+from laconic.select.shared import RandK
 from laconic.select.topk import TopK
 
 _HOST = torch.device("cpu")

@@ -1,45 +1,50 @@
-"""Exact top-k: the entries that matter most now."""
+"""Top-k: the entries that matter most now, of a bucket, a parameter or a chunk, one by one or in whole runs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, check_least, check_option, check_share
+from laconic.kernels.chunks import withdraw_of_chunks_, withdraw_runs_
 from laconic.kernels.searches import SEARCHES
 from laconic.layout import Layout
-from laconic.select.bucket_plan import BucketPlan, Chooser, Window, plan_of_bucket, share_of
+from laconic.select.bucket_plan import BucketPlan, Chooser, Window, plan_of_bucket, plan_of_chunks, share_of
+from laconic.wire import IndexBlock, Runs
 
 _SCOPES = ("bucket", "parameter")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TopK(Chooser):
-    """The k = max(1, round(rho*N)) largest |r|, ties to the lower position (Aji and Heafield, EMNLP 2017).
+    """The k = max(1, round(rho*N)) largest |r| go, ties to the lower position (Aji and Heafield, EMNLP 2017).
 
     `per="bucket"` ranks a whole bucket at once; `per="parameter"` takes a share of each parameter, so that the result
-    does not depend on how DDP cuts its buckets. `search` is the way to the k-th value: the result is the same by all,
+    does not depend on how DDP cuts its buckets. `search` finds the k-th value: the result is the same by all,
     but for the order of ties; see kernels/searches.py.
+
+    Example:
+        >>> TopK(0.01) == laconic.recipes.topk(0.01).select
+        True
     """
 
     rho: float = 0.0  # share of entries sent; smaller sends less
+    _: KW_ONLY
     cover: float = 0.0  # c, instead of rho: k = c*N/M, so that each entry is sent by c workers on average
     per: str = "bucket"
-    dense_below: int = 1000  # parameters with fewer entries go whole: choosing would cost more than it saves
+    dense_below: int = 1000  # parameters with fewer entries go whole: selecting would cost more than it saves
     search: str = "threshold"
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        if not (self.cover and not self.rho) and not 0 < self.rho <= 1:
-            raise SchemeError(f"{name}.rho is {self.rho}; give a share in (0, 1]")
+        if not (self.cover and not self.rho):
+            check_share(self, "rho")
         if self.cover < 0 or (self.cover and self.rho):
+            name = type(self).__name__
             raise SchemeError(f"{name}.cover is {self.cover}; give a number above 0 and no rho, or rho alone")
-        if self.per not in _SCOPES:
-            raise SchemeError(f"{name}.per is {self.per!r}; give one of {', '.join(_SCOPES)}")
-        if self.search not in SEARCHES:
-            raise SchemeError(f"{name}.search is {self.search!r}; give one of {', '.join(SEARCHES)}")
-        if self.dense_below < 0:
-            raise SchemeError(f"{name}.dense_below is {self.dense_below}; give a number of entries, 0 or more")
+        check_option(self, "per", _SCOPES)
+        check_option(self, "search", SEARCHES)
+        check_least(self, dense_below=0)
 
     @property
     def density(self) -> float:
@@ -67,3 +72,89 @@ class TopK(Chooser):
     @property
     def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return SEARCHES[self.search]
+
+
+@dataclass(frozen=True)
+class ChunkedTopK(Chooser):
+    """The k = max(1, round(rho*C)) largest |r| of each C entries of a parameter go, ties to the lower position.
+
+    Chunks are cut within parameters, so the result does not depend on how DDP cuts its buckets; the last chunk of a
+    parameter, if it is shorter, sends its own share (after SparseLoCo, arXiv 2508.15706).
+
+    Example:
+        >>> ChunkedTopK(0.01).chunk
+        4096
+    """
+
+    rho: float  # share of entries sent; smaller sends less
+    _: KW_ONLY
+    chunk: int = 4096  # C, entries
+    dense_below: int = 1000  # parameters with fewer entries go whole: selecting would cost more than it saves
+
+    def __post_init__(self) -> None:
+        check_share(self, "rho")
+        check_least(self, chunk=1, dense_below=0)
+
+    @property
+    def density(self) -> float:
+        return self.rho
+
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
+        def share(n: int) -> int:
+            return n // self.chunk * share_of(self.chunk, density) if n >= self.chunk else share_of(n, density)
+
+        return plan_of_chunks(layout, self.chunk, self.dense_below, share)
+
+    @property
+    def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return partial(withdraw_of_chunks_, chunk=self.chunk)
+
+
+@dataclass(frozen=True)
+class BlockTopK(Chooser):
+    """The max(1, round(rho*N/B)) runs of B entries of a parameter with the largest sum(r^2) go, ties to the lower run.
+
+    Runs are cut within parameters, so the result does not depend on how DDP cuts its buckets; the last run of a
+    parameter, if it is shorter, goes at every step. A frame holds the numbers of runs, which take 1/B of the bits of
+    positions. The pieces that go to servers do not end where runs do: there positions are written one by one.
+
+    Example:
+        >>> BlockTopK(0.01, 64).density
+        0.01
+    """
+
+    rho: float  # share of runs sent; smaller sends less
+    block: int = 32  # B, entries
+    _: KW_ONLY
+    dense_below: int = 1000  # parameters with fewer entries go whole: selecting would cost more than it saves
+
+    def __post_init__(self) -> None:
+        check_share(self, "rho")
+        check_least(self, block=1, dense_below=0)
+
+    @property
+    def density(self) -> float:
+        return self.rho
+
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
+        def share(n: int) -> int:
+            return self.block * share_of(n // self.block, density) if n >= self.block else n
+
+        return plan_of_chunks(layout, self.block, self.dense_below, share)
+
+    def index_code(self, plan: BucketPlan) -> IndexBlock | None:
+        spans = tuple((window.start, window.stop) for window in plan.windows)
+        num_selected = sum(-(-window.k // self.block) for window in plan.windows)
+        return Runs(spans, self.block, num_selected).index_block if spans else None
+
+    @property
+    def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return partial(withdraw_runs_, length=self.block)

@@ -12,8 +12,7 @@ from laconic.errors import FrameError
 from laconic.exchange import Shares
 from laconic.kernels.reference.owners import Window
 from laconic.layout import Layout, positions_of
-from laconic.memory import Ledger, Residual
-from laconic.memory.undo import Undo
+from laconic.memory import Ledger, Residual, Undo
 from laconic.quantize import Sign, Trits
 from laconic.scheme import Scheme
 from laconic.server.vote import Vote

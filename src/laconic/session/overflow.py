@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaconicError
-from laconic.memory.undo import Undo
+from laconic.memory import Undo
 from laconic.paths import Work
 
 # The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.layout import Bucket, Layout
-from laconic.memory import Account, Ledger, Nothing
-from laconic.memory.undo import SetAside
+from laconic.memory import Account, Ledger, Nothing, SetAside
 from laconic.paths import Path, PhaseClock, Said, Taken, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state

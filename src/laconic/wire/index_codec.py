@@ -34,27 +34,37 @@ class IndexCodec(Protocol):
         """The positions again, int32, of each row of words; FrameError if one is no code of k positions under n."""
 
 
+class PlannedCodec(Protocol):
+    """A code for the positions of one plan, of which a selector knows more than their number."""
+
+    codec_id: ClassVar[int]
+
+    def encode(self, positions: Tensor, n: int) -> Tensor: ...
+
+    def decode(self, words: Tensor, n: int, k: int) -> Tensor: ...
+
+
 INDEX_CODECS: tuple[type[IndexCodec], ...] = (Implied, EliasFano, Bitmap, Rice)  # of equally short ones the first
 
 
 class IndexBlock(NamedTuple):
     """How the positions of a frame are written, and in how many 32-bit words."""
 
-    codec: type[IndexCodec]
+    codec: type[IndexCodec] | PlannedCodec
     num_words: int
 
 
 @lru_cache(maxsize=1024)  # asked for several times in the life of a frame
 def foretold_block(n: int, k: int) -> IndexBlock:
     """The shortest of those whose length follows from (n, k) alone, so that no sizes are exchanged."""
-    lengths = [(codec, codec.num_words(n, k)) for codec in INDEX_CODECS if codec.can_code(n, k)]
-    known = [IndexBlock(codec, length) for codec, length in lengths if length is not None]
-    return min(known, key=lambda block: block.num_words)
+    codec = smallest_index_codec(n, k)
+    return IndexBlock(codec, codec.num_words(n, k) or 0)
 
 
 def smallest_index_codec(n: int, k: int) -> type[IndexCodec]:
     """The codec whose formula gives the fewest words for k positions out of n."""
-    return foretold_block(n, k).codec
+    lengths = {codec: codec.num_words(n, k) for codec in INDEX_CODECS if codec.can_code(n, k)}
+    return min((codec for codec in lengths if lengths[codec] is not None), key=lambda codec: lengths[codec] or 0)
 
 
 def floor_bits(n: int, k: int) -> float:

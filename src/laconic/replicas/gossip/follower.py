@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import StateError
 from laconic.exchange import check_peers
-from laconic.quantize import is_residue
+from laconic.quantize import is_modulo_code
 from laconic.replicas.gossip.changed_entries import EntryMessages
 from laconic.replicas.gossip.free import Free
 from laconic.replicas.gossip.matched import Matched
@@ -185,7 +185,7 @@ class Follower(SavedTogether):
 
 def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | Mailbox) -> MessageWriter:
     quantize = scheme.quantize
-    if is_residue(quantize):
+    if is_modulo_code(quantize):
         return RemainderMessages(vector, quantize, scheme.exchange.seed, end.rank)
     if scheme.chooses:
         return EntryMessages(vector, quantize, scheme.select, end.num_workers)

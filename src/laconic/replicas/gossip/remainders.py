@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.kernels.draws import hash_64
-from laconic.quantize import Residue, Told, exponents_for, num_blocks, steps_of
+from laconic.quantize import ModuloCode, Told, exponents_for, num_blocks, steps_of
 from laconic.replicas.gossip.messages import MessageWriter, Question, check_taken, no_positions, not_finite
 from laconic.replicas.gossip.vector import ModelVector, Topic
 from laconic.wire import CodesShape, bucket_of
@@ -34,7 +34,7 @@ class RemainderMessages(MessageWriter):
     the model is. Ways lie in a vector of the writer's own, until it writes the next.
     """
 
-    def __init__(self, vector: ModelVector, residue: Residue, seed: int, rank: int) -> None:
+    def __init__(self, vector: ModelVector, residue: ModuloCode, seed: int, rank: int) -> None:
         super().__init__(vector)
         self._residue = residue
         self._draw = (seed, rank)

@@ -1,4 +1,4 @@
-"""Remainders: all that a reader needs of a value who holds nearly the same one, and what it answers."""
+"""Modulo codes: all that a reader needs of a value who holds nearly the same one, and what it replies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEPS = np.array(
 
 @dataclass(frozen=True)
 class Told:
-    """What a worker says of its values: remainders, and what they were made with."""
+    """The message of a worker about its values: their modulo codes, and what those were made with."""
 
     exponents: Tensor  # int8, of each block's step, on any device
     sums: Tensor  # int32, of each block's quotients
@@ -44,67 +44,67 @@ class Told:
 
 @dataclass(frozen=True)
 class Compared:
-    """What its reader answers: how far those values are from the reader's own, in steps."""
+    """The reply of its reader: how far those values are from the reader's own, in steps."""
 
     peaks: Tensor  # int8, the largest difference of each block; -1 where it was out of reach and nothing moves
     codes: Tensor  # uint8
-    offset: float  # the question's own
+    offset: float  # the request's own
 
 
-@dataclass(frozen=True, kw_only=True)
-class Residue(ValueCode):
-    """floor(v/step + u) mod 2^bits, with a step for every 256 values (after Lu and De Sa, ICML 2020).
+@dataclass(frozen=True)
+class ModuloCode(ValueCode):
+    """A value is written as floor(v/step + u) mod 2^bits, with a step for every 256 (after Lu and De Sa, ICML 2020).
 
     A worker whose values are less than half of 2^bits steps away finds the difference, to a step; that it is so is
     checked by a sum over each block (ours). The offset u, new each time, leaves the difference unbiased. What is
-    answered is cut at 2^(bits-2) - 1 steps, at both ends alike; the rest is there to be seen the next time.
+    replied is cut at 2^(bits-2) - 1 steps, at both ends alike; the rest is there to be seen the next time.
+
+    Example:
+        >>> scheme = laconic.GossipScheme(quantize=ModuloCode(5))
     """
 
     code_id = 7
     code_dtype = torch.uint8
 
-    bits: int = 4
+    bits: int = 4  # of a code
 
     def __post_init__(self) -> None:
         if not 3 <= self.bits <= 8:
-            raise SchemeError(f"Residue.bits is {self.bits}; give 3 to 8")
+            raise SchemeError(f"ModuloCode.bits is {self.bits}; give 3 to 8")
 
     @property
     def half_range(self) -> int:
-        """The steps that two values must be less apart than."""
+        """The distance in steps that two values must stay under."""
         return 1 << (self.bits - 1)
 
     @property
     def answer(self) -> Difference:
-        """How a difference is told: in one bit less, which cuts the largest ones."""
+        """The code of a difference: in one bit less, which cuts the largest ones."""
         return Difference(self.bits - 1)
 
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) * (1 + _SUM_BYTES) + -(-count // 8) * self.bits
 
     def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
-        """What to say of finite float32 values."""
+        """Encode finite float32 values."""
         steps = steps_of(exponents).to(values.device)
         codes, sums = kernels.encode_residues(values, steps, offset, self.bits)
         return Told(exponents, sums, codes, offset)
 
-    def compare(self, values: Tensor, told: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
-        """(the way to the middle, (theirs - values)/2 but for rounding and cut; what the other needs for its own).
-
-        The way is in `out`.
-        """
-        steps = steps_of(told.exponents).to(values.device)
-        way, codes, peaks = kernels.compare_residues(
-            values, told.codes, told.sums, steps, told.offset, self.bits, out=out
+    def compare(self, values: Tensor, message: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
+        """(move to the middle, in `out`: (theirs - values)/2 but for rounding and cut; reply for the peer)."""
+        steps = steps_of(message.exponents).to(values.device)
+        move, codes, peaks = kernels.compare_residues(
+            values, message.codes, message.sums, steps, message.offset, self.bits, out=out
         )
-        return way, Compared(peaks, codes, told.offset)
+        return move, Compared(peaks, codes, message.offset)
 
-    def write(self, told: Told) -> tuple[Tensor, Tensor]:
+    def write(self, message: Told) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
-        return _written(told.offset, told.exponents, told.sums, told.codes)
+        return _written(message.offset, message.exponents, message.sums, message.codes)
 
     def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
-        """The inverse; any codes are some values' remainders."""
+        """The inverse; any codes are those of some values."""
         blocks = num_blocks(count)
         exponents, sums, rest = torch.split(codes, [blocks, _SUM_BYTES * blocks, -(-count // 8) * self.bits])
         return Told(
@@ -128,7 +128,7 @@ class Difference(ValueCode):
         return num_blocks(count) + -(-count // 8) * self.bits
 
     def way(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
-        """The asker's way to the middle, in `out`: the opposite of what its peer moves by, to the last bit."""
+        """The requester's move to the middle, in `out`: the opposite of its peer's, to the last bit."""
         steps = steps_of(exponents).to(out.device)
         return kernels.decode_differences(compared.codes, steps, out.numel(), self.bits, out=out)
 
@@ -142,13 +142,13 @@ class Difference(ValueCode):
         return Compared(peaks.view(torch.int8), rest.contiguous(), float(scale))
 
 
-def is_residue(quantize: Quantizer | Residue) -> TypeIs[Residue]:
-    """Whether remainders are told, for which a reader must hold nearly the same values."""
-    return quantize.code_id == Residue.code_id
+def is_modulo_code(quantize: Quantizer | ModuloCode) -> TypeIs[ModuloCode]:
+    """Whether a reader must hold nearly the same values."""
+    return quantize.code_id == ModuloCode.code_id
 
 
 def num_blocks(count: int) -> int:
-    """The steps that so many values take."""
+    """The number of steps for so many values."""
     return -(-count // RESIDUE_BLOCK)
 
 
@@ -156,9 +156,9 @@ def num_blocks(count: int) -> int:
 
 
 def exponents_for(steps: Tensor) -> Tensor:
-    """int8 for the smallest steps that can be told and are not below these."""
-    wanted = np.ceil(np.log2(np.maximum(steps.numpy(), _STEPS[0])) * _EXPONENTS_PER_OCTAVE)
-    return torch.from_numpy(np.minimum(wanted, 127).astype(np.int8))
+    """The exponents, int8, of the smallest steps that can be written and are not below these."""
+    least = np.ceil(np.log2(np.maximum(steps.numpy(), _STEPS[0])) * _EXPONENTS_PER_OCTAVE)
+    return torch.from_numpy(np.minimum(least, 127).astype(np.int8))
 
 
 def steps_of(exponents: Tensor) -> Tensor:

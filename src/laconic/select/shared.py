@@ -1,33 +1,57 @@
-"""Shared random k: positions that all workers draw alike, so that a network can add what lies there."""
+"""Selectors whose positions all workers know beforehand, so that a network can add what lies there."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, check_least, check_option
 from laconic.kernels.draws import hash_64
-from laconic.layout import Layout, positions_of
-from laconic.select.bucket_plan import BucketPlan, SharedSelector, plan_of_bucket
+from laconic.layout import Layout, Span, positions_of
+from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector, Window, plan_of_bucket
 
 _MODES = ("independent", "cycle")
+_FORMS = ("both", "alternating")
 _FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Everything(SharedSelector, Chooser):
+    """All entries go, at every step: x = r."""
+
+    is_shared = True
+    dense_below = 0
+
+    @property
+    def density(self) -> float:
+        return 1.0
+
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
+        return BucketPlan(layout.num_entries, fixed=layout.spans, windows=())
+
+    def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
+        return positions_of((), device)
+
+
+@dataclass(frozen=True)
 class RandK(SharedSelector):
-    """k = max(1, round(rho*N)) positions floor((t*N + r) / k), t = 0..k-1, of one drawn r in [0, N): evenly spread.
+    """The k = max(1, round(rho*N)) positions floor((t*N + r) / k), t = 0..k-1, of one drawn r in [0, N) go.
 
     Each entry is in k of the N draws (systematic sampling, Madow and Madow 1944; its use here is ours).
     `mode="independent"` draws r anew from (seed, step): each entry goes with probability k/N, whatever went before.
     `mode="cycle"` draws it once for ceil(N/k) steps and goes on with r + k, which moves each position on by one: every
     entry goes once, or twice where N/k is no whole number. Either costs k operations and walks memory in order.
+
+    Example:
+        >>> RandK(0.1, mode="cycle").density
+        0.1
     """
 
     is_shared = True
 
     rho: float  # share of entries sent; smaller sends less
+    _: KW_ONLY
     mode: str = "independent"
     dense_below: int = 1000  # parameters with fewer entries go whole: they are few and matter much
     seed: int = 0
@@ -35,12 +59,8 @@ class RandK(SharedSelector):
     def __post_init__(self) -> None:
         if not 0 < self.rho < 1:
             raise SchemeError(f"RandK.rho is {self.rho}; give a share in (0, 1), or use Everything()")
-        if self.mode not in _MODES:
-            raise SchemeError(f"RandK.mode is {self.mode!r}; give one of {', '.join(_MODES)}")
-        if self.dense_below < 0:
-            raise SchemeError(f"RandK.dense_below is {self.dense_below}; give a number of entries, 0 or more")
-        if self.seed < 0:
-            raise SchemeError(f"RandK.seed is {self.seed}; give 0 or more")
+        check_option(self, "mode", _MODES)
+        check_least(self, dense_below=0, seed=0)
 
     @property
     def takes_turns(self) -> bool:
@@ -69,6 +89,62 @@ class RandK(SharedSelector):
             return rank
         sizes, counts = (torch.from_numpy(each).to(device) for each in (before, draws))
         return rank.add_(sizes.repeat_interleave(counts, output_size=plan.k))
+
+
+@dataclass(frozen=True)
+class LowRank(Selector):
+    """Two thin factors of each matrix go: M' = P Q^T, P with `rank` columns, by one subspace iteration a step.
+
+    `form="both"` sends P = M Q, then Q = M^T P of the orthonormal P (PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS
+    2019); `form="alternating"` sends P on even steps and Q on odd ones, each by the orthonormal other one of the step
+    before: one message and half of the numbers (ACP-SGD: Zhang et al., ICDCS 2023). A parameter of two or more
+    dimensions is the matrix out x rest; vectors, and matrices that two factors would not make smaller, go whole.
+
+    Example:
+        >>> LowRank(2).form
+        'both'
+    """
+
+    is_shared = True
+    factors = True
+
+    rank: int = 4  # columns of each factor
+    _: KW_ONLY
+    form: str = "both"
+    dense_below: int = 1000  # parameters with fewer entries go whole: they are few and matter much
+    seed: int = 0  # of the first bases, which are drawn
+
+    def __post_init__(self) -> None:
+        check_option(self, "form", _FORMS)
+        check_least(self, rank=1, dense_below=0, seed=0)
+
+    @property
+    def density(self) -> float:
+        return 0.5  # less than everything: how much less, the shapes decide
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.form == "alternating"
+
+    @property
+    def per_parameter(self) -> bool:
+        return True
+
+    def is_factored(self, span: Span) -> bool:
+        """Whether a parameter is a matrix that goes as factors, in fewer numbers than it has."""
+        is_matrix = len(span.shape) > 1 and span.num_entries >= max(1, self.dense_below)
+        return is_matrix and self._num_factors(span) < span.num_entries
+
+    def _num_factors(self, span: Span) -> int:
+        """The numbers in both factors of a matrix."""
+        return self.rank * (span.shape[0] + span.num_entries // span.shape[0])
+
+    def plan(self, layout: Layout, density: float) -> BucketPlan:
+        """The plan of what goes whole, and of windows that the numbers of two factors stand for."""
+        whole = tuple(span for span in layout.spans if not self.is_factored(span))
+        matrices = [span for span in layout.spans if self.is_factored(span)]
+        windows = tuple(Window(span.start, span.stop, self._num_factors(span)) for span in matrices)
+        return BucketPlan(layout.num_entries, fixed=whole, windows=windows)
 
 
 def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
