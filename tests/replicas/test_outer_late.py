@@ -43,7 +43,6 @@ TEXTS = [
     SPARSE,
     WARM,
     "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2),outer=nesterov",
-    "scheme:select=overlap(rho=0.1,score=leader),memory=residual,exchange=server,trigger=rounds(every=2)",
 ]
 
 

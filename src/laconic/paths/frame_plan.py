@@ -58,16 +58,6 @@ class FramePlan:
         balance.index_fill_(0, self.fixed, 0)
         return chosen, torch.cat([whole, values])
 
-    def withdraw_at_(self, balance: Tensor, due: Due, chosen: Tensor) -> Tensor:
-        """balance += due; take the fixed entries and those at `chosen` out: the values of both."""
-        addend, factor = due
-        if addend is not None:
-            balance.add_(addend, alpha=factor)
-        at = torch.cat([self.fixed, chosen])
-        values = balance.index_select(0, at)
-        balance.index_fill_(0, at, 0)
-        return values
-
     def add_up_(self, flat: Tensor, positions: Tensor, values: Tensor, factor: float) -> None:
         """flat = factor * the sum of what everyone sent, in rank order, so that all workers get the same bits."""
         total = flat.zero_() if flat.dtype == torch.float32 else torch.zeros_like(flat, dtype=torch.float32)

@@ -1,8 +1,7 @@
-"""Push and pull of choices that have something in common: by a score of what all heard, or led by one worker."""
+"""Push and pull of selections that have much in common, by a score of what all workers received before."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from laconic.layout import Layout, positions_of
 from laconic.memory import Due, Ledger
 from laconic.paths.frame_plan import FramePlan
 from laconic.paths.history import Boost, History, HistoryKeeper
-from laconic.paths.path import Message, Work
-from laconic.paths.push_pull import Choosing, PushPull
-from laconic.quantize import Marks
+from laconic.paths.path import Work
+from laconic.paths.push_pull import PushPull
 from laconic.select import Overlap
-from laconic.wire import FrameShape, longest_frame
 
 
 @dataclass
@@ -104,49 +101,3 @@ class ScoredPushPull(PushPull):
         by_rank = {int(state["rank"]): state["past"] for state in states}
         rank = self.transport.rank
         self._histories.load_state_dict(dict(by_rank.get(rank) or states[rank % len(states)]["past"]))
-
-
-class LedPushPull(ScoredPushPull):
-    """Everyone takes what worker (step mod M) would choose for itself; where it cannot say, each chooses."""
-
-    @property
-    def turns(self) -> Sequence[int]:
-        """The leader's choice, then parts and answers."""
-        return (0, *(1 + turn for turn in super().turns))
-
-    def looks_itself(self, work: Work) -> bool:
-        return False  # it asks the leader
-
-    def take_(self, work: Work) -> Choosing:
-        if not work.finite:  # the others wait for the leader, and the leader for nobody
-            yield from self._follow(work, None)
-            return None
-        plan = self.plans.of(work)
-        due = work.account.due_(work.flat, 1 / work.scale)
-        balance = work.account.balance
-        if self.transport.rank == self._leader(work):
-            with self.clock.time("select", work.device):
-                chosen, values = plan.withdraw_(balance, due)
-            yield from self._follow(work, chosen[values[plan.num_fixed :] != 0])
-            return chosen, values
-        told = yield from self._follow(work, None)
-        with self.clock.time("select", work.device):
-            return plan.withdraw_(balance, due) if told is None else (told, plan.withdraw_at_(balance, due, told))
-
-    def _leader(self, work: Work) -> int:
-        return work.step % self.transport.num_workers
-
-    def _follow(self, work: Work, mine: Tensor | None) -> Generator[Message, Any, Tensor | None]:
-        """What the leader chose; `mine` where that is this worker, None where the leader overflowed."""
-        num_entries = work.layout.num_entries
-        leader = self._leader(work)
-        frame = None
-        if mine is not None:
-            codes, scale = Marks().encode(torch.empty(0, device=self.transport.wire or mine.device))
-            shape = FrameShape(num_entries, mine.numel(), 0, Marks())
-            frame = shape.write_smallest(mine.to(codes.device), codes, scale, **work.frame_id)
-        heard = yield partial(self.transport.broadcast, frame, leader, longest_frame(num_entries, [Marks()]))
-        if not heard.numel():
-            return None
-        shape = FrameShape.of(heard, num_entries, [Marks()], peer=leader)
-        return shape.read(heard, **work.frame_id, peer=leader).positions.to(work.device)

@@ -15,7 +15,7 @@ from laconic.paths.pairs import PairMean
 from laconic.paths.path import Path
 from laconic.paths.plain_sum import PlainSum
 from laconic.paths.push_pull import PushPull
-from laconic.paths.scored_push_pull import LedPushPull, ScoredPushPull
+from laconic.paths.scored_push_pull import ScoredPushPull
 from laconic.paths.shared_choice import SharedChoice
 from laconic.paths.silence import Silence
 from laconic.quantize import Exact, Grid, carrier_for
@@ -57,9 +57,7 @@ def path_for(
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
     asked = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, replays
-    if not isinstance(select, Overlap):
-        return PushPull(*asked)
-    return LedPushPull(*asked, select) if select.score == "leader" else ScoredPushPull(*asked, select)
+    return ScoredPushPull(*asked, select) if isinstance(select, Overlap) else PushPull(*asked)
 
 
 def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:

@@ -3,7 +3,7 @@
 from laconic.quantize.carrier import Carrier, carrier_for, largest_levels
 from laconic.quantize.grid import CODE_BITS, Grid, MaxNorm, MultiScale, Steps, levels_of, round_up
 from laconic.quantize.lloyd import Lloyd
-from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Marks, Quantizer, Sign, Trits
+from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Quantizer, Sign, Trits
 from laconic.quantize.residue import Difference, Residue, Told, exponents_for, is_residue, num_blocks, steps_of
 
 QUANTIZERS: dict[str, type[Quantizer]] = {

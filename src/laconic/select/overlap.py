@@ -57,7 +57,7 @@ class Overlap(TopK):
 
     def swept(self, layout: Layout, density: float, step: int, bucket: int) -> Tensor:
         """The entries whose turn it is, the same on every worker; ascending, int64, on the host."""
-        if not self.explore or self.score == "leader":
+        if not self.explore:
             return positions_of((), _HOST)
         rounds = _rounds(self, layout, density, bucket)
         turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]

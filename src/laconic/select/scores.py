@@ -74,5 +74,4 @@ SCORES = {
     # one e of it does for both.
     "product": Score(product, last_sizes_, 0.35, needs_mean=True),
     "sum": Score(total, last_sizes_, 1.0, needs_norm=True),
-    "leader": Score(local, None, 0.0),  # whose turn it is chooses for all: see paths/scored_push_pull.py
 }
