@@ -1,14 +1,17 @@
 """Everyone gets everyone's frame and adds by itself."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from laconic.errors import FrameError
+from laconic.kernels.device import Executor, Step
 from laconic.layout import Layout
 from laconic.paths.frame_plan import FramePlan, FramePlans
-from laconic.paths.gathering_on_gpu import BucketOnGpu, Stations
-from laconic.paths.path import Path, Said, Speech, Taken, Work
+from laconic.paths.path import Messages, Path, Withdrawn, Work
 from laconic.quantize import Quantizer
 from laconic.transport import Collectives
 from laconic.wire import FrameShape
@@ -16,17 +19,17 @@ from laconic.wire import FrameShape
 
 @dataclass
 class Gathering(Path):
-    """Deposit, choose, withdraw, write a frame; read everyone's and add them in rank order.
+    """Deposit, select, withdraw, write a frame; read everyone's and add them in rank order.
 
-    Where that asks nothing of the host (`replays`), a GPU whose frames leave from the host does it in two recordings.
+    A captured bucket is two CUDA graphs: all that comes before its frame leaves, and all that comes after. The second
+    applies frames before they are known to be undamaged; if one is not, it is an error, and nobody goes on anyway.
     """
 
     transport: Collectives
     plans: FramePlans
     quantize: Quantizer
-    replays: bool = False
-    _on_gpu: dict[FramePlan, BucketOnGpu] = field(default_factory=dict)
-    _stations: Stations | None = None
+    executor: Executor
+    asks_host: bool = True  # so that it cannot be captured
 
     def bytes_out(self, layout: Layout) -> int:
         num_workers = self.transport.num_workers
@@ -34,54 +37,67 @@ class Gathering(Path):
         shape = FrameShape(plan.num_entries, plan.k, plan.num_fixed, self.quantize)
         return (num_workers - 1) * shape.num_bytes
 
-    def looks_itself(self, work: Work) -> bool:
-        return self.replays and self.comes_from_gpu(work) and self.plans.of(work).is_recordable
+    def captures(self, work: Work) -> bool:
+        on_gpu = self.executor.captures(work.flat, self.transport.wire)
+        return on_gpu and not self.asks_host and self.plans.of(work).is_capturable
 
-    def speak(self, work: Work) -> Speech:
+    def exchange(self, work: Work) -> Messages:
         plan = self.plans.of(work)
-        if self.looks_itself(work):
-            return (yield from self._speak_on_gpu(work, plan))
-        sent = None
+        captures = self.captures(work)
+        wire = self.transport.wire
         if work.finite:
-            with self.clock.time("select", work.device):
-                due = work.account.due_(work.flat, 1 / work.scale)
-                chosen, values = plan.withdraw_(work.account.balance, due)
-                work.taken = Taken(plan.positions(chosen), plan.num_fixed, values)
+            step = self.executor.captured("encode", plan, work.device) if captures else Step[Withdrawn](work.device, wire)
+            head = [torch.tensor(plan.shape.head(**work.frame_id), dtype=torch.int32)] if captures else []
+            uses = work.flat, work.account.balance, work.scale
             with self.clock.time("encode", work.device):
-                codes, scale = self.quantize.encode(values)
-                sent = self.quantize.decode(codes, scale)[: values.numel()]
-                frame = self.on_wire(plan.shape.write(chosen, codes, scale, **work.frame_id))
+                work.withdrawn, (frame,) = step.run(partial(self._encode, work, plan), uses, *head)
         else:
-            frame = plan.shape.write_overflow(self.transport.wire or work.device, **work.frame_id)
+            frame = plan.shape.write_overflow(wire or work.device, **work.frame_id)
         frames = yield partial(self.transport.all_gather, frame, "sparse")
         with self.clock.time("decode", work.device):
-            heard = plan.shape.read_all(frames, work.device, **work.frame_id)
-        return Said(heard, sent) if heard is not None else None
+            if captures and plan.shape.are_foretold(frames, **work.frame_id):
+                return frames  # read by the graph that adds them up
+            return plan.shape.read_all(frames, work.device, **work.frame_id)
 
-    def _speak_on_gpu(self, work: Work, plan: FramePlan) -> Speech:
-        """The same, but what was heard is applied before it is known to be undamaged: then nobody goes on anyway."""
-        if plan not in self._on_gpu:
-            self._stations = self._stations or Stations(work.device, self.transport.num_workers)
-            self._on_gpu[plan] = BucketOnGpu(plan, self.quantize, self._stations)
-        bucket = self._on_gpu[plan]
-        with self.clock.time("encode", work.device):
-            bucket.write(work)
-        frames = yield partial(self.transport.all_gather, bucket.frame(work), "sparse")
-        with self.clock.time("decode", work.device):
-            is_foretold = plan.shape.are_foretold(frames, **work.frame_id)
-            if is_foretold:
-                bucket.apply_(work, frames)
-        if not is_foretold or bucket.is_damaged:
-            if plan.shape.read_all(frames, work.device, **work.frame_id) is None:
-                return None
+    def _encode(self, work: Work, plan: FramePlan, *head: Tensor) -> tuple[Withdrawn, list[Tensor]]:
+        """What goes out, and the frame that says it; a captured one has its header from the host."""
+        flag = work.flag_nonfinite_() if head else None
+        selected, values = plan.withdraw_(work.account.balance, work.account.due_(work.flat, 1 / work.scale))
+        codes, scale = self.quantize.encode(values)
+        sent = self.quantize.decode(codes, scale)[: values.numel()]
+        if flag is None:
+            frame = plan.shape.write(selected, codes, scale, **work.frame_id)
+        else:
+            frame = plan.shape.write_after(*head, selected, codes, scale, flag)
+        return Withdrawn(plan.positions(selected), plan.num_fixed, values, sent), [frame]
+
+    def finish_(self, work: Work, received: Any, *, refunds: bool) -> None:
+        if isinstance(received, Tensor):
+            self._finish_captured_(work, received, refunds=refunds)
+        else:
+            super().finish_(work, received, refunds=refunds)
+
+    def _finish_captured_(self, work: Work, frames: Tensor, *, refunds: bool) -> None:
+        """Read frames whose headers are as foretold, and finish, in one graph."""
+        plan = self.plans.of(work)
+        staged = self.executor.staged(frames, work.device)
+
+        def body() -> tuple[None, list[Tensor]]:
+            damaged = torch.zeros(1, dtype=torch.int32, device=work.device)
+            rows = plan.shape.read_later(staged, damaged)
+            super(Gathering, self).finish_(work, rows, refunds=refunds)
+            return None, [damaged]
+
+        out = work.withdrawn
+        assert out is not None and out.positions is not None and out.sent is not None, "what goes whole has no index"
+        uses = work.flat, work.account.balance, work.scale, staged, out.positions, out.values, out.sent
+        _, (damaged,) = self.executor.captured("apply", plan, work.device).run(body, uses)
+        if damaged.any():
+            plan.shape.read_all(frames, work.device, **work.frame_id)  # names the sender
             raise FrameError(f"frames of bucket {work.number}, step {work.step} are damaged on this device alone")
-        work.taken = None
-        return Said(None)
 
-    def apply_(self, work: Work, said: Said) -> None:
-        if said.heard is not None:
-            positions, values = said.heard
-            self.plans.of(work).add_up_(work.flat, positions, values, work.scale / self.transport.num_workers)
+    def apply_(self, work: Work, received: tuple[Tensor, Tensor]) -> None:
+        self.plans.of(work).add_up_(work.flat, *received, work.scale / self.transport.num_workers)
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {"passes": self.plans.passes()}

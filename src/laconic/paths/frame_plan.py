@@ -32,8 +32,8 @@ class FramePlan:
         return self.plan.num_fixed
 
     @property
-    def is_recordable(self) -> bool:
-        """Whether frames are written and read without asking anything of the host."""
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can write and read its frames: that asks nothing of the host."""
         return self.shape.index.codec is EliasFano
 
     def positions(self, chosen: Tensor) -> Tensor | None:

@@ -5,9 +5,8 @@ from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSele
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
 from laconic.select.low_rank import LowRank
-from laconic.select.overlap import Overlap
+from laconic.select.overlap import SCORES, Overlap
 from laconic.select.randk import RandK
-from laconic.select.scores import SCORES
 from laconic.select.topk import TopK
 
 SELECTORS: dict[str, type[Selector]] = {
