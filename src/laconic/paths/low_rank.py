@@ -39,8 +39,8 @@ class LowRankSum(Path):
     is what all apply, so nothing is lost on any worker: balance before + gradient = sent + balance after. (PowerSGD
     keeps M_i - M' instead: of the same sum over workers, but their differences add up in it, and an idle worker's share
     would be lost.) How P was rounded does not matter: it is a basis, the same bits on all workers.
-    A factor that was received is the basis of its side from then on. The alternating form sends one factor a step, by the
-    basis of the other side. What goes whole rides in the first message.
+    A received factor is the basis of its side from then on. The alternating form sends one factor a step, by the basis
+    of the other side. What goes whole rides in the first message.
     """
 
     select: LowRank

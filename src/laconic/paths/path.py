@@ -1,10 +1,10 @@
-"""What differs between exchanges: a path withdraws a bucket's values, sends them, receives everyone's and applies those."""
+"""What differs between exchanges: a path withdraws values of a bucket, sends them, receives and applies everyone's."""
 
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +65,7 @@ class Work:
     too_large: float  # the least size of an entry, as it comes, that counts as Inf
     finite: bool = True  # as far as the host has looked
     withdrawn: Withdrawn | None = None  # nothing was, where the gradient is not finite
-    aside: SetAside = field(default_factory=lambda: SetAside(()))  # what is kept of idle parameters
+    aside: SetAside | None = None  # what is kept of idle parameters, until the end of the step
 
     @property
     def flat(self) -> Tensor:
@@ -86,8 +86,9 @@ class Work:
         return {"step": self.step, "bucket": self.number}
 
     def flag_nonfinite_(self) -> Tensor:
-        """One int32 on the device: whether the gradient is not finite, which then becomes zero, so that none of it is
-        deposited. What is withdrawn all the same is refunded, as on the workers that receive the flag.
+        """One int32 on the device: whether the gradient is not finite, which then becomes zero: nothing is deposited.
+
+        What is withdrawn all the same is refunded, as it is on the workers that receive the flag.
         """
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         kernels.mark_strange_(flag, self.flat, self.too_large)

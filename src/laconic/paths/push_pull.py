@@ -11,12 +11,12 @@ from torch import Tensor
 
 from laconic.errors import FrameError
 from laconic.exchange import Server, Shares, piece_borders
-from laconic.kernels.device import Executor, Step, to_device
+from laconic.kernels.device import Executor, to_device
 from laconic.kernels.reference.nonzero import has_zeros, nonzero
 from laconic.kernels.reference.owners import Pieces
 from laconic.layout import Layout
 from laconic.memory import Account, Due, Ledger
-from laconic.paths.frame_plan import FramePlan, FramePlans
+from laconic.paths.frames import FramePlan, FramePlans
 from laconic.paths.path import Messages, Path, Withdrawn, Work
 from laconic.quantize import Quantizer, Trits
 from laconic.server import Owner
@@ -44,6 +44,7 @@ class PushPull(Path):
     asks_host: bool  # while it selects, so that this cannot be captured
 
     def __post_init__(self) -> None:
+        self._votes = self.server.votes
         self._divisions: dict[Layout, _Division] = {}
         self._num_pushed = 0  # of the entries that are selected among
         self._num_answered = 0
@@ -79,7 +80,7 @@ class PushPull(Path):
                 union = min(union, max(1, round(self.server.down_rho * n)))
             up += FrameShape(n, math.ceil((n - fixed) * rho), fixed, quantize).num_bytes
             forms = [FrameShape(n, union, fixed, quantize), FrameShape(n, n, 0, quantize)]
-            if self.server.votes:
+            if self._votes:
                 decided = union + math.ceil(fixed * (1 - _ties(num_workers)))
                 forms = [FrameShape(n, decided, 0, quantize), FrameShape(n, n, 0, Trits())]
             down += min(form.num_bytes for form in forms)
@@ -109,12 +110,8 @@ class PushPull(Path):
     def _select(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
         """(selected positions, fixed and selected values) where messages are written; None where not finite."""
         captures = self.captures(work)
-        step = (
-            self.executor.captured("select", plan, work.device)
-            if captures
-            else Step[Withdrawn](work.device, self.transport.wire)
-        )
-        uses = work.flat, work.account.balance, work.scale, *self.uses(work)
+        step = self.executor.step("select", plan, work.device, self.transport.wire, captures=captures)
+        uses: list[Tensor | float] = [work.flat, work.account.balance, work.scale, *self.uses(work)]
         with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
             body = partial(self._withdraw, work, plan, captures)
             work.withdrawn, (selected, values, *flags) = step.run(body, uses, *self.inputs(work))
@@ -126,11 +123,9 @@ class PushPull(Path):
             of_all = _without_zeros(positions[plan.num_fixed :], work.withdrawn.values, plan.num_fixed)
             work.withdrawn = Withdrawn(plan.positions(of_all[0]), plan.num_fixed, of_all[1])
             selected, values = _without_zeros(selected, values, plan.num_fixed)
-        return selected, take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
+        return selected, take_sides(values, plan.num_fixed, work.step) if self._votes else values
 
-    def _withdraw(
-        self, work: Work, plan: FramePlan, captures: bool, *inputs: Tensor
-    ) -> tuple[Withdrawn, list[Tensor]]:
+    def _withdraw(self, work: Work, plan: FramePlan, captures: bool, *inputs: Tensor) -> tuple[Withdrawn, list[Tensor]]:
         """What goes out, on the device, and its selected positions and all values for the wire."""
         flags = [work.flag_nonfinite_()] if captures else []
         due = work.account.due_(work.flat, 1 / work.scale)
@@ -191,7 +186,7 @@ class PushPull(Path):
         if layout not in self._divisions:
             wire = self.transport.wire or plan.fixed.device
             num_shares = self.transport.num_shares
-            self._divisions[layout] = _Division(layout, num_shares, plan, wire, self.quantize, votes=self.server.votes)
+            self._divisions[layout] = _Division(layout, num_shares, plan, wire, self.quantize, votes=self._votes)
         return self._divisions[layout]
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:

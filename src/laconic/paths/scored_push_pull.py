@@ -12,11 +12,11 @@ from laconic.kernels.host import merged
 from laconic.kernels.reference.nonzero import nonzero
 from laconic.layout import positions_of
 from laconic.memory import Due, Ledger
-from laconic.paths.frame_plan import FramePlan
+from laconic.paths.frames import FramePlan
 from laconic.paths.path import Work
 from laconic.paths.push_pull import PushPull
 from laconic.select import BucketPlan, Overlap
-from laconic.select.scores import Score
+from laconic.select.overlap import Score
 
 
 @dataclass

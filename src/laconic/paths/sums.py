@@ -48,8 +48,8 @@ class SharedSelection:
 
     def write_(self, work: Work, mean: Tensor) -> None:
         """Overwrite the bucket with the mean where something was sent, and with zeros elsewhere."""
-        assert work.withdrawn is not None
-        positions = work.withdrawn.positions
+        out = work.withdrawn  # None on a worker that was late for a dense step, and whose gradient is not finite
+        positions = out.positions if out is not None else None
         if positions is None:
             work.flat.copy_(mean)
             return

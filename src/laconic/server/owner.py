@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.errors import FrameError
-from laconic.exchange import Shares
+from laconic.errors import FrameError, StateError
+from laconic.exchange import Shares, piece_borders
 from laconic.kernels.reference.owners import Window
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger, Residual
@@ -39,6 +39,8 @@ class Owner:
     def __post_init__(self) -> None:
         self._server = self.scheme.server
         self._quantize = self.scheme.frame_code
+        self._holds = self.scheme.holds
+        self._votes = self._server.votes
         self._held = Ledger(Residual())
         self._cuts: dict[Layout, tuple[Layout, Tensor]] = {}
         self._searched: dict[Layout, tuple[list[Window], list[Tensor]]] = {}  # by share
@@ -50,7 +52,7 @@ class Owner:
     @property
     def num_bytes(self) -> int:
         """What it holds, at most its share of the model as float32."""
-        return self._held.num_bytes if self.scheme.holds else 0
+        return self._held.num_bytes if self._holds else 0
 
     def read(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> dict[int, Contents]:
         """What workers say of this share, by rank; FrameError names one whose frame is not as it should be."""
@@ -78,7 +80,7 @@ class Owner:
             self._undo.restore_()
             shape = FrameShape(own.num_entries, 0, 0, self._quantize)
             return shape.write_overflow(device, step=step, bucket=bucket)
-        if self._server.votes:
+        if self._votes:
             places, votes = self._vote.take(heard, held, fixed, step)
             signs = FrameShape(own.num_entries, places.numel(), 0, Sign())
             trits = FrameShape(own.num_entries, own.num_entries, 0, Trits())
@@ -86,7 +88,7 @@ class Owner:
         else:
             shape, places, values = self._mean(list(heard.values()), held, fixed, own)
         ((frame, said),) = write_each([shape], [places], [values], step=step, bucket=bucket)
-        if self.scheme.holds:
+        if self._holds:
             kernels.owe_(held, fixed[: shape.num_fixed], places, values, said, len(heard))
         if self._overflowed and self.undoes:
             self._undo.restore_()  # workers undo this bucket too, at the end of the step
@@ -105,7 +107,7 @@ class Owner:
         return _smaller(shape, dense, places, mean, fixed)
 
     def _windows(self, own: Layout, device: torch.device) -> tuple[list[Window], list[Tensor]]:
-        """Where the largest sums are chosen, if not all that is heard of is answered, and the searches for those.
+        """Where the largest sums are selected, if not all that is heard of is answered, and the searches for those.
 
         Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
@@ -131,13 +133,14 @@ class Owner:
         if step != self._step:
             self._step = step
             self._overflowed = False
-            self._undo.forget()
-        if self.undoes and self.scheme.holds:
+            if self.undoes:
+                self._undo.forget()
+        if self.undoes and self._holds:
             self._undo.remember([held])
 
     def state_dict(self) -> dict[str, Any]:
         """What is held, this share's piece of each parameter, and the voters' records; empty where there is neither."""
-        held = self._held.state_dict()["residual"] if self.scheme.holds else {}
+        held = self._held.state_dict()["residual"] if self._holds else {}
         return {"num_shares": self.num_shares, "held": held, "records": self._vote.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -156,3 +159,29 @@ def _smaller(
     everywhere = values.new_zeros(n)
     everywhere[torch.cat([fixed, places])] = values
     return dense, torch.arange(n, dtype=torch.int32, device=values.device), everywhere
+
+
+def server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> list[bytes]:
+    """What each server kept, from the one worker's state that has it; nothing where none of these has."""
+    kept = [state["servers"] for state in states if state.get("servers")]
+    if (kept and len(kept[0]) != num_servers) or any(state["owner"] for state in states):
+        raise StateError("the state was saved with other servers; resume with as many as then")
+    return [bytes(each.numpy()) for each in kept[0]] if kept else []
+
+
+def owner_state(states: Sequence[Mapping[str, Any]], share: int, num_shares: int) -> dict[str, Any]:
+    """The state of a share's owner: its own, or its piece of what all owners held where their number changed."""
+    owners = [state["owner"] for state in states if state["owner"]]
+    if not owners:
+        if any(state.get("servers") for state in states):
+            raise StateError("the state was saved under dedicated servers; resume with as many")
+        return {"held": {}, "records": {}}
+    if owners[0]["num_shares"] == num_shares:
+        own = [state["owner"] for state in states if state["rank"] == share]
+        return dict(own[0]) if own else {"held": {}, "records": {}}
+    pieces = {}
+    for name in owners[0]["held"]:
+        whole = torch.cat([owner["held"][name] for owner in owners])
+        borders = piece_borders(whole.numel(), num_shares)
+        pieces[name] = whole[borders[share] : borders[share + 1]].clone()
+    return {"held": pieces, "records": {}}
