@@ -19,8 +19,7 @@ from laconic.memory import Account, Due, Ledger
 from laconic.paths.frames import FramePlan, FramePlans
 from laconic.paths.path import Messages, Path, Withdrawn, Work
 from laconic.quantize import Quantizer, Trits
-from laconic.server import Owner
-from laconic.server.owner import owner_state, server_states
+from laconic.server import Owner, owner_state, server_states
 from laconic.server.vote import take_sides
 from laconic.transport import Push
 from laconic.wire import FrameShape, longest_frame, read_answers, read_each, write_each, write_parts

@@ -15,8 +15,7 @@ from laconic.memory import Due, Ledger
 from laconic.paths.frames import FramePlan
 from laconic.paths.path import Work
 from laconic.paths.push_pull import PushPull
-from laconic.select import BucketPlan, Overlap
-from laconic.select.overlap import Score
+from laconic.select import BucketPlan, Overlap, Score
 
 
 @dataclass

@@ -54,8 +54,8 @@ def path_for(
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
-    asked = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, executor, asks_host
-    return ScoredPushPull(*asked, select) if isinstance(select, Overlap) else PushPull(*asked)
+    parts = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, executor, asks_host
+    return ScoredPushPull(*parts, select) if isinstance(select, Overlap) else PushPull(*parts)
 
 
 def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:

@@ -5,7 +5,7 @@ from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSele
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything
 from laconic.select.low_rank import LowRank
-from laconic.select.overlap import SCORES, Overlap
+from laconic.select.overlap import SCORES, Overlap, Score
 from laconic.select.randk import RandK
 from laconic.select.topk import TopK
 

@@ -127,24 +127,24 @@ class Overlap(TopK):
         return super().asks_host or score.needs_norm or score.fades or self.per_parameter
 
     def swept(self, layout: Layout, density: float, step: int, bucket: int) -> Tensor:
-        """The entries whose turn it is, the same on every worker; ascending, int64, on the host."""
+        """The entries that are swept in a step, the same on every worker; ascending, int64, on the host."""
         if not self.explore:
             return positions_of((), _HOST)
         rounds = _rounds(self, layout, density, bucket)
-        turns = [turn.positions(plan, step, key, _HOST) + start for turn, plan, key, start in rounds]
-        return torch.cat([positions_of((), _HOST), *turns])
+        swept = [sweep.positions(plan, step, key, _HOST) + start for sweep, plan, key, start in rounds]
+        return torch.cat([positions_of((), _HOST), *swept])
 
 
 @lru_cache
 def _rounds(
     select: Overlap, layout: Layout, density: float, bucket: int
 ) -> tuple[tuple[RandK, BucketPlan, int, int], ...]:
-    """(the turns that entries take, among which, what they are drawn by, where those begin) for each independent round.
+    """(the sweep, among which entries, what it is drawn by, where those begin) for each independent round.
 
-    Parameters that are chosen by themselves also take turns by themselves, whichever bucket they are in.
+    Parameters that are selected by themselves are also swept by themselves, whichever bucket they are in.
     """
-    turn = RandK(rho=density * select.explore, mode="cycle", dense_below=select.dense_below)
+    sweep = RandK(rho=density * select.explore, mode="cycle", dense_below=select.dense_below)
     if not select.per_parameter:
-        return ((turn, turn.plan(layout, turn.rho), bucket, 0),)
+        return ((sweep, sweep.plan(layout, sweep.rho), bucket, 0),)
     alone = [(span, Layout.of([span.name], [span.num_entries])) for span in layout.spans if span.num_entries]
-    return tuple((turn, turn.plan(of, turn.rho), crc32(span.name.encode()), span.start) for span, of in alone)
+    return tuple((sweep, sweep.plan(of, sweep.rho), crc32(span.name.encode()), span.start) for span, of in alone)

@@ -24,10 +24,10 @@ from laconic.wire import Contents, FrameShape, read_each, write_each
 class Owner:
     """Answers for one share of every bucket, and holds what its answers leave out: sums over workers, by parameter.
 
-    held += what was heard ; answer(held[U] / M) ; held[U] -= M * what the answer says
+    held += what was received ; answer(held[U] / M) ; held[U] -= M * what the answer says
 
     Where nothing is left out, `held` is zero between steps. `undoes` is for steps that a GradScaler may skip whole,
-    `holds_idle` for models of which a step may leave parameters out: DDP then drops what is said of those.
+    `holds_idle` for models of which a step may leave parameters out: DDP then drops what is sent of those.
     """
 
     scheme: Scheme
@@ -55,59 +55,59 @@ class Owner:
         return self._held.num_bytes if self._holds else 0
 
     def read(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> dict[int, Contents]:
-        """What workers say of this share, by rank; FrameError names one whose frame is not as it should be."""
+        """What workers sent of this share, by rank; FrameError names one whose frame is not as it should be."""
         own, fixed = self._cut(layout, next(iter(frames.values())).device)
         shapes = [FrameShape.of(frame, own.num_entries, [self._quantize], peer=r) for r, frame in frames.items()]
-        heard = read_each(frames, shapes, step=step, bucket=bucket)
-        for (r, contents), shape in zip(heard.items(), shapes, strict=True):
+        received = read_each(frames, shapes, step=step, bucket=bucket)
+        for (r, contents), shape in zip(received.items(), shapes, strict=True):
             if not contents.overflow and shape.num_fixed != len(fixed):
                 raise FrameError(f"rank {r} sent {shape.num_fixed} fixed entries, not {len(fixed)}; use the same model")
-        return heard
+        return received
 
     def answer(self, frames: Mapping[int, Tensor], layout: Layout, *, step: int, bucket: int) -> Tensor:
         """Read the frames of all workers, in the order of their ranks, and answer them."""
-        heard = self.read(frames, layout, step=step, bucket=bucket)
-        return self.answer_to(heard, layout, step=step, bucket=bucket)
+        received = self.read(frames, layout, step=step, bucket=bucket)
+        return self.answer_to(received, layout, step=step, bucket=bucket)
 
-    def answer_to(self, heard: Mapping[int, Contents], layout: Layout, *, step: int, bucket: int) -> Tensor:
-        """A frame for all workers: the mean or the vote over those heard, or that one of them overflowed."""
-        device = next(iter(heard.values())).values.device
+    def answer_to(self, received: Mapping[int, Contents], layout: Layout, *, step: int, bucket: int) -> Tensor:
+        """A frame for all workers: the mean or the vote over what was received, or that a worker overflowed."""
+        device = next(iter(received.values())).values.device
         own, fixed = self._cut(layout, device)
         held = self._held.open(own, device).balance
         self._remember(held, step)
-        if any(contents.overflow for contents in heard.values()):
+        if any(contents.overflow for contents in received.values()):
             self._overflowed = True
             self._undo.restore_()
             shape = FrameShape(own.num_entries, 0, 0, self._quantize)
             return shape.write_overflow(device, step=step, bucket=bucket)
         if self._votes:
-            places, votes = self._vote.take(heard, held, fixed, step)
+            places, votes = self._vote.take(received, held, fixed, step)
             signs = FrameShape(own.num_entries, places.numel(), 0, Sign())
             trits = FrameShape(own.num_entries, own.num_entries, 0, Trits())
             shape, places, values = _smaller(signs, trits, places, votes, fixed[:0])
         else:
-            shape, places, values = self._mean(list(heard.values()), held, fixed, own)
-        ((frame, said),) = write_each([shape], [places], [values], step=step, bucket=bucket)
+            shape, places, values = self._mean(list(received.values()), held, fixed, own)
+        ((frame, sent),) = write_each([shape], [places], [values], step=step, bucket=bucket)
         if self._holds:
-            kernels.owe_(held, fixed[: shape.num_fixed], places, values, said, len(heard))
+            kernels.owe_(held, fixed[: shape.num_fixed], places, values, sent, len(received))
         if self._overflowed and self.undoes:
             self._undo.restore_()  # workers undo this bucket too, at the end of the step
         return frame
 
     def _mean(
-        self, heard: Sequence[Contents], held: Tensor, fixed: Tensor, own: Layout
+        self, received: Sequence[Contents], held: Tensor, fixed: Tensor, own: Layout
     ) -> tuple[FrameShape, Tensor, Tensor]:
-        """Add up, take out what is to be said: (shape, places, mean at the fixed entries and at those places)."""
+        """Add up, take out what is answered: (shape, places, mean at the fixed entries and at those places)."""
         windows, searches = self._windows(own, held.device)
         spare = [(span.start, span.stop) for span in own.spans] if self.holds_idle else []  # DDP would drop it
-        positions, values = [one.positions for one in heard], [one.values for one in heard]
+        positions, values = [each.positions for each in received], [each.values for each in received]
         places, mean = kernels.take_mean_(held, fixed, positions, values, windows, searches, spare)
         shape = FrameShape(own.num_entries, places.numel(), fixed.numel(), self._quantize)
         dense = FrameShape(own.num_entries, own.num_entries, 0, self._quantize)
         return _smaller(shape, dense, places, mean, fixed)
 
     def _windows(self, own: Layout, device: torch.device) -> tuple[list[Window], list[Tensor]]:
-        """Where the largest sums are selected, if not all that is heard of is answered, and the searches for those.
+        """Where the largest sums are selected, if not all that is received is answered, and the searches for those.
 
         Workers that choose by parameter are answered by parameter, so that buckets do not matter.
         """
@@ -144,7 +144,7 @@ class Owner:
         return {"num_shares": self.num_shares, "held": held, "records": self._vote.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self._held.load_state_dict({"residual": dict(saved["held"])})
         self._vote.load_state_dict(saved["records"])
 
