@@ -39,7 +39,6 @@ from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
 from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
-from laconic.quantize.quantizers import Marks
 from laconic.replicas.gossip.changed_entries import EntryMessages
 from laconic.replicas.gossip.messages import GroupMessages, MessageWriter
 from laconic.replicas.gossip.remainders import RemainderMessages
@@ -152,7 +151,6 @@ def readers() -> list[Reader]:
     return [
         *(_frames(name, quantize()) for name, quantize in QUANTIZERS.items()),
         _frames("votes", Trits()),
-        _frames("marks", Marks()),
         *(_codes(codec) for codec in INDEX_CODECS),
         _runs(),
         *_gossip(),

@@ -58,7 +58,6 @@ COMPOSED_TEXTS = (
     "overlap:rho=0.05,score=member,quantize=none,warmup=2",
     "overlap:rho=0.05,score=hits,per=parameter,explore=0.2",
     "overlap:rho=0.05,score=sum,strength=0.5",
-    "overlap:rho=0.05,score=leader,down_rho=0.2",
     "sign:vote=weighted",
     "sparse-sign:cover=1.5,weight=0.9,score=product,vote=weighted",
     "scheme:select=everything,quantize=sign,memory=residual,exchange=all-gather",

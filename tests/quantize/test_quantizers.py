@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic.layout import Layout
 from laconic.memory import Due
-from laconic.paths.frame_plan import FramePlan
+from laconic.paths.frames import FramePlan
 from laconic.quantize import (
     QUANTIZERS,
     Difference,

@@ -43,7 +43,6 @@ TEXTS = [
     SPARSE,
     WARM,
     "scheme:select=overlap(rho=0.1),memory=residual,exchange=server,trigger=rounds(every=2),outer=nesterov",
-    "scheme:select=overlap(rho=0.1,score=leader),memory=residual,exchange=server,trigger=rounds(every=2)",
 ]
 
 
@@ -72,11 +71,11 @@ class LateEnd(FaultyCollectives):
             heard.pop(LATE, None)
         return heard
 
-    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        missed = kind == "dense" and self._is_missed()
+    def sum_gradients_(self, tensor: Tensor, kind: str) -> None:
+        missed = self._is_missed()
         if missed and self.rank == LATE:
             tensor.zero_()
-        super().all_reduce_(tensor, kind)
+        super().sum_gradients_(tensor, kind)
         if missed:
             tensor.mul_(self.num_workers / (self.num_workers - 1))
 
@@ -235,7 +234,7 @@ def _talk(work: Callable[[ServerClient], None], *, wait_s: float = 0.05, timeout
 
 def _sum(client: ServerClient, num_entries: int = 1) -> float:
     ones = torch.ones(num_entries)
-    client.all_reduce_(ones, "dense")
+    client.sum_gradients_(ones, "dense")
     return float(ones[-1])
 
 

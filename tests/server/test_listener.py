@@ -437,7 +437,7 @@ def test_training_alone_is_counted() -> None:
         served.total(torch.ones(1000))
         served.load_owner_states([bytes(5000)])
         counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
-        served.all_reduce_(torch.ones(1000), "dense")
+        served.sum_gradients_(torch.ones(1000), "dense")
         counts.append((served.traffic.bytes_out, served.traffic.bytes_in))
 
     listener, wrong = _talk(1, 20, work)

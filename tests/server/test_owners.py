@@ -197,7 +197,7 @@ def test_a_weighted_vote_without_a_majority_is_a_plain_one() -> None:
     assert alone.all() and torch.equal(pair[600:], alone[600:])
 
 
-@pytest.mark.parametrize("score", ["member", "hits", "product", "sum", "leader"])
+@pytest.mark.parametrize("score", ["member", "hits", "product", "sum"])
 def test_scores_make_unions_smaller_and_remember_alike(score: str) -> None:
     def work(session: Session, rank: int) -> tuple[float, dict[str, Tensor]]:
         for step in range(6):

@@ -66,7 +66,6 @@ def test_a_dedicated_server_gives_the_numbers_of_virtual_workers(fresh_workers: 
     texts = [
         "overlap:rho=0.05,warmup=1",
         "topk:rho=0.05,exchange=server(down_rho=0.1)",
-        "overlap:score=leader",
         "sign:vote=weighted",
     ]
     served = fresh_workers.run(_steps_served, texts, 4)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from laconic import Session, parse
 from laconic.layout import Bucket, Layout
-from laconic.paths import Path, Said, Work
-from laconic.paths.path import Speech
+from laconic.paths import Messages, Path, Work
 from laconic.session import Background
 from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.replicas import Replicas
@@ -45,18 +44,18 @@ class _Rounds(Path):
     """Says as many messages about a bucket as that has parameters, and nothing else."""
 
     said: list[tuple[str, int]]
-    in_turns: Sequence[int] = (0, 1, 2)
+    offsets: Sequence[int] = (0, 1, 2)
 
-    looks = False
+    checks_finite = False
 
     @property
-    def turns(self) -> Sequence[int]:
-        return self.in_turns
+    def message_offsets(self) -> Sequence[int]:
+        return self.offsets
 
-    def speak(self, work: Work) -> Speech:
+    def exchange(self, work: Work) -> Messages:
         for number in range(len(work.layout.spans)):
             yield partial(self._note, work.layout.names[0], number)
-        return Said(None)
+        return ()
 
     def _note(self, bucket: str, number: int) -> int:
         self.said.append((bucket, number))
@@ -72,15 +71,15 @@ def _step(work: Callable[[Pipeline, list[BaseException | None]], None], session:
     return landed
 
 
-def _session_of_rounds(said: list[tuple[str, int]], turns: Sequence[int] = (0, 1, 2)) -> Session:
+def _session_of_rounds(said: list[tuple[str, int]], offsets: Sequence[int] = (0, 1, 2)) -> Session:
     transport = silent_end(1)
     session = Session(parse("dense"), transport)  # type: ignore[arg-type]
-    session._path = session._dense = _Rounds(transport, session._clock, said, turns)
+    session._path = session._dense = _Rounds(transport, session._clock, said, offsets)
     return session
 
 
-@pytest.mark.parametrize("turns", [(0, 1, 2), (0, 2, 3), (0, 1, 4)])
-def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_its_turn(turns: Sequence[int]) -> None:
+@pytest.mark.parametrize("offsets", [(0, 1, 2), (0, 2, 3), (0, 1, 4)])
+def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_its_offset(offsets: Sequence[int]) -> None:
     said: list[tuple[str, int]] = []
     layouts = [Layout.of([f"{name}{number}" for number in range(3)], [1] * 3) for name in "abcd"]
 
@@ -89,14 +88,14 @@ def test_message_r_of_bucket_b_leaves_in_the_order_of_b_plus_its_turn(turns: Seq
             bucket = Bucket(number, layout, torch.zeros(3), is_last=number == 3)
             pipeline.begin(Flight(bucket, landed.append))
 
-    assert _step(work, _session_of_rounds(said, turns)) == [None] * 4
-    expected = sorted((b + turns[r], b, r) for b in range(4) for r in range(3))
+    assert _step(work, _session_of_rounds(said, offsets)) == [None] * 4
+    expected = sorted((b + offsets[r], b, r) for b in range(4) for r in range(3))
     assert said == [(f"{'abcd'[b]}0", r) for _, b, r in expected]
 
 
 def test_what_comes_is_taken_where_the_next_bucket_takes_long() -> None:
     said: list[tuple[str, int]] = []
-    session = _session_of_rounds(said, turns=(0, 2))
+    session = _session_of_rounds(said, offsets=(0, 2))
     caught_up = threading.Event()
     session.transport.catch_up = caught_up.set  # type: ignore[method-assign]
     first, second = (Layout.of([f"{b}", f"{b}'"], [1, 1]) for b in range(2))
@@ -157,9 +156,9 @@ def test_a_bucket_that_cannot_begin_ends_those_in_flight() -> None:
 
     def work(pipeline: Pipeline, landed: list[BaseException | None]) -> None:
         layout = Layout.of(["a", "b"], [1, 1])
-        strange: Any = None
+        no_tensor: Any = None
         pipeline.begin(Flight(Bucket(0, layout, torch.zeros(2), is_last=False), landed.append))
-        pipeline.begin(Flight(Bucket(1, layout, strange, is_last=True), landed.append))
+        pipeline.begin(Flight(Bucket(1, layout, no_tensor, is_last=True), landed.append))
 
     landed = _step(work, _session_of_rounds(said))
     assert len(landed) == 2 and isinstance(landed[1], AttributeError)

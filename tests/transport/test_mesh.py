@@ -174,13 +174,13 @@ def test_who_fails_in_a_sum_is_named(pair: tuple[Mesh, socket.socket], dtype: to
         mesh.add_up_(vector)
 
 
-def _summed(entries: int, kind: str) -> tuple[Tensor, Tensor, bool]:
+def _summed(entries: int, how: str) -> tuple[Tensor, Tensor, bool]:
     """A sum by a group and by its backend, and whether connections of our own were opened for it."""
     cpu = torch.device("cpu")
     group = Group(own_group(world(), cpu), cpu)
     ours = torch.randn(entries, generator=torch.Generator().manual_seed(dist.get_rank()))
     backends = ours.clone()
-    group.all_reduce_(ours, kind)
+    getattr(group, how)(ours, "kind")
     dist.all_reduce(backends)
     has_mesh = "_mesh" in vars(group)
     group.close()
@@ -188,8 +188,9 @@ def _summed(entries: int, kind: str) -> tuple[Tensor, Tensor, bool]:
 
 
 def test_small_sums_take_hops_and_long_and_dense_ones_are_the_backends(four_workers: WorkerPool) -> None:
-    for entries, kind, in_hops in ((10_001, "factors", True), (100_000, "factors", False), (10_001, "dense", False)):
-        told = four_workers.run(_summed, entries, kind)
+    cases = ((10_001, "all_reduce_", True), (100_000, "all_reduce_", False), (10_001, "sum_gradients_", False))
+    for entries, how, in_hops in cases:
+        told = four_workers.run(_summed, entries, how)
         for ours, backends, has_mesh in told:
             assert has_mesh == in_hops and torch.equal(ours, told[0][0])
             torch.testing.assert_close(ours, backends, atol=1e-5 if in_hops else 0, rtol=0)  # ulps of up to 16

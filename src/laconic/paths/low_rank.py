@@ -3,19 +3,23 @@
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.layout import Layout
+from laconic.kernels.draws import hash_64
+from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger
-from laconic.paths.factors import LEFT, RIGHT, Bases, BasesKeeper, Factors
-from laconic.paths.path import Message, Path, Said, Speech, Work
+from laconic.paths.path import Message, Messages, Path, Work
 from laconic.quantize import FloatCode
 from laconic.select import LowRank
 from laconic.transport import ring_bytes
+
+LEFT, RIGHT = range(2)  # P, which has a row for each row of M, and Q, which has one for each column
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class _Round:
     """One message: the factors of a side, and in a bucket's first what goes whole; float32."""
 
     side: int
-    own: Tensor  # as this worker said it
+    own: Tensor  # as this worker sent it
     mean: Tensor  # over all workers
 
 
@@ -35,25 +39,25 @@ class LowRankSum(Path):
     is what all apply, so nothing is lost on any worker: balance before + gradient = sent + balance after. (PowerSGD
     keeps M_i - M' instead: of the same sum over workers, but their differences add up in it, and an idle worker's share
     would be lost.) How P was rounded does not matter: it is a basis, the same bits on all workers.
-    A factor that was heard is the basis of its side from then on. The alternating form sends one factor a step, by the
-    basis of the other side. What goes whole rides in the first message.
+    A received factor is the basis of its side from then on. The alternating form sends one factor a step, by the basis
+    of the other side. What goes whole rides in the first message.
     """
 
     select: LowRank
     quantize: FloatCode
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(BasesKeeper())
-        self._factors: dict[Layout, Factors] = {}
+        self._ledger = Ledger(_BasesKeeper())
+        self._factors: dict[Layout, _Factors] = {}
 
     @property
-    def turns(self) -> Sequence[int]:
+    def message_offsets(self) -> Sequence[int]:
         """P and Q, or one of them."""
         return (0, 1) if self.select.form == "both" else (0,)
 
     def bytes_out(self, layout: Layout) -> int:
         """In the alternating form the mean of two steps."""
-        factors = Factors(self.select, layout)
+        factors = _Factors(self.select, layout)
         counts = [factors.count(LEFT), factors.count(RIGHT)]
         if self.select.form == "both":
             return self._ring(counts[LEFT] + factors.plan.num_fixed) + self._ring(counts[RIGHT])
@@ -65,7 +69,7 @@ class LowRankSum(Path):
     def kept(self, work: Work) -> Sequence[Tensor]:
         return self._bases_of(work).kept
 
-    def speak(self, work: Work) -> Speech:
+    def exchange(self, work: Work) -> Messages:
         factors = self._factors_of(work)
         if work.finite:
             work.account.deposit_(work.flat, 1 / work.scale)
@@ -73,11 +77,11 @@ class LowRankSum(Path):
         for side in [LEFT, RIGHT] if self.select.form == "both" else [work.step % 2]:
             if rounds and not factors.matrices:
                 break
-            heard = yield from self._multiply(work, side, with_whole=not rounds)
-            if heard is None:
+            received = yield from self._multiply(work, side, with_whole=not rounds)
+            if received is None:
                 return None
-            rounds.append(heard)
-        return Said((rounds[0], rounds[-1]))
+            rounds.append(received)
+        return rounds[0], rounds[-1]
 
     def _multiply(self, work: Work, side: int, *, with_whole: bool) -> Generator[Message, Any, _Round | None]:
         """The factors of a side, by the bases of the other, and new bases; None if some worker's are not finite."""
@@ -107,10 +111,10 @@ class LowRankSum(Path):
             factors.renew_(bases, mean, side)
             return _Round(side, own, mean)
 
-    def apply_(self, work: Work, said: Said) -> None:
+    def apply_(self, work: Work, received: tuple[_Round, _Round]) -> None:
         """Overwrite the bucket with M', and take what was sent out of the balance."""
         factors = self._factors_of(work)
-        first, last = said.heard
+        first, last = received
         balance = work.account.balance
         positions = factors.positions(work.device)
         whole = slice(factors.count(first.side), None)
@@ -124,12 +128,12 @@ class LowRankSum(Path):
             factor=work.scale,
         )
 
-    def _factors_of(self, work: Work) -> Factors:
+    def _factors_of(self, work: Work) -> "_Factors":
         if work.layout not in self._factors:
-            self._factors[work.layout] = Factors(self.select, work.layout)
+            self._factors[work.layout] = _Factors(self.select, work.layout)
         return self._factors[work.layout]
 
-    def _bases_of(self, work: Work) -> Bases:
+    def _bases_of(self, work: Work) -> "_Bases":
         factors = self._factors_of(work)
         bases = self._ledger.open(factors.kept_layout, work.device)
         if not bases.are_drawn:
@@ -141,3 +145,95 @@ class LowRankSum(Path):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._ledger.load_state_dict(dict(states[0]["past"]))  # the same on all workers
+
+
+class _Bases:
+    """The kept bases of one bucket: for each matrix the orthonormal P of its last round above the orthonormal Q."""
+
+    def __init__(self, kept: Sequence[Tensor]) -> None:
+        self.kept = kept
+        self.are_drawn = False  # not so when a parameter is new here, whose basis is zero
+
+
+class _BasesKeeper:
+    """The frozen half of it, as a ledger wants it."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("bases",)
+
+    def open(self, kept: list[Tensor]) -> "_Bases":
+        return _Bases(kept)
+
+
+class _Factors:
+    """What a bucket of one layout sends: the factors of its matrices one after another, then what goes whole."""
+
+    def __init__(self, select: LowRank, layout: Layout) -> None:
+        self._select = select
+        self._positions: Tensor | None = None
+        self._places: dict[int, Tensor] = {}
+        self._kept_places: dict[int, Tensor] = {}
+        self.matrices = [span for span in layout.spans if select.is_factored(span)]
+        self.plan = select.plan(layout, select.density)
+        self._sizes = [(span.shape[0], span.num_entries // span.shape[0]) for span in self.matrices]
+        names = [span.name for span in self.matrices]
+        self.kept_layout = Layout.of(names, [select.rank * sum(sizes) for sizes in self._sizes])
+
+    def count(self, side: int) -> int:
+        """The numbers in all factors of one side."""
+        return self._select.rank * sum(sizes[side] for sizes in self._sizes)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Of what goes whole, int64."""
+        if self._positions is None or self._positions.device != device:
+            self._positions = positions_of(self.plan.fixed, device)
+        return self._positions
+
+    def places(self, side: int, device: torch.device) -> Tensor:
+        """(start, rows, columns, start of the other side's basis, start of its factor) of each matrix."""
+        places = self._places.get(side)
+        if places is None or places.device != device:
+            starts = torch.tensor([span.start for span in self.matrices], dtype=torch.int64)
+            sizes = torch.tensor(self._sizes, dtype=torch.int64).view(-1, 2)
+            columns = [starts, *sizes.unbind(1), self._kept_starts(1 - side), self._message_starts(side)]
+            places = self._places[side] = torch.stack(columns, 1).to(device)
+        return places
+
+    def renew_(self, bases: _Bases, message: Tensor, side: int) -> None:
+        """Overwrite the bases of one side with what spans the same as the factors in a message."""
+        places = self._kept_places.get(side)
+        if places is None or places.device != message.device:
+            columns = [self._kept_starts(side), self._message_starts(side), self._rows(side)]
+            places = self._kept_places[side] = torch.stack(columns, 1).to(message.device)
+        kernels.orthonormal_(bases.kept[0], message, places, self._select.rank)
+
+    def draw_(self, bases: _Bases) -> None:
+        """Give the parameters that have none first bases, drawn from (seed, name): the same on every worker."""
+        kept = bases.kept[0]
+        is_fresh = []
+        for span in self.kept_layout.spans:
+            fresh = kept[span.start : span.stop]
+            is_fresh.append(not fresh.any())
+            if is_fresh[-1]:
+                key = hash_64(self._select.seed, crc32(span.name.encode()))
+                # Whole numbers, of a generator whose raw output is the same everywhere, brought into (-1, 1).
+                drawn = np.random.Philox(key=key).random_raw(fresh.numel()) >> np.uint64(40)
+                fresh.copy_(torch.from_numpy((drawn + 0.5) / 2.0**23 - 1))
+        for side in (LEFT, RIGHT):
+            starts = self._kept_starts(side)
+            places = torch.stack([starts, starts, self._rows(side)], 1)[torch.tensor(is_fresh, dtype=torch.bool)]
+            kernels.orthonormal_(kept, kept, places.to(kept.device), self._select.rank)
+        bases.are_drawn = True
+
+    def _rows(self, side: int) -> Tensor:
+        """Of each factor of one side."""
+        return torch.tensor([sizes[side] for sizes in self._sizes], dtype=torch.int64)
+
+    def _message_starts(self, side: int) -> Tensor:
+        """Of each factor of one side in a message."""
+        numbers = self._rows(side) * self._select.rank
+        return numbers.cumsum(0) - numbers
+
+    def _kept_starts(self, side: int) -> Tensor:
+        """Of each basis of one side among those that are kept."""
+        starts = torch.tensor([span.start for span in self.kept_layout.spans], dtype=torch.int64)
+        return starts + (self._rows(LEFT) * self._select.rank if side == RIGHT else 0)

@@ -1,27 +1,54 @@
-"""What differs between exchanges: a path takes a bucket's values, says them, hears everyone's and applies those."""
+"""What differs between exchanges: a path withdraws values of a bucket, sends them, receives and applies everyone's."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from laconic import kernels
+from laconic.kernels.device import to_host
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, SetAside
-from laconic.paths.clock import PhaseClock
 from laconic.transport import Transport
 
-Message = Callable[[], Any]  # called where messages leave, in an order that all workers share; returns what all said
+PHASES = ("select", "encode", "exchange", "decode")
+Message = Callable[[], Any]  # called where messages leave, in an order that all workers share; returns what is received
+# Yields each message of a bucket, is resumed with what that received, and returns what the path applies: None where
+# some worker's gradient is not finite, so that nobody applies anything.
+Messages = Generator[Message, Any, Any]
+
+
+class PhaseClock:
+    """Seconds per phase, in the threads that exchange; phases of several buckets may pass at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def time(self, phase: str, device: torch.device) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            # Ends the phase for real; it holds up this thread and its own stream, never the backward pass.
+            torch.cuda.current_stream(device).synchronize()
+        with self._lock:
+            self.seconds[phase] += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a worker took out of an account to say it."""
+class Withdrawn:
+    """What a worker took out of an account to send it."""
 
     positions: Tensor | None  # int64, those that go at every step first; None: every entry, in order
     num_fixed: int  # how many go at every step
     values: Tensor  # float32
+    sent: Tensor | None = None  # the values as the messages say them, after rounding; None: those very values
 
 
 @dataclass
@@ -35,9 +62,9 @@ class Work:
     scale: float  # of the loss: balances are kept in unscaled units
     account: Account
     too_large: float  # the least size of an entry, as it comes, that counts as Inf
-    finite: bool = True
-    taken: Taken | None = None  # nothing was, where the gradient is not finite
-    aside: SetAside = field(default_factory=lambda: SetAside(()))  # what is kept of idle parameters
+    finite: bool = True  # as far as the host has looked
+    withdrawn: Withdrawn | None = None  # nothing was, where the gradient is not finite
+    aside: SetAside | None = None  # what is kept of idle parameters, until the end of the step
 
     @property
     def flat(self) -> Tensor:
@@ -57,36 +84,51 @@ class Work:
         """What its frames say that they are about."""
         return {"step": self.step, "bucket": self.number}
 
+    def flag_nonfinite_(self) -> Tensor:
+        """One int32 on the device: whether the gradient is not finite, which then becomes zero: nothing is deposited.
 
-@dataclass(frozen=True)
-class Said:
-    """How a bucket was said, and what was heard."""
+        What is withdrawn all the same is refunded, as it is on the workers that receive the flag.
+        """
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        kernels.mark_strange_(flag, self.flat, self.too_large)
+        kernels.zero_if_(self.flat, flag)
+        return flag
 
-    heard: Any  # the path's own
-    sent: Tensor | None = None  # what the messages say of the taken values; None: those very values
+    def note_sent(self, sent: Tensor) -> None:
+        """Note how messages say the withdrawn values; nothing was withdrawn of a gradient that is not finite."""
+        if self.withdrawn is not None:
+            self.withdrawn = replace(self.withdrawn, sent=sent)
 
-
-Speech = Generator[Message, Any, Said | None]  # None: some worker's gradient is not finite, and nobody applies anything
+    def settle_(self, *, refunds: bool) -> None:
+        """Put back what rounding lost of the withdrawn values, and note those that went out; late ones did not."""
+        out = self.withdrawn
+        if out is None or self.bucket.was_late:
+            return
+        if out.sent is not None and refunds:
+            self.account.refund_(out.positions, out.values - out.sent)
+        if out.positions is not None:
+            gone = out.values if out.sent is None else out.sent
+            self.account.sent_(out.positions[out.num_fixed :], gone[out.num_fixed :])
 
 
 @dataclass
 class Path:
     """One way of exchanging a bucket; it owns what it keeps from step to step.
 
-    `speak` yields each message and goes on with what all said. A worker whose gradient is not finite yields the same
-    messages, marked; whoever hears a mark returns None, in the same round on all workers.
+    A worker whose gradient is not finite sends the same messages, marked; whoever receives a mark returns None, in the
+    same round on all workers.
     """
 
     transport: Transport
     clock: PhaseClock
 
-    looks: ClassVar[bool] = True  # whether gradients are looked at first; where the network adds floats, NaN survives
+    checks_finite: ClassVar[bool] = True  # before an exchange; where the network adds floats, NaN survives
 
     @property
-    def turns(self) -> Sequence[int]:
-        """Message r about bucket b leaves in turn b + turns[r]; whatever ends before its last says no more.
+    def message_offsets(self) -> Sequence[int]:
+        """Message r about bucket b leaves at place b + offsets[r]; a path may end before its last.
 
-        What takes long to find after a message is said two turns later: another bucket's travels meanwhile.
+        A message that takes long to make has an offset larger by two: another bucket's travels meanwhile.
         """
         return (0,)
 
@@ -95,45 +137,33 @@ class Path:
         return 0
 
     def on_wire(self, message: Tensor) -> Tensor:
-        """A message where the transport takes it: as it is, or a copy in pinned memory of the host.
-
-        The copy is complete when the phase ends that it is made in.
-        """
+        """A message where the transport takes it; a copy is complete when the phase ends that it is made in."""
         wire = self.transport.wire
-        if wire is None or message.device.type == wire.type:
-            return message
-        return torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message, non_blocking=True)
+        return message if wire is None or message.device.type == wire.type else to_host(message)
 
-    def off_wire(self, message: Tensor, device: torch.device) -> Tensor:
-        """What was heard where it is wanted: as it is, or a copy that nobody waits for, through pinned memory."""
-        if device.type != "cuda" or message.is_cuda:
-            return message.to(device)
-        return message.pin_memory().to(device, non_blocking=True)
-
-    def comes_from_gpu(self, work: Work) -> bool:
-        """Whether a GPU's float32 bucket is told by messages of the host."""
-        wire = self.transport.wire
-        on_the_way = work.device.type == "cuda" and wire is not None and wire.type == "cpu"
-        return on_the_way and work.flat.dtype == torch.float32
-
-    def looks_itself(self, work: Work) -> bool:
-        """Whether `speak` finds out by itself whether a gradient is finite, and says it in the work."""
+    def captures(self, work: Work) -> bool:
+        """Whether a CUDA graph exchanges this bucket, which then checks by itself that the gradient is finite."""
         return False
 
     def kept(self, work: Work) -> Sequence[Tensor]:
         """What a step on this bucket may change besides its account."""
         return ()
 
-    def speak(self, work: Work) -> Speech:
-        """Take what is to be said out of the account, say it, hear everyone."""
+    def exchange(self, work: Work) -> Messages:
+        """Withdraw what is to be sent from the account, send it, receive from everyone."""
         yield from ()  # no message
-        return Said(None)
+        return ()
 
-    def apply_(self, work: Work, said: Said) -> None:
-        """Overwrite the bucket with what everyone said, in rank order."""
+    def finish_(self, work: Work, received: Any, *, refunds: bool) -> None:
+        """Refund what rounding lost, and overwrite the bucket with what was received."""
+        work.settle_(refunds=refunds)
+        self.apply_(work, received)
+
+    def apply_(self, work: Work, received: Any) -> None:
+        """Overwrite the bucket with what everyone sent, in rank order."""
 
     def restored(self) -> None:
-        """What `kept` told of has been overwritten: a step was undone."""
+        """The tensors that `kept` names have been overwritten: a step was undone."""
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         """What it adds to a session's stats, by their names; with `ages` also what takes a pass over all entries."""
@@ -145,3 +175,29 @@ class Path:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from the states of all workers that are given, by rank."""
+
+
+class NoExchange(Path):
+    """Every worker keeps its own gradient: the upper bound on speed, not a way to train."""
+
+    checks_finite: ClassVar[bool] = False
+
+
+@dataclass
+class Exchange:
+    """A bucket's exchange under way: `message` is the next one to send, None at the end, when `received` is known."""
+
+    work: Work
+    path: Path
+    messages: Messages
+    message: Message | None = None
+    received: Any = None
+    was_late: bool = False  # what was received last is without what this worker sent
+
+    def resume(self, received: Any = None) -> None:
+        """Hand the path what its last message received, and get the next one; None begins."""
+        try:
+            self.message = self.messages.send(received)
+        except StopIteration as end:
+            self.message = None
+            self.received = end.value

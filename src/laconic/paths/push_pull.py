@@ -1,7 +1,7 @@
-"""Each entry's owner hears of it from all workers and answers all of them."""
+"""Each entry's owner receives it from all workers and answers all of them."""
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,34 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.errors import StateError
+from laconic.errors import FrameError
 from laconic.exchange import Server, Shares, piece_borders
-from laconic.kernels.recorded import Recorder
+from laconic.kernels.device import Executor, to_device
 from laconic.kernels.reference.nonzero import has_zeros, nonzero
+from laconic.kernels.reference.owners import Pieces
 from laconic.layout import Layout
 from laconic.memory import Account, Due, Ledger
-from laconic.paths.choosing_on_gpu import ChoiceOnGpu
-from laconic.paths.division import Answered, Division
-from laconic.paths.frame_plan import FramePlan, FramePlans
-from laconic.paths.path import Message, Path, Said, Speech, Taken, Work
+from laconic.paths.frames import FramePlan, FramePlans
+from laconic.paths.path import Messages, Path, Withdrawn, Work
 from laconic.quantize import Quantizer, Trits
-from laconic.server import Owner
+from laconic.server import Owner, owner_state, server_states
 from laconic.server.vote import take_sides
-from laconic.transport import Push, Transport
-from laconic.wire import FrameShape
-
-# What is chosen: (positions, fixed and chosen values), or None where the gradient is not finite.
-Choosing = Generator[Message, Any, tuple[Tensor, Tensor] | None]
+from laconic.transport import Push
+from laconic.wire import FrameShape, longest_frame, read_answers, read_each, write_each, write_parts
 
 _LENGTH_BYTES = 8  # before each message between workers that own shares
 
 
 @dataclass
 class PushPull(Path):
-    """Deposit, choose, withdraw, push each owner its part; pull the answers.
+    """Deposit, select, withdraw, push each owner its part; pull the answers.
 
-    Owners are the workers themselves, each of a share of every bucket, or servers. `unions` count what was pushed of
-    entries that are chosen among, and how many of those were answered.
+    Owners are the workers themselves, each of a share of every bucket, or servers.
     """
 
     plans: FramePlans
@@ -44,17 +39,17 @@ class PushPull(Path):
     quantize: Quantizer
     owner: Owner | None  # of this worker's own share, where workers own
     ledger: Ledger[Account]
-    replays: bool  # whether a GPU that chooses asks nothing of the host
+    executor: Executor
+    asks_host: bool  # while it selects, so that this cannot be captured
 
     def __post_init__(self) -> None:
-        self._divisions: dict[Layout, Division] = {}
-        self._on_gpu: dict[FramePlan, ChoiceOnGpu] = {}
-        self._recorder: Recorder | None = None
-        self._num_pushed = 0
+        self._votes = self.server.votes
+        self._divisions: dict[Layout, _Division] = {}
+        self._num_pushed = 0  # of the entries that are selected among
         self._num_answered = 0
 
     @property
-    def turns(self) -> Sequence[int]:
+    def message_offsets(self) -> Sequence[int]:
         """Parts, then answers."""
         return 0, self.transport.pull_turn
 
@@ -67,8 +62,8 @@ class PushPull(Path):
     def up_and_down(self, layout: Layout) -> tuple[int, int]:
         """Bytes that the parts of one worker and the answers of all owners come to, one copy of each.
 
-        The sizes of parts and unions depend on what is chosen. This is for workers that choose independently and
-        evenly, |U| = N*(1 - (1 - rho)^M): choices that have something in common come to less.
+        The sizes of parts and unions depend on what is selected. This is for workers that select independently and
+        evenly, |U| = N*(1 - (1 - rho)^M): selections that have something in common come to less.
         """
         num_workers = self.transport.num_workers
         quantize = self.quantize
@@ -84,129 +79,113 @@ class PushPull(Path):
                 union = min(union, max(1, round(self.server.down_rho * n)))
             up += FrameShape(n, math.ceil((n - fixed) * rho), fixed, quantize).num_bytes
             forms = [FrameShape(n, union, fixed, quantize), FrameShape(n, n, 0, quantize)]
-            if self.server.votes:
+            if self._votes:
                 decided = union + math.ceil(fixed * (1 - _ties(num_workers)))
                 forms = [FrameShape(n, decided, 0, quantize), FrameShape(n, n, 0, Trits())]
             down += min(form.num_bytes for form in forms)
         return up, down
 
-    def speak(self, work: Work) -> Speech:
+    def captures(self, work: Work) -> bool:
+        on_gpu = self.executor.captures(work.flat, self.transport.wire)
+        return on_gpu and not self.asks_host and bool(self.plans.of(work).plan.windows)
+
+    def exchange(self, work: Work) -> Messages:
         plan = self.plans.of(work)
         division = self._division(work.layout, plan)
-        sent = None
-        told = self._choose_on_gpu(work, plan) if self.looks_itself(work) else (yield from self._choose(work, plan))
-        if told is not None:
+        pushed = self._select(work, plan) if work.finite else None
+        if pushed is not None:
             with self.clock.time("encode", work.device):
-                parts, sent = division.parts(work, *told)
-                sent = self.off_wire(sent, work.device)
+                parts, sent = division.parts(work, *pushed)
+                work.note_sent(to_device(sent, work.device))
         else:
             parts = division.overflows(work, self.transport.wire or work.device)
         push = Push(work.layout, work.step, work.number, parts, division.longest)
-        heard = yield partial(self.transport.push, push)
-        own = self._answer(work, heard)
+        received = yield partial(self.transport.push, push)
+        own = self._answer(work, received)
         answers = yield partial(self.transport.pull, push, own)
         with self.clock.time("decode", work.device):
-            answered = division.read(work, answers)
-        return Said(answered, sent) if answered is not None else None
+            return division.read(work, answers)
 
-    def apply_(self, work: Work, said: Said) -> None:
-        """Overwrite the bucket with what the owners said, and learn from it."""
-        answered: Answered = said.heard
+    def _select(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
+        """(selected positions, fixed and selected values) where messages are written; None where not finite."""
+        captures = self.captures(work)
+        step = self.executor.step("select", plan, work.device, self.transport.wire, captures=captures)
+        uses: list[Tensor | float] = [work.flat, work.account.balance, work.scale, *self.uses(work)]
+        with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
+            body = partial(self._withdraw, work, plan, captures)
+            work.withdrawn, (selected, values, *flags) = step.run(body, uses, *self.inputs(work))
+        if any(map(bool, flags)):
+            return None
+        if has_zeros(values[plan.num_fixed :]):  # each merely filled up the k, and is not worth its place
+            positions = work.withdrawn.positions
+            assert positions is not None
+            of_all = _without_zeros(positions[plan.num_fixed :], work.withdrawn.values, plan.num_fixed)
+            work.withdrawn = Withdrawn(plan.positions(of_all[0]), plan.num_fixed, of_all[1])
+            selected, values = _without_zeros(selected, values, plan.num_fixed)
+        return selected, take_sides(values, plan.num_fixed, work.step) if self._votes else values
+
+    def _withdraw(self, work: Work, plan: FramePlan, captures: bool, *inputs: Tensor) -> tuple[Withdrawn, list[Tensor]]:
+        """What goes out, on the device, and its selected positions and all values for the wire."""
+        flags = [work.flag_nonfinite_()] if captures else []
+        due = work.account.due_(work.flat, 1 / work.scale)
+        selected, values = self.withdraw_(work, plan, due, *inputs)
+        return Withdrawn(plan.positions(selected.to(torch.int64)), plan.num_fixed, values), [selected, values, *flags]
+
+    def inputs(self, work: Work) -> Sequence[Tensor]:
+        """What the host adds to a selection."""
+        return ()
+
+    def uses(self, work: Work) -> Sequence[Tensor]:
+        """What a selection looks at beside the bucket and its account."""
+        return ()
+
+    def withdraw_(self, work: Work, plan: FramePlan, due: Due, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Select among the entries, and take those out."""
+        return plan.withdraw_(work.account.balance, due)
+
+    def learn_(self, work: Work, selected: Tensor, union: Tensor, aggregate: Tensor) -> None:
+        """Learn from an answer: what was selected, its entries that are selected among, ascending, and its values."""
+
+    def apply_(self, work: Work, received: "_Answers") -> None:
+        """Overwrite the bucket with what the owners answered, and learn from it."""
         flat = work.flat
-        positions = None if answered.positions is None else self.off_wire(answered.positions, flat.device)
-        values = self.off_wire(answered.values, flat.device)
+        positions = None if received.positions is None else to_device(received.positions, flat.device)
+        values = to_device(received.values, flat.device)
         mean = (values if work.scale == 1 else values * work.scale).to(flat.dtype)
         if positions is None:
             flat.copy_(mean)
         else:
             flat.zero_()
             flat.index_copy_(0, positions, mean)
-        chosen = torch.empty(0, dtype=torch.int64, device=flat.device)  # by who spoke too late, and learns the same
-        if work.taken is not None:
-            if work.taken.positions is None:
+        selected = torch.empty(0, dtype=torch.int64, device=flat.device)  # by a late worker, which learns the same
+        if work.withdrawn is not None and not work.bucket.was_late:
+            if work.withdrawn.positions is None:
                 return
-            chosen = work.taken.positions[work.taken.num_fixed :]
-        at = self._divisions[work.layout].free(answered)
+            selected = work.withdrawn.positions[work.withdrawn.num_fixed :]
+        at = self._divisions[work.layout].selectable(received)
         if at is None:
             assert positions is not None
-            union, aggregate = positions[answered.num_fixed :], values[answered.num_fixed :]
+            union, aggregate = positions[received.num_fixed :], values[received.num_fixed :]
         else:
-            at = self.off_wire(at, flat.device)
+            at = to_device(at, flat.device)
             union = at if positions is None else positions.index_select(0, at)
             aggregate = values.index_select(0, at)
-        self._num_pushed += chosen.numel()
+        self._num_pushed += selected.numel()
         self._num_answered += union.numel()
-        self.heard_(work, chosen, union, aggregate)
-
-    def looks_itself(self, work: Work) -> bool:
-        return self.replays and self.comes_from_gpu(work) and bool(self.plans.of(work).plan.windows)
-
-    def _choose_on_gpu(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
-        """As below, where a GPU is told of it once and then repeats it."""
-        if plan not in self._on_gpu:
-            self._recorder = self._recorder or Recorder(work.device)
-            self._on_gpu[plan] = ChoiceOnGpu(plan, self._recorder)
-        choice = self._on_gpu[plan]
-        self.prepare_(work)
-        due = work.account.due_(work.flat, 1 / work.scale)
-        with self.clock.time("select", work.device):
-            choice.take_(work, lambda: self.withdraw_(work, plan, due), *self.looked_at(work))
-        found = choice.found(work)
-        if found is None:
-            return None
-        told = _without_zeros(*found, plan.num_fixed)
-        if told[0] is not found[0]:
-            assert work.taken is not None and work.taken.positions is not None
-            chosen, values = _without_zeros(work.taken.positions[plan.num_fixed :], work.taken.values, plan.num_fixed)
-            work.taken = Taken(plan.positions(chosen), plan.num_fixed, values)
-        return told
-
-    def _choose(self, work: Work, plan: FramePlan) -> Generator[Message, Any, tuple[Tensor, Tensor] | None]:
-        """What is told of the chosen entries and of the fixed ones, on the wire; None where it is not finite."""
-        self.prepare_(work)
-        choice = yield from self.take_(work)
-        if choice is None:
-            return None
-        with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
-            chosen, values = _without_zeros(*choice, plan.num_fixed)
-            work.taken = Taken(plan.positions(chosen.to(torch.int64)), plan.num_fixed, values)
-            told = take_sides(values, plan.num_fixed, work.step) if self.server.votes else values
-            return self.on_wire(chosen), self.on_wire(told)
-
-    def prepare_(self, work: Work) -> None:
-        """Find out what the step says about a choice, before a GPU is asked for it."""
-
-    def looked_at(self, work: Work) -> Sequence[Tensor]:
-        """What a choice looks at beside the bucket and its account."""
-        return ()
-
-    def take_(self, work: Work) -> Choosing:
-        """Deposit the gradient and take out what is to be said; nothing where it is not finite."""
-        yield from ()  # nothing to ask: every worker chooses for itself
-        if not work.finite:
-            return None
-        with self.clock.time("select", work.device):
-            return self.withdraw_(work, self.plans.of(work), work.account.due_(work.flat, 1 / work.scale))
-
-    def withdraw_(self, work: Work, plan: FramePlan, due: Due) -> tuple[Tensor, Tensor]:
-        """Choose among the entries, and take those out."""
-        return plan.withdraw_(work.account.balance, due)
-
-    def heard_(self, work: Work, chosen: Tensor, union: Tensor, aggregate: Tensor) -> None:
-        """Learn from an answer: what was chosen, the entries of it that are chosen among, ascending, and its values."""
+        self.learn_(work, selected, union, aggregate)
 
     def _answer(self, work: Work, parts: Mapping[int, Tensor]) -> Tensor | None:
-        """What the owner of this worker's own share says to all parts of it."""
+        """The answer of this worker's own share to all parts of it."""
         if self.owner is None:
             return None
         with self.clock.time("decode", self.transport.wire or work.device):
             return self.owner.answer(parts, work.layout, **work.frame_id)
 
-    def _division(self, layout: Layout, plan: FramePlan) -> Division:
+    def _division(self, layout: Layout, plan: FramePlan) -> "_Division":
         if layout not in self._divisions:
             wire = self.transport.wire or plan.fixed.device
             num_shares = self.transport.num_shares
-            self._divisions[layout] = Division(layout, num_shares, plan, wire, self.quantize, votes=self.server.votes)
+            self._divisions[layout] = _Division(layout, num_shares, plan, wire, self.quantize, votes=self._votes)
         return self._divisions[layout]
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
@@ -227,9 +206,9 @@ class PushPull(Path):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         if self.owner is None:
-            self.transport.load_owner_states(_server_states(states, self.transport.num_shares))
+            self.transport.load_owner_states(server_states(states, self.transport.num_shares))
         else:
-            self.owner.load_state_dict(_owner_state(states, self.transport))
+            self.owner.load_state_dict(owner_state(states, self.owner.share, self.owner.num_shares))
 
 
 def _ties(num_voters: int) -> float:
@@ -237,42 +216,130 @@ def _ties(num_voters: int) -> float:
     return 0.0 if num_voters % 2 else math.comb(num_voters, num_voters // 2) / 2.0**num_voters
 
 
-def _without_zeros(chosen: Tensor, values: Tensor, num_fixed: int) -> tuple[Tensor, Tensor]:
-    """The chosen entries that are worth a place: a zero merely filled up the k."""
-    if not has_zeros(values[num_fixed:]):
-        return chosen, values
-    told = nonzero(values[num_fixed:])
-    return chosen[told], torch.cat([values[:num_fixed], values[num_fixed:][told]])
+def _without_zeros(selected: Tensor, values: Tensor, num_fixed: int) -> tuple[Tensor, Tensor]:
+    """The fixed entries, and the selected ones that are not zero."""
+    at = nonzero(values[num_fixed:])
+    return selected[at], torch.cat([values[:num_fixed], values[num_fixed:][at]])
 
 
-def _server_states(states: Sequence[Mapping[str, Any]], num_servers: int) -> list[bytes]:
-    """What each server kept, from the one worker's state that has it; nothing where none of these has."""
-    found = [state["servers"] for state in states if state.get("servers")]
-    if (found and len(found[0]) != num_servers) or any(state["owner"] for state in states):
-        raise StateError("the state was saved with other servers; resume with as many as then")
-    return [bytes(each.numpy()) for each in found[0]] if found else []
+@dataclass(frozen=True)
+class _Answers:
+    """What the owners answered, together."""
+
+    positions: Tensor | None  # int64, ascending but for the fixed; None: every entry, in order
+    values: Tensor
+    num_fixed: int  # of entries that go at every step and are answered as such: they come first
 
 
-def _owner_state(states: Sequence[Mapping[str, Any]], transport: Transport) -> dict[str, Any]:
-    """What this worker holds as an owner: what it held, or its piece of what all held where their number changed."""
-    owners = [state["owner"] for state in states if state["owner"]]
-    if not owners:
-        if any(state.get("servers") for state in states):
-            raise StateError("the state was saved under dedicated servers; resume with as many")
-        return {"held": {}, "records": {}}
-    if owners[0]["num_shares"] == transport.num_shares:
-        mine = [state["owner"] for state in states if state["rank"] == transport.owned_share]
-        return dict(mine[0]) if mine else {"held": {}, "records": {}}
-    return {"held": _recut([owner["held"] for owner in owners], transport), "records": {}}
+class _Division:
+    """A bucket divided among the owners of its entries: which go at every step, and whose each is."""
 
+    def __init__(
+        self, layout: Layout, num_shares: int, plan: FramePlan, wire: torch.device, quantize: Quantizer, *, votes: bool
+    ) -> None:
+        self._shares = Shares(layout, num_shares)
+        self._quantize = quantize
+        self._votes = votes
+        self._forms = [quantize, Trits()] if votes else [quantize]  # of values, up or down
+        self._sizes = [own.num_entries for own in self._shares.layouts]
+        fixed = plan.fixed.to(wire)
+        self._fixed_order, places = self._shares.cut(fixed)
+        self._num_fixed = [place.numel() for place in places]
+        self._fixed = torch.split(fixed[self._fixed_order], self._num_fixed)
+        self._is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=wire)
+        self._is_fixed[fixed] = True
+        self._pieces: Pieces | None = None  # for all frames to be written, and read, in one call
+        if wire.type == "cpu" and quantize.code_dtype == torch.bfloat16:
+            cuts = [piece_borders(span.num_entries, num_shares) for span in plan.plan.fixed]
+            lengths = torch.tensor(cuts, dtype=torch.int64).view(-1, num_shares + 1).diff()
+            self._pieces = Pieces(*self._shares.pieces(wire), lengths)
+        self.longest = [longest_frame(n, self._forms) for n in self._sizes]  # bytes that a frame about a share may take
 
-def _recut(held: Sequence[Mapping[str, Tensor]], transport: Transport) -> dict[str, Tensor]:
-    """One share's piece of each parameter, from the pieces of all shares of another division."""
-    pieces = {}
-    share = transport.owned_share
-    assert share is not None
-    for name in held[0]:
-        whole = torch.cat([one[name] for one in held])
-        borders = piece_borders(whole.numel(), transport.num_shares)
-        pieces[name] = whole[borders[share] : borders[share + 1]].clone()
-    return pieces
+    def overflows(self, work: Work, wire: torch.device) -> list[Tensor]:
+        """Parts that only say that this worker saw Inf or NaN."""
+        shapes = [FrameShape(n, 0, 0, self._quantize) for n in self._sizes]
+        return [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
+
+    def parts(self, work: Work, selected: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """A frame for each owner of fixed and selected values, and those values as the frames say them."""
+        if self._pieces is not None:
+            sizes = zip(self._sizes, self._num_fixed, strict=True)
+            shapes = [FrameShape(n, 0, fixed, self._quantize) for n, fixed in sizes]
+            sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=work.device.type == "cuda")
+            at_once = write_parts(shapes, selected.to(torch.int32), values, self._pieces, sent, **work.frame_id)
+            if at_once is not None:
+                return at_once, sent
+        order, places = self._shares.cut(selected)
+        counts = [place.numel() for place in places]
+        num_fixed = self._fixed_order.numel()
+        whole, rest = values.tensor_split([num_fixed])
+        fixed_values = torch.split(whole.index_select(0, self._fixed_order), self._num_fixed)
+        selected_values = torch.split(rest.index_select(0, order), counts)
+        shapes = [FrameShape(*each, self._quantize) for each in zip(self._sizes, counts, self._num_fixed, strict=True)]
+        by_share = [torch.cat(both) for both in zip(fixed_values, selected_values, strict=True)]
+        frames, sent_by_share = zip(*write_each(shapes, places, by_share, **work.frame_id), strict=True)
+        halves = [each.tensor_split([fixed]) for each, fixed in zip(sent_by_share, self._num_fixed, strict=True)]
+        sent = torch.empty_like(values)
+        sent[:num_fixed].index_copy_(0, self._fixed_order, torch.cat([fixed for fixed, _ in halves]))
+        sent[num_fixed:].index_copy_(0, order, torch.cat([rest for _, rest in halves]))
+        return list(frames), sent
+
+    def read(self, work: Work, answers: Sequence[Tensor]) -> _Answers | None:
+        """What all owners answered; None if someone overflowed."""
+        shapes = [FrameShape.of(frame, self._sizes[p], self._forms, peer=p) for p, frame in enumerate(answers)]
+        if self._pieces is not None and [shape.num_fixed for shape in shapes] == self._num_fixed:
+            at_once = self._read_at_once(work, answers, shapes, self._pieces)
+            if at_once is not None:
+                return at_once
+        fixed = []
+        places = []
+        fixed_values = []
+        selected_values = []
+        frames = read_each(dict(enumerate(answers)), shapes, **work.frame_id)
+        for (p, contents), shape in zip(frames.items(), shapes, strict=True):
+            if contents.overflow:
+                return None
+            is_dense = shape.k == shape.num_entries
+            num_fixed = 0 if self._votes or is_dense else self._num_fixed[p]
+            if shape.num_fixed != num_fixed:
+                raise FrameError(f"owner {p} sent {shape.num_fixed} fixed entries, not {num_fixed}; use the same model")
+            fixed.append(self._fixed[p][:num_fixed])
+            places.append(contents.positions)
+            fixed_values.append(contents.values[: shape.num_fixed])
+            selected_values.append(contents.values[shape.num_fixed :])
+        positions, selected = self._shares.joined(places, selected_values)
+        values = torch.cat([*fixed_values, selected])
+        values = values.sign() if self._votes else values
+        num_entries = work.layout.num_entries
+        if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
+            return _Answers(None, values, 0)
+        return _Answers(torch.cat([*fixed, positions]), values, sum(each.numel() for each in fixed))
+
+    def _read_at_once(
+        self, work: Work, answers: Sequence[Tensor], shapes: Sequence[FrameShape], pieces: Pieces
+    ) -> _Answers | None:
+        """The same, where all answers hold their fixed entries and some others; None where one does not."""
+        num_fixed = self._fixed_order.numel()
+        total = num_fixed + sum(shape.k for shape in shapes)
+        pinned = work.device.type == "cuda"  # where they go next
+        positions = torch.empty(total, dtype=torch.int64, pin_memory=pinned)
+        values = torch.empty(total, dtype=torch.float32, pin_memory=pinned)
+        torch.cat(self._fixed, out=positions[:num_fixed])
+        if not read_answers(answers, shapes, pieces, positions[num_fixed:], values, **work.frame_id):
+            return None
+        return _Answers(positions, values, num_fixed)
+
+    def selectable(self, answers: _Answers) -> Tensor | None:
+        """Which values are of entries that are selected among, ascending; None: all that are not among the fixed.
+
+        A dense answer also says where nothing is.
+        """
+        positions, values = answers.positions, answers.values
+        has_fixed = positions is not None and answers.num_fixed == self._fixed_order.numel()
+        if has_fixed and not has_zeros(values[answers.num_fixed :]):
+            return None
+        is_selectable = values != 0
+        if has_fixed:
+            is_selectable[: answers.num_fixed] = False
+            return nonzero(is_selectable)
+        return nonzero(is_selectable & ~(self._is_fixed if positions is None else self._is_fixed[positions]))

@@ -3,21 +3,16 @@
 from dataclasses import replace
 
 from laconic.exchange import AllReduce, Pairs
+from laconic.kernels.device import Executor
 from laconic.layout import Layout
 from laconic.memory import Account, Ledger, Residual
-from laconic.paths.all_gather import Gathering
-from laconic.paths.clock import PhaseClock
-from laconic.paths.float_sum import FloatSum
-from laconic.paths.frame_plan import FramePlans
-from laconic.paths.integer_sum import IntegerSum
+from laconic.paths.frames import FramePlans, Gathering
 from laconic.paths.low_rank import LowRankSum
-from laconic.paths.pairs import PairMean
-from laconic.paths.path import Path
-from laconic.paths.plain_sum import PlainSum
+from laconic.paths.path import NoExchange, Path, PhaseClock
+from laconic.paths.plain import PairMean, PlainSum
 from laconic.paths.push_pull import PushPull
-from laconic.paths.scored_push_pull import LedPushPull, ScoredPushPull
-from laconic.paths.shared_choice import SharedChoice
-from laconic.paths.silence import Silence
+from laconic.paths.scored_push_pull import ScoredPushPull
+from laconic.paths.sums import FloatSum, IntegerSum, SharedSelection
 from laconic.quantize import Exact, Grid, carrier_for
 from laconic.scheme import Scheme
 from laconic.select import Chooser, Everything, LowRank, Overlap, SharedSelector
@@ -31,6 +26,7 @@ def path_for(
     clock: PhaseClock,
     ledger: Ledger[Account],
     *,
+    executor: Executor | None = None,
     undoes: bool = False,
     holds_idle: bool = False,
 ) -> Path:
@@ -41,7 +37,7 @@ def path_for(
     ends = transport, clock
     select = scheme.select
     if not scheme.talks:
-        return Silence(*ends)
+        return NoExchange(*ends)
     if isinstance(scheme.exchange, Pairs):
         assert isinstance(transport, Collectives)
         return PairMean(transport, clock, scheme.frame_code, scheme.exchange.seed)
@@ -49,17 +45,17 @@ def path_for(
         return _path_of_sums(scheme, transport, clock)
     assert isinstance(select, Chooser)
     plans = FramePlans(select, scheme.frame_code)
-    replays = not (select.asks_host or scheme.frame_code.asks_host) and scheme.memory == Residual()
+    executor = executor or Executor()
+    # In a captured step a gradient that is not finite becomes zero: accounts that fade would fade all the same.
+    asks_host = select.asks_host or scheme.frame_code.asks_host or scheme.memory != Residual()
     if not scheme.has_owners:
         assert isinstance(transport, Collectives)
-        return Gathering(transport, clock, plans, scheme.frame_code, replays=replays)
+        return Gathering(transport, clock, plans, scheme.frame_code, executor, asks_host)
     owner = None
     if transport.owned_share is not None:
         owner = Owner(scheme, transport.owned_share, transport.num_shares, undoes=undoes, holds_idle=holds_idle)
-    asked = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, replays
-    if not isinstance(select, Overlap):
-        return PushPull(*asked)
-    return LedPushPull(*asked, select) if select.score == "leader" else ScoredPushPull(*asked, select)
+    parts = *ends, plans, scheme.server, scheme.frame_code, owner, ledger, executor, asks_host
+    return ScoredPushPull(*parts, select) if isinstance(select, Overlap) else PushPull(*parts)
 
 
 def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Path:
@@ -69,21 +65,21 @@ def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Pa
     if isinstance(select, LowRank):
         return LowRankSum(*ends, select, scheme.float_code)
     assert isinstance(select, SharedSelector)
-    choice = SharedChoice(select, keeps=bool(scheme.memory.kinds))
+    selection = SharedSelection(select, keeps=bool(scheme.memory.kinds))
     grid = scheme.quantize
     if isinstance(grid, Grid):
         assert isinstance(scheme.exchange, AllReduce) and isinstance(transport, Collectives)
         carrier = carrier_for(grid.levels, transport.num_workers, scheme.exchange.stages)
-        return IntegerSum(transport, clock, choice, grid, carrier)
-    is_plain = select.density == 1 and not choice.keeps
-    return PlainSum(*ends, scheme.float_code) if is_plain else FloatSum(*ends, choice, scheme.float_code)
+        return IntegerSum(transport, clock, selection, grid, carrier)
+    is_plain = select.density == 1 and not selection.keeps
+    return PlainSum(*ends, scheme.float_code) if is_plain else FloatSum(*ends, selection, scheme.float_code)
 
 
 def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock, *, keeps: bool) -> Path:
     """The path of a scheme's dense steps: everything in the gradient's own type, out of its accounts."""
     if scheme.exchange.in_pairs:
         return path_for(replace(scheme, quantize=Exact()), transport, clock, Ledger(scheme.memory))
-    return FloatSum(transport, clock, SharedChoice(Everything(), keeps=keeps), Exact())
+    return FloatSum(transport, clock, SharedSelection(Everything(), keeps=keeps), Exact())
 
 
 def bytes_out(scheme: Scheme, layout: Layout, num_workers: int) -> int:

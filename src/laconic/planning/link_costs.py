@@ -87,7 +87,7 @@ def measure_link_costs(transport: Collectives, busy: Callable[[], AbstractContex
     """
 
     def add(message: Tensor) -> None:
-        transport.all_reduce_(message.view(torch.float32), "measured")
+        transport.sum_gradients_(message.view(torch.float32), "measured")  # as a scheme's sums go
 
     def gather(message: Tensor) -> None:
         transport.all_gather(message, "measured")

@@ -181,23 +181,6 @@ class Sign(Quantizer):
 
 
 @dataclass(frozen=True)
-class Marks(Quantizer):
-    """No value is written at all: a frame holds positions alone."""
-
-    code_id = 5
-    code_dtype = torch.uint8
-
-    def num_bytes(self, count: int) -> int:
-        return 0
-
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return values.new_empty(0, dtype=torch.uint8), values.new_ones(())
-
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.to(torch.float32)
-
-
-@dataclass(frozen=True)
 class Trits(Quantizer):
     """Votes -1, 0 and 1 go in base 3, five to a byte: 1.6 bits each; less than a map once six in ten are not zero."""
 

@@ -2,8 +2,7 @@
 
 from laconic.kernels.searches import SEARCHES
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector
-from laconic.select.overlap import Overlap
-from laconic.select.scores import SCORES, Score
+from laconic.select.overlap import SCORES, Overlap, Score
 from laconic.select.shared import Everything, LowRank, RandK
 from laconic.select.topk import BlockTopK, ChunkedTopK, TopK
 

@@ -1,4 +1,4 @@
 """Who answers: the owners of shares, and ranks that hold no data and serve."""
 
-from laconic.server.owner import Owner
+from laconic.server.owner import Owner, owner_state, server_states
 from laconic.server.serve import ServerStats, serve

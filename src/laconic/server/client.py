@@ -18,7 +18,7 @@ from laconic.transport.connection import Kind, Message, longest_message, payload
 from laconic.transport.door import Address, connect
 from laconic.transport.moving import Flow, move_some
 from laconic.transport.traffic import Traffic
-from laconic.transport.transport import Push
+from laconic.transport.transport import Push, Transport
 
 # Timeouts that a worker waits for an answer: the server waits one for a worker that is silent, and one for a worker
 # that is slow to take its answer.
@@ -28,13 +28,17 @@ _LAST_WORDS_S = 1.0  # for what a server that is gone has said before
 _LENGTH = struct.Struct("<q")  # of a layout's text
 
 
-class ServerClient:
+class ServerClient(Transport):
     """One of M workers whose entries are answered for by ranks that hold no data; what all of them say is in step.
 
     `num_living` and `place`, this worker's among those, are as of the last answer. What the servers add up is over the
     living; a sum over M is that, times M over their number. `was_late`: the last one was given without this worker.
     """
 
+    has_servers = True
+    num_living = 0
+    place = 0
+    was_late = False
     owned_share: int | None = None
     pull_turn = 2  # while a server answers, the next parts are on their way
     wire: torch.device | None = torch.device("cpu")
@@ -106,8 +110,10 @@ class ServerClient:
         return torch.cat([reply.payload for reply in self._add(tensor, Kind.TOTAL, "total")]).view(tensor.shape)
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
-        how = Kind.SUM if kind == "dense" else Kind.AVERAGE  # which no wait budget cuts short
-        tensor.copy_(sum_over(self._add(tensor, how, kind), self.num_workers).view(tensor.shape))
+        tensor.copy_(sum_over(self._add(tensor, Kind.AVERAGE, kind), self.num_workers).view(tensor.shape))
+
+    def sum_gradients_(self, tensor: Tensor, kind: str) -> None:
+        tensor.copy_(sum_over(self._add(tensor, Kind.SUM, kind), self.num_workers).view(tensor.shape))
 
     def _add(self, tensor: Tensor, how: Kind, kind: str) -> list[Message]:
         """Each server's sum of its piece."""

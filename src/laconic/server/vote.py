@@ -38,17 +38,19 @@ class Vote:
         odds = torch.tensor(agreed / differed, dtype=torch.float64).log()
         return float(odds.clamp(-_MOST_LOG_ODDS, _MOST_LOG_ODDS))
 
-    def take(self, heard: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def take(
+        self, received: Mapping[int, Contents], scratch: Tensor, fixed: Tensor, step: int
+    ) -> tuple[Tensor, Tensor]:
         """(places, signs) of the entries that have a majority; `scratch` is all zeros, before and after."""
         if not self.weighted and fixed.numel() == scratch.numel() > 0:
-            return _count([contents.values for contents in heard.values()])
-        signs = {rank: contents.values.sign() for rank, contents in heard.items()}
+            return _count([contents.values for contents in received.values()])
+        signs = {rank: contents.values.sign() for rank, contents in received.items()}
         votes = signs
-        if self.weighted and len(heard) > 2:
+        if self.weighted and len(received) > 2:
             votes = {rank: self.weight(rank) * sign for rank, sign in signs.items()}
             self._fade(step)
-            self._judge(heard, signs, scratch, fixed)
-        places, sums = _take_sums(scratch, heard, votes, fixed)
+            self._judge(received, signs, scratch, fixed)
+        places, sums = _take_sums(scratch, received, votes, fixed)
         decided = nonzero(sums)
         return places.index_select(0, decided), sums.index_select(0, decided).sign()
 
@@ -59,11 +61,11 @@ class Vote:
             self._records = {rank: (_DECAY * agreed, _DECAY * not_) for rank, (agreed, not_) in self._records.items()}
 
     def _judge(
-        self, heard: Mapping[int, Contents], signs: Mapping[int, Tensor], scratch: Tensor, fixed: Tensor
+        self, received: Mapping[int, Contents], signs: Mapping[int, Tensor], scratch: Tensor, fixed: Tensor
     ) -> None:
         """Enter into each worker's record how often it was of the others' opinion; `scratch` is all zeros, as above."""
-        places, sums = _take_sums(scratch, heard, signs, fixed)
-        for rank, contents in heard.items():
+        places, sums = _take_sums(scratch, received, signs, fixed)
+        for rank, contents in received.items():
             at = torch.searchsorted(places, torch.cat([fixed.to(torch.int32), contents.positions]))
             others = (sums[at] - signs[rank]).sign()
             agreed, differed = self._records.get(rank, (0.0, 0.0))
@@ -98,12 +100,12 @@ def _in_turn(count: int, device: torch.device) -> Tensor:
 
 
 def _take_sums(
-    scratch: Tensor, heard: Mapping[int, Contents], votes: Mapping[int, Tensor], fixed: Tensor
+    scratch: Tensor, received: Mapping[int, Contents], votes: Mapping[int, Tensor], fixed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(places, sums over workers of their votes, w*sign) of all entries that anybody speaks of, ascending."""
     everywhere = fixed.to(torch.int32)
-    frames = [(everywhere, votes[rank][: fixed.numel()]) for rank in heard]
-    frames += [(contents.positions, votes[rank][fixed.numel() :]) for rank, contents in heard.items()]
+    frames = [(everywhere, votes[rank][: fixed.numel()]) for rank in received]
+    frames += [(contents.positions, votes[rank][fixed.numel() :]) for rank, contents in received.items()]
     positions, values = zip(*frames, strict=True)
     return kernels.sum_over_union_(scratch, positions, values, take=True)
 

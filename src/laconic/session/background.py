@@ -21,15 +21,15 @@ from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.replicas import Replicas
 from laconic.session.session import Session
 
-SMALL_MODEL = 1 << 18  # entries; to choose among fewer is forty little things to do, and telling a GPU takes as long
+SMALL_MODEL = 1 << 18  # entries; to select among fewer is forty little kernels, and to launch them takes as long
 _CLOSE_TIMEOUT_S = 5.0
 _NUM_STATIONS = 4  # that compute at once
 
 
 def belongs_on_host(model: Layout, device: torch.device, wire: torch.device | None) -> bool:
     """Whether a GPU's gradients are best exchanged on the host, where their messages are written anyway."""
-    on_the_way = device.type == "cuda" and wire == torch.device("cpu")
-    return on_the_way and model.num_entries <= SMALL_MODEL and kernels.native_on_host()
+    from_gpu = device.type == "cuda" and wire == torch.device("cpu")
+    return from_gpu and model.num_entries <= SMALL_MODEL and kernels.native_on_host()
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Background:
 
     A step of several buckets goes through a pipeline, unless that is not wanted; one of a single bucket has nothing to
     overlap, and stays in one thread. With `on_host` gradients go to the host in one copy, are exchanged there, and what
-    was heard comes back in another. `replicas` are looked at before the last bucket of a step: by then the backward
+    was received comes back in another. `replicas` are compared before the last bucket of a step: by then the backward
     pass needs no parameter, and goes on only when that bucket has landed.
     """
 
@@ -157,36 +157,36 @@ class Background:
             self._pipeline = Pipeline(self._session, partial(_station, self._device, stream))
             weakref.finalize(self, self._pipeline.close)
         self.error = self._pipeline.error = self.error or self._pipeline.error
-        there = self._there(submission.bucket)
-        background = weakref.ref(self)  # a bucket that waits for its turn keeps nobody
+        bucket = self._worked_on(submission.bucket)
+        background = weakref.ref(self)  # a bucket that waits keeps nobody
 
         def land(error: BaseException | None) -> None:
             alive = background()
             if alive is not None:
                 if error is None:
-                    alive._bring_back(submission.bucket, there)
+                    alive._bring_back(submission.bucket, bucket)
                 alive.error = alive.error or error
             submission.land(error)
 
-        self._pipeline.begin(Flight(there, land))
+        self._pipeline.begin(Flight(bucket, land))
 
     def _exchange(self, submissions: Sequence[_Submission]) -> None:
         """One after the other; after a first failure none is tried again: the workers no longer agree on the order."""
         if self.error is None:
             try:
-                buckets = [self._there(submission.bucket) for submission in submissions]
+                buckets = [self._worked_on(submission.bucket) for submission in submissions]
                 if self._session.wants_whole_step:
                     self._session.exchange_step_(buckets)
                 else:
                     self._session.exchange_(buckets[0])
-                for submission, there in zip(submissions, buckets, strict=True):
-                    self._bring_back(submission.bucket, there)
+                for submission, bucket in zip(submissions, buckets, strict=True):
+                    self._bring_back(submission.bucket, bucket)
             except BaseException as error:
                 self.error = error
         for submission in submissions:
             submission.land(self.error)
 
-    def _there(self, bucket: Bucket) -> Bucket:
+    def _worked_on(self, bucket: Bucket) -> Bucket:
         """The bucket where the session works on it."""
         if not self._on_host:
             return bucket
@@ -199,10 +199,10 @@ class Background:
             self._stream.synchronize()  # also over: what was copied back from here a step ago
         return replace(bucket, flat=room)
 
-    def _bring_back(self, bucket: Bucket, there: Bucket) -> None:
-        """What the session made of it."""
+    def _bring_back(self, bucket: Bucket, result: Bucket) -> None:
+        """Copy what the session made of it."""
         if self._on_host:
-            bucket.flat.copy_(there.flat, non_blocking=True)
+            bucket.flat.copy_(result.flat, non_blocking=True)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""While one bucket travels, the next is chosen and encoded, and the one before is applied.
+"""While one bucket travels, the next is selected and encoded, and the one before is applied.
 
 A step then takes as long as its slowest station, not as all of them. Message r of bucket b leaves in the order of
-(b + r, b), where a path may let turns pass before a message, whatever is ready first. So all workers agree on the
-order, and results are those of one bucket after the other, bit for bit: buckets share nothing that a station changes.
+(b + offset r of its path, b), whatever is ready first. So all workers agree on the order, and results are those of one
+bucket after the other, bit for bit: buckets share nothing that a station changes.
 """
 
 import queue
@@ -15,8 +15,8 @@ from typing import Any
 
 from laconic.errors import LaconicError
 from laconic.layout import Bucket
+from laconic.paths import Exchange
 from laconic.session.session import Session
-from laconic.session.talk import Talk
 
 _CLOSE_TIMEOUT_S = 5.0
 _CATCH_UP_S = 0.5
@@ -28,18 +28,18 @@ class Flight:
 
     bucket: Bucket
     land: Callable[[BaseException | None], None]
-    talk: Talk | None = None  # None where it could not begin
-    num_turns: int = -1  # since it has begun
-    num_said: int = 0
+    exchange: Exchange | None = None  # None where it could not begin
+    place: int = -1  # how many places have passed since it began
+    num_sent: int = 0
     is_over: bool = False
-    ready: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)  # told whenever it is the talker's turn
+    ready: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)  # one item whenever the sender may go on
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _Received:
     flight: Flight
-    spoke: bool  # whether there was a message
-    heard: Any = None
+    was_sent: bool  # whether there was a message
+    content: Any = None
 
 
 class _Pause:
@@ -47,9 +47,9 @@ class _Pause:
 
 
 class Pipeline:
-    """Four stations: `begin` runs where it is called; a thread each talks, finds what to say next, and applies.
+    """Four stations: `begin` runs where it is called; a thread each sends, makes the next message, and applies.
 
-    After a first failure nothing more is said, since the workers no longer agree on the order; whatever is in flight
+    After a first failure nothing more is sent, since the workers no longer agree on the order; whatever is in flight
     lands with that error.
     """
 
@@ -57,122 +57,123 @@ class Pipeline:
         self.error: BaseException | None = None
         self._session = session
         self._begun: queue.SimpleQueue[Flight | _Pause | None] = queue.SimpleQueue()
-        self._to_answer: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
-        self._to_apply: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
+        self._to_resume: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
+        self._to_apply: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_within, args=(station, work), name=f"laconic-{name}", daemon=True)
-            for name, work in (("talk", self._talk), ("answer", self._answer), ("apply", self._apply))
+            for name, work in (("send", self._send), ("resume", self._resume), ("apply", self._apply))
         ]
         for thread in self._threads:
             thread.start()
 
     def begin(self, flight: Flight) -> None:
-        """The first station: choose and encode; buckets come in the order that all workers share."""
+        """The first station: select and encode; buckets come in the order that all workers share."""
         if self.error is None:
             try:
-                flight.talk = self._session.begin(flight.bucket)
+                flight.exchange = self._session.begin(flight.bucket)
             except BaseException as error:
                 self._fail(error)
         flight.ready.put(None)
         self._begun.put(flight)
 
     def pause(self) -> None:
-        """Say all that has begun before anything else begins; all workers pause before the same bucket."""
+        """Send all of what has begun before anything else begins; all workers pause before the same bucket."""
         self._begun.put(_Pause())
 
-    def _talk(self) -> None:
-        """The second: in each turn everyone who has begun says what is due, then the next bucket its first message."""
-        speaking: list[Flight] = []
+    def _send(self) -> None:
+        """The second: at each place all that have begun send what is due, then the next bucket its first message."""
+        sending: list[Flight] = []
         step_is_whole = False
         while True:
-            speaking = [flight for flight in speaking if self._take_turn(flight)]
+            sending = [flight for flight in sending if self._send_due(flight)]
             if not step_is_whole:
-                flight = self._next(speaking)
+                flight = self._next(sending)
                 if flight is None:
-                    if speaking:
-                        self._fail(LaconicError("this session was closed in the midst of a step; nothing more is said"))
-                    self._let_turns_pass(speaking)
+                    if sending:
+                        self._fail(LaconicError("this session was closed in the midst of a step; nothing more is sent"))
+                    self._send_all(sending)
                     return
                 if isinstance(flight, _Pause):
-                    self._let_turns_pass(speaking)
-                    speaking = []
+                    self._send_all(sending)
+                    sending = []
                     continue
                 step_is_whole = flight.bucket.is_last
-                if self._take_turn(flight):
-                    speaking.append(flight)
+                if self._send_due(flight):
+                    sending.append(flight)
                 del flight  # while it waits, the thread holds nothing
-            elif not speaking:
+            elif not sending:
                 step_is_whole = False
 
-    def _next(self, speaking: list[Flight]) -> Flight | _Pause | None:
-        """What has begun; where that takes long, what is said to those who speak already is taken meanwhile."""
+    def _next(self, sending: list[Flight]) -> Flight | _Pause | None:
+        """What has begun; where that takes long, answers to what was sent are received meanwhile."""
         while True:
             try:
-                return self._begun.get(timeout=_CATCH_UP_S if speaking and self.error is None else None)
+                return self._begun.get(timeout=_CATCH_UP_S if sending and self.error is None else None)
             except queue.Empty:
                 try:
                     self._session.transport.catch_up()
                 except BaseException as error:
                     self._fail(error)
 
-    def _let_turns_pass(self, speaking: list[Flight]) -> None:
-        """Until all that have begun have said everything, without another one."""
-        while speaking:
-            speaking = [flight for flight in speaking if self._take_turn(flight)]
+    def _send_all(self, sending: list[Flight]) -> None:
+        """Until all that have begun have sent everything, without another one."""
+        while sending:
+            sending = [flight for flight in sending if self._send_due(flight)]
 
-    def _take_turn(self, flight: Flight) -> bool:
-        """Send its next message, if there is one and this is its turn; whether there may be another."""
-        flight.num_turns += 1
-        turns = flight.talk.path.turns if flight.talk is not None else (0,)
-        if flight.num_turns < turns[flight.num_said]:
+    def _send_due(self, flight: Flight) -> bool:
+        """Send its next message, if there is one that is due at this place; whether there may be another."""
+        flight.place += 1
+        exchange = flight.exchange
+        offsets = exchange.path.message_offsets if exchange is not None else (0,)
+        if flight.place < offsets[flight.num_sent]:
             return True
         flight.ready.get()
         if flight.is_over:
             return False
-        if self.error is None and flight.talk is not None and flight.talk.message is not None:
+        if self.error is None and exchange is not None and exchange.message is not None:
             try:
-                heard = self._session.say(flight.talk)
-                flight.num_said += 1
-                is_last = flight.num_said == len(turns)
-                (self._to_apply if is_last else self._to_answer).put(_Heard(flight, True, heard))
+                content = self._session.send(exchange)
+                flight.num_sent += 1
+                is_last = flight.num_sent == len(offsets)
+                (self._to_apply if is_last else self._to_resume).put(_Received(flight, True, content))
                 return not is_last
             except BaseException as error:
                 self._fail(error)
-        self._to_apply.put(_Heard(flight, spoke=False))
+        self._to_apply.put(_Received(flight, was_sent=False))
         return False
 
-    def _answer(self) -> None:
-        """The third: find the next message; where there is none, what was heard is applied."""
-        while (heard := self._to_answer.get()) is not None:
-            flight = heard.flight
-            if not self._go_on(flight, heard):
-                self._session.transport.hang_up()  # others may wait for what this worker would have said next
-            flight.is_over = self.error is not None or flight.talk is None or flight.talk.message is None
+    def _resume(self) -> None:
+        """The third: make the next message; where there is none, what was received is applied."""
+        while (received := self._to_resume.get()) is not None:
+            flight = received.flight
+            if not self._resume_exchange(received):
+                self._session.transport.hang_up()  # others may wait for what this worker would have sent next
+            flight.is_over = self.error is not None or flight.exchange is None or flight.exchange.message is None
             if flight.is_over:
-                self._to_apply.put(_Heard(flight, spoke=False))
+                self._to_apply.put(_Received(flight, was_sent=False))
             flight.ready.put(None)
-            del flight, heard  # as above
+            del flight, received  # as above
 
     def _apply(self) -> None:
         """The last."""
-        while (heard := self._to_apply.get()) is not None:
-            flight = heard.flight
-            self._go_on(flight, heard)
+        while (received := self._to_apply.get()) is not None:
+            flight = received.flight
+            self._resume_exchange(received)
             if self.error is None:
                 try:
-                    assert flight.talk is not None
-                    self._session.end_(flight.talk)
+                    assert flight.exchange is not None
+                    self._session.end_(flight.exchange)
                 except BaseException as error:
                     self._fail(error)
             flight.land(self.error)
-            del flight, heard  # as above
+            del flight, received  # as above
 
-    def _go_on(self, flight: Flight, heard: _Heard) -> bool:
+    def _resume_exchange(self, received: _Received) -> bool:
         """Whether that went well, or there was nothing to do."""
-        if self.error is None and heard.spoke:
+        if self.error is None and received.was_sent:
             try:
-                assert flight.talk is not None
-                flight.talk.go_on(heard.heard)
+                assert received.flight.exchange is not None
+                received.flight.exchange.resume(received.content)
             except BaseException as error:
                 self._fail(error)
                 return False
@@ -183,14 +184,11 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads after what has begun; one that hangs in a collective is left behind."""
-        ends = [partial(entrance.put, None) for entrance in (self._begun, self._to_answer, self._to_apply)]
+        ends = [partial(entrance.put, None) for entrance in (self._begun, self._to_resume, self._to_apply)]
         for end, thread in zip(ends, self._threads, strict=True):
             end()
-            self._join(thread)
-
-    def _join(self, thread: threading.Thread) -> None:
-        if thread is not threading.current_thread():  # as it is where that one held the last reference
-            thread.join(_CLOSE_TIMEOUT_S)
+            if thread is not threading.current_thread():  # as it is where that one held the last reference
+                thread.join(_CLOSE_TIMEOUT_S)
 
 
 def _within(station: Callable[[], AbstractContextManager[object]], work: Callable[[], None]) -> None:

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
 from laconic.layout import local
-from laconic.server.client import ServerClient
-from laconic.transport import Collectives, Transport, rows_of
+from laconic.transport import Transport, rows_of
 
 OnDrift = Literal["warn", "error", "heal"]
 
@@ -22,10 +21,10 @@ _HALF = 1 << 32
 
 
 class Replicas:
-    """Parameters that every step leaves alike on all workers, looked at in every `every`-th of them.
+    """Parameters that every step leaves alike on all workers, compared in every `every`-th of them.
 
     A difference is a warning, an error on all workers, or mended: those that differ become the majority's, or, where
-    there is none, those of the first of the largest parties. What an optimizer keeps is not looked at.
+    there is none, those of the first of the largest parties. What an optimizer keeps is not compared.
     """
 
     def __init__(
@@ -38,58 +37,52 @@ class Replicas:
         self._num_steps = 0
 
     def are_due(self) -> bool:
-        """Whether they are to be looked at in this step; to be asked once in each."""
+        """Whether they are to be compared in this step; to be called once in each."""
         self._num_steps += 1
         return self._every > 0 and self._num_steps % self._every == 0
 
     def check_(self) -> None:
         """Compare, and do what is asked for; a call that all workers make while nobody uses their parameters."""
-        mine = [print_ % (1 << 64) for print_ in torch.stack([*map(fingerprint, self._parameters.values())]).tolist()]
+        own = [print_ % (1 << 64) for print_ in torch.stack([*map(fingerprint, self._parameters.values())]).tolist()]
         with self._transport.traffic.uncounted():
-            if len(set(self._told([_folded(mine)]).values())) > 1:
-                self._mend_(self._told(mine))
+            if len(set(self._gather([_folded(own)]).values())) > 1:
+                self._mend_(self._gather(own))
 
-    def _mend_(self, told: Mapping[int, tuple[int, ...]]) -> None:
-        """`told` are the fingerprints of all parameters, by rank."""
-        ((right, _),) = Counter(told.values()).most_common(1)
-        alike = [rank for rank in told if told[rank] == right]
-        others = [rank for rank in told if told[rank] != right]
+    def _mend_(self, by_rank: Mapping[int, tuple[int, ...]]) -> None:
+        """Report, or repair, replicas whose parameters have these fingerprints."""
+        ((right, _),) = Counter(by_rank.values()).most_common(1)
+        alike = [rank for rank in by_rank if by_rank[rank] == right]
+        others = [rank for rank in by_rank if by_rank[rank] != right]
         names = [
             name
-            for name, prints in zip(self._parameters, zip(*told.values(), strict=True), strict=True)
+            for name, prints in zip(self._parameters, zip(*by_rank.values(), strict=True), strict=True)
             if len(set(prints)) > 1
         ]
-        said = (
+        text = (
             f"the parameters of {_ranks(others)} are not those of {_ranks(alike)}, first in {names[0]!r}; "
             "look for what changes them on some ranks alone"
         )
         if self._on_drift == "error":
-            raise LaconicError(said)
+            raise LaconicError(text)
         if self._on_drift == "heal":
-            said = f"{said}; they are now those of rank {alike[0]}"
+            text = f"{text}; they are now those of rank {alike[0]}"
             for name in names:
                 self._copy_(self._parameters[name], alike[0])
-        if self._transport.rank == min(told):
-            warnings.warn(said, stacklevel=2)
+        if self._transport.rank == min(by_rank):
+            warnings.warn(text, stacklevel=2)
 
-    def _copy_(self, parameter: Tensor, speaker: int) -> None:
+    def _copy_(self, parameter: Tensor, source: int) -> None:
         """Overwrite a parameter with what it is on another worker."""
-        here = local(parameter.data)  # of which autograd need not know
-        mine = here.contiguous()
-        frame = mine.view(-1).view(torch.uint8) if self._transport.rank == speaker else None
-        heard = self._transport.broadcast(frame, speaker, mine.nbytes).clone()  # a word may not begin anywhere
-        here.copy_(heard.view(mine.dtype).view(mine.shape))
+        shard = local(parameter.data)  # of which autograd need not know
+        own = shard.contiguous()
+        frame = own.view(-1).view(torch.uint8) if self._transport.rank == source else None
+        received = self._transport.broadcast(frame, source, own.nbytes).clone()  # a word may not begin anywhere
+        shard.copy_(received.view(own.dtype).view(own.shape))
 
-    def _told(self, mine: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _gather(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Everyone's numbers of 64 bits, by rank."""
-        transport = self._transport
-        if isinstance(transport, Collectives):
-            card = torch.tensor([number - (number >> 63 << 64) for number in mine], dtype=torch.int64)
-            rows = transport.tell_all(card.view(torch.uint8)).view(torch.int64).tolist()
-            return {rank: tuple(row) for rank, row in enumerate(rows)}
-        assert isinstance(transport, ServerClient)
-        halves = [half for number in mine for half in divmod(number, _HALF)]  # sums there are of float64
-        table = rows_of(transport, [transport.rank + 1, *halves])
+        halves = [half for number in own for half in divmod(number, _HALF)]  # a float64 holds 53 bits
+        table = rows_of(self._transport, [self._transport.rank + 1, *halves])
         return {
             int(row[0]) - 1: tuple(int(high) * _HALF + int(low) for high, low in zip(row[1::2], row[2::2], strict=True))
             for row in table

@@ -1,21 +1,27 @@
 """One worker's running scheme: one step, one body, whatever path the buckets take."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic import kernels
+from laconic.errors import LaconicError
+from laconic.kernels.device import Executor
 from laconic.layout import Bucket, Layout
-from laconic.memory import Account, Ledger, Nothing, SetAside
-from laconic.paths import Path, PhaseClock, Said, Taken, Work, dense_path, path_for
+from laconic.memory import Account, Ledger, Nothing, SetAside, Undo
+from laconic.paths import Exchange, Path, PhaseClock, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state
-from laconic.session.overflow import TOO_LARGE, OverflowRule
-from laconic.session.regroup import regrouped
 from laconic.session.stats import Stats
-from laconic.session.talk import Talk
 from laconic.transport import Transport, ring_bytes
+
+# The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
+# steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
+TOO_LARGE = 2.0**64
+_MOST_IN_A_ROW = 10  # steps; a model that does not recover in so many does not recover
 
 
 class Session:
@@ -25,6 +31,7 @@ class Session:
     worker saw Inf or NaN is undone bit for bit, as it is with `undoes`. `holds_idle` leaves the account of a parameter
     untouched in a step that gave it no gradient, since DDP drops what it receives for a parameter that no worker used.
     `zeroes` makes a bucket zero, not NaN, in which some worker saw Inf or NaN, and ten such steps in a row an error.
+    `executor` runs what a path computes: by default it captures CUDA graphs where it can.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Session:
         holds_idle: bool = False,
         undoes: bool = False,
         zeroes: bool = False,
+        executor: Executor | None = None,
     ) -> None:
         self.scheme = scheme
         self.transport = transport
@@ -43,9 +51,11 @@ class Session:
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
         self._ledger: Ledger[Account] = Ledger(scheme.memory)
-        self._is_asked = not undoes  # whether a last step was finite; outer steps look for themselves
+        self._is_asked = not undoes  # whether a last step was finite; outer steps check for themselves
         undoes = undoes or loss_scale is not None
-        self._path = path_for(scheme, transport, self._clock, self._ledger, undoes=undoes, holds_idle=holds_idle)
+        self._path = path_for(
+            *(scheme, transport, self._clock, self._ledger), executor=executor, undoes=undoes, holds_idle=holds_idle
+        )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
         self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes)
@@ -53,50 +63,51 @@ class Session:
         self._step = 0
         self._first_step = 0  # that of a checkpoint
         self._scale = 1.0
+        self._target = scheme.select.density_among(transport.num_workers)  # share of entries that it aims to send
         self._dense_bytes_out = 0
         self._layouts: list[Layout] = []  # of the last whole step
         self._seen: list[Layout] = []  # of this one, as far as its buckets have come
         self._is_whole = False  # whether all of them have
         self._num_ended = 0
         self._last_overflowed = False
-        self._last_unlooked: list[Tensor] = []  # what the last step made of buckets that nobody looked at
-        self._unlooked: list[Tensor] = []
+        self._last_unchecked: list[Tensor] = []  # what the last step made of buckets that nobody checked
+        self._unchecked: list[Tensor] = []
         self._resumed_layouts: list[Layout] = []
 
     def exchange_(self, bucket: Bucket) -> None:
         """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
-        talk = self.begin(bucket)
-        while talk.message is not None:
-            heard = self.say(talk)
+        exchange = self.begin(bucket)
+        while exchange.message is not None:
+            received = self.send(exchange)
             try:
-                talk.go_on(heard)
+                exchange.resume(received)
             except BaseException:
-                self.transport.hang_up()  # others may wait for what this worker would have said next
+                self.transport.hang_up()  # others may wait for what this worker would have sent next
                 raise
-        self.end_(talk)
+        self.end_(exchange)
 
-    def begin(self, bucket: Bucket) -> Talk:
-        """Choose and encode, as far as the first message."""
+    def begin(self, bucket: Bucket) -> Exchange:
+        """Select and encode, as far as the first message."""
         work = self._open(bucket)
         path = self._path_of(work)
-        if path.looks:
-            self._look_(work, path)
-        talk = Talk(work, path, path.speak(work))
-        talk.go_on()
-        return talk
+        if path.checks_finite:
+            self._check_(work, path)
+        exchange = Exchange(work, path, path.exchange(work))
+        exchange.resume()
+        return exchange
 
-    def say(self, talk: Talk) -> Any:
-        """Send its next message; what all said."""
-        assert talk.message is not None
-        with self._clock.time("exchange", self.transport.wire or talk.work.device):
-            heard = talk.message()
-        talk.was_late = self.transport.was_late
-        return heard
+    def send(self, exchange: Exchange) -> Any:
+        """Send its next message, and return what was received."""
+        assert exchange.message is not None
+        with self._clock.time("exchange", self.transport.wire or exchange.work.device):
+            received = exchange.message()
+        exchange.was_late = self.transport.was_late
+        return received
 
-    def end_(self, talk: Talk) -> None:
-        """Apply what was heard; with the last bucket of a step the step ends."""
-        talk.work.bucket.was_late = talk.was_late and talk.said is not None
-        self._close_(talk.work, talk.path, talk.said)
+    def end_(self, exchange: Exchange) -> None:
+        """Apply what was received; with the last bucket of a step the step ends."""
+        exchange.work.bucket.was_late = exchange.was_late and exchange.received is not None
+        self._close_(exchange.work, exchange.path, exchange.received)
         self._num_ended += 1
         if self._is_whole and self._num_ended == len(self._seen):
             self._end_step()
@@ -115,76 +126,71 @@ class Session:
         number = len(self._seen) - 1
         return Work(bucket, self._step, number, density, self._scale, account, TOO_LARGE * self._scale)
 
-    @property
-    def _target(self) -> float:
-        """The share of entries that the selector aims to send."""
-        return self.scheme.select.density_among(self.transport.num_workers)
-
     def _path_of(self, work: Work) -> Path:
         """The scheme's, or that of a dense step where the scheme's own is sparse."""
         if work.bucket.is_plain:
             return self._plain
         return self._dense if work.density >= 1 > self._target else self._path
 
-    def _look_(self, work: Work, path: Path) -> None:
-        """Whether the gradient is finite; what is kept is noted for an undo, and that of idle parameters set aside."""
+    def _check_(self, work: Work, path: Path) -> None:
+        """Check that the gradient is finite, note what is kept for an undo, set that of idle parameters aside."""
         self._overflow.remember([*work.account.kept, *path.kept(work)])
-        looks_itself = path.looks_itself(work)
-        if looks_itself and not self._holds_idle:
+        captures = path.captures(work)  # and then checks by itself
+        if captures and not self._holds_idle:
             return
         with self._clock.time("select", work.device):
-            work.finite = looks_itself or kernels.all_finite(work.flat, work.too_large)
-            spans = work.layout.spans if self._holds_idle else ()
-            idle = [slice(span.start, span.stop) for span in spans if not work.flat[span.start : span.stop].any()]
-            work.aside = SetAside([tensor[span] for tensor in work.account.kept for span in idle])
+            work.finite = captures or kernels.all_finite(work.flat, work.too_large)
+            if self._holds_idle:
+                places = [slice(span.start, span.stop) for span in work.layout.spans]
+                idle = [place for place in places if not work.flat[place].any()]
+                work.aside = SetAside([tensor[place] for tensor in work.account.kept for place in idle])
 
-    def _close_(self, work: Work, path: Path, said: Said | None) -> None:
-        """Owe what rounding lost and apply what was heard; or, where someone was not finite, neither.
+    def _close_(self, work: Work, path: Path, received: Any) -> None:
+        """Refund what rounding lost and apply what was received; or, where someone was not finite, neither.
 
-        Of what was said too late everything is owed.
+        Of what was sent too late everything is refunded.
         """
         with self._clock.time("decode", work.device):
-            if said is None:
+            if received is None:
                 self._overflow.overflow_(work)
             else:
                 if work.bucket.was_late:
-                    self._overflow.take_back_(work)
-                elif work.taken is not None:
-                    _settle_(work.account, work.taken, said.sent, refunds=self.scheme.memory.refunds)
-                path.apply_(work, said)
-                if not path.looks:
-                    self._heard_unlooked_(work)
-            work.aside.restore_()
+                    self._overflow.undo_(work)
+                path.finish_(work, received, refunds=self.scheme.memory.refunds)
+                if not path.checks_finite:
+                    self._check_sum_(work)
+            if work.aside is not None:
+                work.aside.restore_()
 
-    def _heard_unlooked_(self, work: Work) -> None:
+    def _check_sum_(self, work: Work) -> None:
         """Inf and NaN survive a plain sum: found now where they are to be zeros, or when someone asks."""
         if not self._overflow.zeroes:
-            self._unlooked += [work.flat] if self._is_asked else []
+            self._unchecked += [work.flat] if self._is_asked else []
         elif not kernels.all_finite(work.flat):
             self._overflow.overflow_(work)
 
     @property
     def last_step_finite(self) -> bool:
         """Whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
-        return not self._last_overflowed and all(map(kernels.all_finite, self._last_unlooked))
+        return not self._last_overflowed and all(map(kernels.all_finite, self._last_unchecked))
 
     @property
     def finite_so_far(self) -> bool:
         """Whether no worker gave Inf or NaN to the step that is under way."""
-        return not self._overflow.overflowed and all(map(kernels.all_finite, self._unlooked))
+        return not self._overflow.overflowed and all(map(kernels.all_finite, self._unchecked))
 
     def end_step_(self, *, finite: bool) -> None:
-        """End a step none of whose buckets was said to be the last; it overflowed where others say so."""
+        """End a step none of whose buckets is marked as the last; it overflowed where others say so."""
         self._overflow.overflowed |= not finite
-        self._unlooked = []
+        self._unchecked = []
         self._end_step()
 
     def _end_step(self) -> None:
         self._last_overflowed = self._overflow.end_step_()
         if self._last_overflowed:
             self._path.restored()
-        self._last_unlooked = self._unlooked
-        self._unlooked = []
+        self._last_unchecked = self._unchecked
+        self._unchecked = []
         self._step += 1
         self._layouts = self._seen
         self._seen = []
@@ -202,7 +208,7 @@ class Session:
         The first step after a resume runs on the buckets of the step before the save, since DDP has only its first
         guess at them yet; selection per bucket, and the order in which an all-reduce adds, depend on the cut.
         """
-        with regrouped(buckets, self._resumed_layouts) as cut:
+        with state.regrouped(buckets, self._resumed_layouts) as cut:
             self._resumed_layouts = []
             for bucket in cut:
                 self.exchange_(bucket)
@@ -249,10 +255,63 @@ class Session:
         self._ledger.load_state_dict(kept)
 
 
-def _settle_(account: Account, taken: Taken, sent: Tensor | None, *, refunds: bool) -> None:
-    """Put back what rounding lost of what was taken, and note what has gone out."""
-    if sent is not None and refunds:
-        account.refund_(taken.positions, taken.values - sent)
-    if taken.positions is not None:
-        gone = taken.values if sent is None else sent
-        account.sent_(taken.positions[taken.num_fixed :], gone[taken.num_fixed :])
+class OverflowRule:
+    """The one rule for a gradient that is Inf, NaN or as good as that, on some worker, whatever the path.
+
+    All workers see NaN in the bucket, or zeros (`zeroes`), and nothing of what overflowed is kept.
+
+    Without a GradScaler each bucket stands for itself: who was finite keeps its gradient, which goes out later, and
+    who was not loses its own alone; a balance that fades has faded for the former and not for the latter. With one
+    (`undoes`), which skips the optimizer's step whole, everything that outlives a step is afterwards as it was before,
+    bit for bit, in buckets before and after the bad one too; that costs a copy of it, so only those who have a
+    GradScaler pay.
+    """
+
+    def __init__(self, *, undoes: bool, zeroes: bool) -> None:
+        self.skipped_steps = 0
+        self.zeroes = zeroes
+        self._in_a_row = 0
+        self._undoes = undoes
+        self._undo = Undo()
+        self.overflowed = False  # in the step that is under way
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Note what a bucket is about to change."""
+        if self._undoes:
+            self._undo.remember(tensors)
+
+    def overflow_(self, work: Work) -> None:
+        """Nobody applies this bucket: what was withdrawn from its account is refunded."""
+        self.overflowed = True
+        if work.withdrawn is not None:
+            work.account.refund_(work.withdrawn.positions, work.withdrawn.values)
+        work.flat.fill_(0.0 if self.zeroes else torch.nan)
+
+    def undo_(self, work: Work) -> None:
+        """Restore all that a bucket's account keeps: what was withdrawn from it came too late."""
+        assert self._undoes, "a worker that cannot undo is never late"
+        self._undo.restore_(work.account.kept)
+
+    def end_step_(self) -> bool:
+        """Take the step back if that is asked for; whether it overflowed."""
+        overflowed = self.overflowed
+        if overflowed:
+            self.skipped_steps += 1
+        if self._undoes:
+            if overflowed:
+                self._undo.restore_()
+            self._undo.forget()
+        self.overflowed = False
+        self._in_a_row = self._in_a_row + 1 if overflowed else 0
+        if self._in_a_row == _MOST_IN_A_ROW and self.zeroes:
+            raise LaconicError(
+                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
+                "with a smaller learning rate"
+            )
+        if self._in_a_row == _MOST_IN_A_ROW and not self._undoes:  # a GradScaler may need more to find its scale
+            warnings.warn(
+                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
+                "checkpoint, and call optimizer.step() only where session.last_step_finite",
+                stacklevel=2,
+            )
+        return overflowed

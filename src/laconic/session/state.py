@@ -1,16 +1,20 @@
 """A session's state in a checkpoint: plain tensors, numbers and texts, which weights_only loading takes."""
 
+import io
 import warnings
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.layout import Layout
+from laconic.layout import Bucket, Layout
 from laconic.scheme import Scheme
-from laconic.transport import Transport
+from laconic.transport import Everyone, Transport
 
 _FORMAT = 1
 
@@ -50,17 +54,17 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
     """
     _check(states, scheme)
     num_saved = int(states[0]["num_workers"])
-    num_there = int(states[0].get("num_living", num_saved))
-    are_all = len({state["rank"] for state in states}) == num_there
-    mine = [state for state in states if state["rank"] % transport.num_workers == transport.rank]
+    num_living = int(states[0].get("num_living", num_saved))
+    are_all = len({state["rank"] for state in states}) == num_living
+    own = [state for state in states if state["rank"] % transport.num_workers == transport.rank]
     if num_saved == transport.num_workers:
-        if not mine and not are_all:
+        if not own and not are_all:
             raise StateError(f"no state of rank {transport.rank} is among those given; load what this rank saved")
     else:
         if not are_all:
             raise StateError(
                 f"the state is of one of {num_saved} workers, now there are {transport.num_workers}; "
-                f"give load_state_dict a list of all {num_there} states"
+                f"give load_state_dict a list of all {num_living} states"
             )
         if transport.rank == 0 and scheme.memory.kinds:
             warnings.warn(
@@ -70,7 +74,7 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
     progress = Progress(int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts)
-    return progress, _sum([state["memory"] for state in mine])
+    return progress, _sum([state["memory"] for state in own])
 
 
 def by_rank(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -79,24 +83,122 @@ def by_rank(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:
-    for found in states:
-        if found.get("format") != _FORMAT:
-            raise StateError(f"the state's format is {found.get('format')}, this version reads {_FORMAT}")
-        kinds = tuple(found["memory"])
+    for state in states:
+        if state.get("format") != _FORMAT:
+            raise StateError(f"the state's format is {state.get('format')}, this version reads {_FORMAT}")
+        kinds = tuple(state["memory"])
         if kinds != scheme.memory.kinds:
             raise StateError(
-                f"the state was saved under {found['scheme']} and keeps {', '.join(kinds) or 'nothing'}; "
+                f"the state was saved under {state['scheme']} and keeps {', '.join(kinds) or 'nothing'}; "
                 f"{scheme} keeps {', '.join(scheme.memory.kinds) or 'nothing'}; resume under the scheme that saved it"
             )
-    if len({(found["step"], found["num_workers"]) for found in states}) > 1:
+    if len({(state["step"], state["num_workers"]) for state in states}) > 1:
         raise StateError("the states are of different steps; load states that were saved together")
 
 
 def _sum(kept: Sequence[Kept]) -> Kept:
     total: Kept = {}
-    for one in kept:
-        for kind, tensors in one.items():
+    for each in kept:
+        for kind, tensors in each.items():
             into = total.setdefault(kind, {})
             for name, tensor in tensors.items():
                 into[name] = into[name] + tensor if name in into else tensor
     return total
+
+
+@contextmanager
+def regrouped(buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> Iterator[Sequence[Bucket]]:
+    """The same gradients in buckets of the given layouts, written back on leaving; as they are if the names differ."""
+    views: dict[str, Tensor] = {
+        span.name: bucket.flat[span.start : span.stop] for bucket in buckets for span in bucket.layout.spans
+    }
+    shapes = {span.name: span.shape for bucket in buckets for span in bucket.layout.spans}
+    wanted = [span for layout in layouts for span in layout.spans]
+    fits = {name: view.numel() for name, view in views.items()} == {span.name: span.num_entries for span in wanted}
+    if not fits or [bucket.layout for bucket in buckets] == list(layouts):
+        yield buckets
+        return
+    shaped = [Layout.of(layout.names, [shapes[name] for name in layout.names]) for layout in layouts]
+    cut = [
+        Bucket(index, layout, torch.cat([views[name] for name in layout.names]), is_last=index == len(layouts) - 1)
+        for index, layout in enumerate(shaped)
+    ]
+    yield cut
+    for bucket in cut:
+        for span in bucket.layout.spans:
+            views[span.name].copy_(bucket.flat[span.start : span.stop])
+
+
+class CanGather(Protocol):
+    """A session or a follower, as `Gathered` uses it."""
+
+    def gather_state(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, None elsewhere; a call that all make."""
+
+    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what rank 0 has; a call that all make."""
+
+
+class SavedTogether(ABC):
+    """A session or a follower, with a state on every rank; `everyone` are those ranks, where they are processes."""
+
+    everyone: Everyone | None = None
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state, to be saved per rank."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from this rank's state, or from a list of all ranks' states."""
+
+    def gather_state(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
+        everyone = self._all_ranks()
+        gathered = everyone.gather(_packed(self.state_dict()))
+        return None if gathered is None else [_unpacked(frame) for frame in gathered]
+
+    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make.
+
+        Among as many ranks as saved it each receives its own state, else all receive all.
+        """
+        everyone = self._all_ranks()
+        frames = None
+        if everyone.rank == 0 and states:
+            whole = len(states) == everyone.num_ranks
+            frames = [_packed(one) for one in states] if whole else [_packed(list(states))] * everyone.num_ranks
+        own = everyone.scatter(frames)
+        if own is None:
+            raise StateError("rank 0 gave no states; give scatter_state() there what gather_state() returned")
+        self.load_state_dict(_unpacked(own))
+
+    def _all_ranks(self) -> Everyone:
+        if self.everyone is None:
+            raise StateError("these workers are no processes; save state_dict() of each")
+        return self.everyone
+
+
+class Gathered:
+    """A session as frameworks save it that ask every rank for its state and write rank 0's alone."""
+
+    def __init__(self, session: CanGather) -> None:
+        self._session = session
+
+    def state_dict(self) -> list[dict[str, Any]] | None:
+        """All ranks' states at rank 0, None elsewhere; a call that all make."""
+        return self._session.gather_state()
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
+        """Continue from what rank 0 has; a call that all make."""
+        self._session.scatter_state(saved)
+
+
+def _packed(state: Any) -> Tensor:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(frame: Tensor) -> Any:
+    return torch.load(io.BytesIO(frame.numpy().data), weights_only=True, map_location="cpu")

@@ -25,8 +25,8 @@ class Stats:
 
     num_pushed: int = 0  # entries that this worker chose and sent to owners
     num_answered: int = 0  # and entries that those answered
-    oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; told on request
-    never_sent: float | None = None  # share of entries that this worker has never sent; told on request
+    oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; on request
+    never_sent: float | None = None  # share of entries that this worker has never sent; on request
     num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
     first_step: int = 0  # steps that were done before this session, which went on from a checkpoint
     held_bytes: int = 0  # what this worker holds as the owner of a share
@@ -57,16 +57,22 @@ class Stats:
 
     def __str__(self) -> str:
         steps = self.steps_here
-        ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         passes = f", {self.passes:.2f} passes a selection" if self.passes else ""
         union = f", unions {self.union:.2f} times what a worker sends" if self.union else ""
         if self.oldest_residual is not None and self.never_sent is not None:
             union += f", {100 * self.never_sent:.1f} % of entries never sent, one owed for {self.oldest_residual} steps"
-        ratio += f", {self.bits_per_entry:.3g} bits an entry"
         lost = f" ({self.num_living} living)" if self.num_living not in (None, self.num_workers) else ""
         phases = ", ".join(f"{phase} {1e3 * self.seconds[phase] / steps:.2f}" for phase in PHASES)
-        return (
-            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers{lost}, "
-            f"{self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step ({ratio}); "
-            f"ms per step: {phases}; {self.kernels} kernels{passes}{union}"
-        )
+        rest = f"ms per step: {phases}; {self.kernels} kernels{passes}{union}"
+        return summary(self, lost=lost, bits=f", {self.bits_per_entry:.3g} bits an entry", rest=rest)
+
+
+def summary(stats: Stats, *, lost: str = "", exchanges: str = "", bits: str = "", rest: str) -> str:
+    """One line about a worker: steps, workers, what it exchanged, bytes per step, and the rest."""
+    steps = stats.steps_here
+    ratio = f"{stats.ratio:.1f}x fewer than dense fp32" if stats.ratio else "nothing sent"
+    return (
+        f"{stats.scheme}: {stats.steps} steps ({stats.skipped_steps} skipped), {stats.num_workers} workers{lost}, "
+        f"{exchanges}{stats.bytes_out / steps:,.0f} bytes out and {stats.bytes_in / steps:,.0f} in per step "
+        f"({ratio}{bits}); {rest}"
+    )

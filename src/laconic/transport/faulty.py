@@ -82,7 +82,7 @@ def _damaged(frame: Tensor) -> Tensor:
     return damaged
 
 
-class FaultyTransport:
+class FaultyTransport(Transport):
     """One worker's end of any transport, of which some calls go wrong; a call is a message, whatever it is split into.
 
     Who only hears a broadcast says nothing, and what owners answer arrives.
@@ -109,6 +109,13 @@ class FaultyTransport:
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         tensor.copy_(self.faults.filled(tensor))
         self._inner.all_reduce_(tensor, kind)
+
+    def sum_gradients_(self, tensor: Tensor, kind: str) -> None:
+        tensor.copy_(self.faults.filled(tensor))
+        self._inner.sum_gradients_(tensor, kind)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._inner.total(tensor)
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         if frame is not None and self.rank == speaker:

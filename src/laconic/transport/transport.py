@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Transport(Protocol):
     num_workers: int
     num_shares: int  # owners who answer for the entries of a bucket, each for its share
     owned_share: int | None  # the one that this worker answers for
+    has_servers: ClassVar[bool] = False  # whether workers reach each other through dedicated servers alone
     wire: torch.device | None  # where frames are written and read; None: where the gradients are
     traffic: Traffic
 
@@ -38,12 +39,28 @@ class Transport(Protocol):
         return self.num_workers
 
     @property
+    def place(self) -> int:
+        """This worker's among those that are still there."""
+        return self.rank
+
+    @property
     def was_late(self) -> bool:
         """Whether what was last heard was agreed on without this worker; never where all wait for each other."""
         return False
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         """Replace `tensor` by the sum over all workers, bit-equal on each."""
+
+    def sum_gradients_(self, tensor: Tensor, kind: str) -> None:
+        """The same of a step's gradients: added as DDP adds them, bit for bit, and with no wait for overdue workers."""
+        self.all_reduce_(tensor, kind)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the workers that are still there, on the CPU; of a few numbers that are no gradients."""
+
+    def server_stats(self) -> list[dict[str, Any]]:
+        """What each dedicated server counted so far; a call that all workers make."""
+        return []
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         """What one worker says to all, in at most so many bytes: its `frame`, else None; empty where it is gone."""
@@ -90,6 +107,11 @@ class Collectives(Transport, Protocol):
     def tell_all(self, card: Tensor) -> Tensor:
         """Everyone's few bytes in rank order, on the host, beside what is exchanged."""
         return self.all_gather(card, "addresses")
+
+    def total(self, tensor: Tensor) -> Tensor:
+        with self.traffic.uncounted():
+            rows = self.tell_all(tensor.contiguous().view(-1).view(torch.uint8))
+        return rows.view(tensor.dtype).sum(0).view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""

@@ -27,6 +27,7 @@ class InProcess(Collectives):
     """One virtual worker's end; counts what the same call over a ring of processes would move."""
 
     wire = None
+    was_late = False
 
     def __init__(self, rank: int, meeting: _Meeting, num_servers: int) -> None:
         self.rank = rank

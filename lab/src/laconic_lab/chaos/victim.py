@@ -21,11 +21,11 @@ import torch
 import torch._dynamo  # DDP imports it when it is first built
 
 from laconic import cli
+from laconic.paths import Exchange
 from laconic.replicas.gossip import Follower
 from laconic.replicas.gossip.side import Side
 from laconic.server.serve import _RequestHandler
 from laconic.session import Session
-from laconic.session.talk import Talk
 from laconic.transport import TcpMailbox
 from laconic.transport.connection import Connection
 from laconic_lab.chaos.mass import Tally, keeps_all
@@ -89,9 +89,9 @@ def _tally(tally: Tally) -> None:
     _before(Session, "begin", lambda _, bucket: tally.give(bucket))
     end = Session.end_
 
-    def end_(self: Session, talk: Talk) -> None:
-        end(self, talk)
-        tally.apply(talk.work.bucket)
+    def end_(self: Session, exchange: Exchange) -> None:
+        end(self, exchange)
+        tally.apply(exchange.work.bucket)
 
     Session.end_ = end_  # type: ignore[method-assign]
     _before(resume, "save_checkpoint", lambda _, step, *rest: tally.save(step))
@@ -124,7 +124,7 @@ def _plan(case: Case, struck: Path) -> None:
     else:
         _before(Session, "begin", begin)
         _after(Session, "begin", lambda *_: meet("encode"))
-        _before(Session, "say", lambda *_: meet("talk"))
+        _before(Session, "send", lambda *_: meet("talk"))
         _before(Session, "end_", lambda *_: meet("apply"))
     _before(resume, "save_checkpoint", lambda *_: meet("checkpoint"))
     rounds = [0]

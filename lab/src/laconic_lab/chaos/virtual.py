@@ -115,12 +115,12 @@ class _GradientWorker:
             self._session.exchange_step_(buckets)
         else:
             for bucket in buckets:
-                talk = self._session.begin(bucket)
+                exchange = self._session.begin(bucket)
                 at("encode")
-                while talk.message is not None:
-                    talk.go_on(self._session.say(talk))
+                while exchange.message is not None:
+                    exchange.resume(self._session.send(exchange))
                 at("apply")
-                self._session.end_(talk)
+                self._session.end_(exchange)
         for bucket in buckets:
             for span in bucket.layout.spans:
                 self._given[span.name] += gradient[span.name]

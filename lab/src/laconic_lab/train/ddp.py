@@ -15,7 +15,6 @@ from laconic.api import attach
 from laconic.errors import LaconicError
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
-from laconic.server.client import ServerClient
 from laconic.session import Stats
 from laconic.transport import Group, silence_said, world
 from laconic_lab.train.course import Course
@@ -75,8 +74,9 @@ class DdpLearner:
             pipeline=False if job.no_pipeline else None,
         )
         self.group: WorkerGroup = ProcessWorkers(group, device)
-        if isinstance(self.session.transport, ServerClient):
-            self.group = ServedWorkers(self.session.transport)
+        transport = self.session.transport
+        if transport is not None and transport.has_servers:
+            self.group = ServedWorkers(transport)
 
     def stats(self, *, ages: bool = False) -> Stats:
         return self.session.stats(ages=ages)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.server.client import ServerClient
-from laconic.transport import rows_of, silence_said
+from laconic.transport import Transport, rows_of, silence_said
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class ServedWorkers:
 
     shares_clock: ClassVar[bool] = False
 
-    def __init__(self, transport: ServerClient) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     @property

@@ -21,8 +21,7 @@ from laconic.replicas.outer.stats import OuterStats
 from laconic.replicas.outer.turn import Turn
 from laconic.scheme import OuterScheme
 from laconic.server.client import ServerClient
-from laconic.session import PHASES, Background, OnDrift, Replicas, SavedTogether, Session
-from laconic.session.overflow import TOO_LARGE
+from laconic.session import PHASES, TOO_LARGE, Background, OnDrift, Replicas, SavedTogether, Session
 from laconic.transport import Collectives, ring_bytes, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -345,18 +344,12 @@ class OuterFollower(SavedTogether):
         """The same numbers of all workers that are there, in rank order; a call that all of those make."""
         self._wait_for_all()
         with self._talking():
-            if isinstance(self._transport, ServerClient):
-                return rows_of(self._transport, values)
-            mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-            with self._transport.traffic.uncounted():
-                rows = self._transport.all_gather(mine, "measured")
-        found: list[list[float]] = rows.tolist()
-        return found
+            return rows_of(self._transport, values)
 
     def server_stats(self) -> list[dict[str, Any]]:
         """What each dedicated server counted so far; a call that all make."""
         self._wait_for_all()
-        return self._transport.server_stats() if isinstance(self._transport, ServerClient) else []
+        return self._transport.server_stats()
 
     def stats(self, *, ages: bool = False) -> OuterStats:
         """Bytes out and in, by kind; turns; what the training thread spent, and what passed in the background."""
