@@ -15,7 +15,7 @@ import laconic
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
     ("errors",),
-    ("layout",),
+    ("layout", "optim"),
     ("kernels",),
     ("wire", "transport"),
     ("select", "quantize", "memory", "trigger", "outer"),
