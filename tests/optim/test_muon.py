@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic
-from laconic.optim import Muon, muon, orthogonalize
+from laconic.optim import Muon, muon
+from laconic.optim.newton_schulz import orthogonalize
 from tests.workers import WorkerPool
 
 SHAPES = ((1, 7), (7, 1), (1, 1), (16, 16), (16, 24), (33, 8), (8, 65))

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from laconic.errors import LaconicError, SchemeError
 from laconic.optim.newton_schulz import is_long, orthogonalize
-from laconic.optim.shards import by_matrix, by_shard, local, placed
+from laconic.optim.shards import exchanged, local, placed
 
 Split = Callable[[str, nn.Parameter], bool]
 MOST_ENTRIES = 1 << 27  # orthogonalized at once: 256 MiB in bfloat16, of which a batch takes about five times as much
@@ -26,9 +26,8 @@ class Muon(torch.optim.Optimizer):
         m = momentum * m + g
         p <- (1 - lr * weight_decay) p - lr * 0.2 sqrt(max(rows, cols)) * NewtonSchulz(g + momentum * m)
 
-    Matrices of one shape are orthogonalized in one batched product. A parameter of more dimensions is the matrix
-    out x rest. The momentum is kept in float32 for parameters of 16 bits. The shards of an FSDP2 model are exchanged
-    so that every rank orthogonalizes its share of the matrices, each of them whole.
+    A parameter of more dimensions is the matrix out x rest. Momentum is float32, also for parameters of 16 bits. The
+    shards of an FSDP2 model are exchanged, so that every rank orthogonalizes its share of the matrices, each whole.
 
     Args:
         params: a model; or named parameters, with `split`; or groups, each with `use_muon` True or False.
@@ -36,8 +35,7 @@ class Muon(torch.optim.Optimizer):
         adamw_lr: learning rate of the rest; None for `lr`.
         weight_decay: decoupled, as AdamW's; of a model's vectors it is 0.
         momentum: of matrices.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas, eps: AdamW's.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: type they are computed in; None for bfloat16 on GPUs that have it, and else float32.
         split: from a parameter's name and itself to whether Muon steps it. Without one a model's matrices are Muon's,
@@ -71,9 +69,8 @@ class Muon(torch.optim.Optimizer):
             ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
             ("momentum", momentum, 0 <= momentum < 1, "a number in [0, 1)"),
             ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
-            ("eps", eps, eps >= 0, "0 or more"),
             ("ns_steps", ns_steps, ns_steps >= 1, "1 or more"),
-            ("ns_dtype", ns_dtype, ns_dtype in _DTYPES, "torch.bfloat16, torch.float32 or None"),
+            ("ns_dtype", ns_dtype, ns_dtype != torch.float16, "torch.bfloat16, torch.float32 or None"),
         ):
             if not is_right:
                 raise SchemeError(f"Muon's {name} is {value}; give {right}")
@@ -81,16 +78,8 @@ class Muon(torch.optim.Optimizer):
         for group in groups:
             if not group.get("use_muon", True):
                 group.setdefault("lr", adamw_lr)
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "betas": betas,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-        }
-        super().__init__(groups, defaults)
+        of_matrices = {"momentum": momentum, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, **of_matrices})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which says `use_muon`, after a check of its parameters."""
@@ -114,21 +103,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient.
-
-        Args:
-            closure: recomputes the loss, where the caller wants that.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            LaconicError: if a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Step all parameters that have a gradient, and return the closure's loss; sparse gradients are an error."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
@@ -151,13 +128,10 @@ class Muon(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
+            **dict(zip(("beta1", "beta2"), group["betas"], strict=True)),
+            **{name: group[name] for name in ("lr", "weight_decay", "eps")},
             amsgrad=False,
             maximize=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
         )
 
     def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -167,35 +141,25 @@ class Muon(torch.optim.Optimizer):
             scales = [-lr * _RMS * math.sqrt(max(_sides(params[members[0]]))) for members in batch]
             flat = orthogonalize([stack.flatten(2) for stack in stacks], steps=group["ns_steps"], scales=scales)
             for members, stack, result in zip(batch, stacks, flat, strict=True):
-                updates = by_shard(result.view(stack.shape), params[members[0]], len(members))
+                updates = exchanged(result.view(stack.shape), params[members[0]], len(members), by_matrix=False)
                 for i, update in zip(members, updates.unbind(), strict=True):
                     p = local(params[i])  # decayed and stepped in one pass
                     torch.add(update, p, alpha=1 - lr * group["weight_decay"], out=p)
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> Tensor:
-        """Update the momentum of matrices of one shape, and return g + momentum * m of each, those of this rank whole.
-
-        What is kept is (1 - momentum) m, a mean of gradients, as in torch.optim.Muon.
-        """
+        """Update the momentum of matrices of one shape, and return g + momentum * m of this rank's share of them."""
         momentum = group["momentum"]
-        momenta = [local(self._momentum(p)) for p in params]
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=_state_dtype(p))
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         grads = [local(p.grad).to(m.dtype) for p, m in zip(params, momenta, strict=True)]
-        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)  # keeps (1 - momentum) m, in one pass
         dtype = group["ns_dtype"] or _fast_dtype(params[0].device)
         stack = torch.empty((len(params), *grads[0].shape), dtype=dtype, device=grads[0].device)
-        for g, m, row in zip(grads, momenta, stack.unbind(), strict=True):  # added, rounded and stacked in one pass
+        for g, m, row in zip(grads, momenta, stack.unbind(), strict=True):
             torch.add(g, m, alpha=momentum / (1 - momentum), out=row)
-        return by_matrix(stack, params[0])
-
-    def _momentum(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=_state_dtype(p), memory_format=torch.preserve_format)
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
-
-
-_DTYPES = (None, torch.bfloat16, torch.float32)
+        return exchanged(stack, params[0], len(params), by_matrix=True)
 
 
 def _split_model(model: nn.Module, split: Split | None) -> list[dict[str, Any]]:
@@ -252,25 +216,20 @@ def _refusal(p: Tensor, use_muon: bool) -> str | None:
 
 
 def _batches(params: Sequence[Tensor]) -> Iterator[list[list[int]]]:
-    """Yield indices of parameters: an inner list is of one shape, an outer one is orthogonalized at once.
+    """Yield indices of parameters: an inner list has one shape, an outer one is orthogonalized at once.
 
-    The matrices of an outer list have one smaller side; with more than MOST_ENTRIES they are cut.
+    The matrices of an outer list have one smaller side, and at most MOST_ENTRIES, or are one.
     """
-    by_shape: dict[Any, list[int]] = {}
+    batches: dict[Any, dict[Any, list[int]]] = {}
+    num_entries: dict[Any, int] = {}
     for i, p in enumerate(params):
-        by_shape.setdefault((p.shape, p.device, placed(p)), []).append(i)
-    batches: dict[Any, list[list[int]]] = {}
-    for (shape, device, _), members in by_shape.items():
-        rows, cols = _sides(params[members[0]])
-        at_once = max(1, MOST_ENTRIES // max(1, shape.numel()))
-        for start in range(0, len(members), at_once):
-            stack = members[start : start + at_once]
-            batch = batches.setdefault((min(rows, cols), is_long(rows, cols), device), [])
-            if sum(params[i].numel() for other in [*batch, stack] for i in other) > MOST_ENTRIES and batch:
-                yield batch.copy()
-                batch.clear()
-            batch.append(stack)
-    yield from batches.values()
+        key = (min(_sides(p)), is_long(*_sides(p)), p.device)
+        if num_entries.get(key, 0) + p.numel() > MOST_ENTRIES and key in batches:
+            yield list(batches.pop(key).values())
+            num_entries[key] = 0
+        batches.setdefault(key, {}).setdefault((p.shape, placed(p)), []).append(i)
+        num_entries[key] = num_entries.get(key, 0) + p.numel()
+    yield from (list(batch.values()) for batch in batches.values())
 
 
 def _sides(p: Tensor) -> tuple[int, int]:

@@ -20,7 +20,7 @@ _LONG = 1.5  # sides from which on composing two steps takes fewer operations, 4
 
 
 def is_long(rows: int, cols: int) -> bool:
-    """Return whether steps are composed before they meet a matrix of this size."""
+    """Return whether a matrix of this size is multiplied by two steps' polynomials at once."""
     return max(rows, cols) > _LONG * min(rows, cols)
 
 
@@ -30,27 +30,18 @@ def orthogonalize(stacks: Sequence[Tensor], *, steps: int = 5, scales: Sequence[
     A long matrix is multiplied by the product of two steps' polynomials, which is computed on its small side: at 1:4
     this saves a fifth of the operations. Then its Gram matrix is computed anew: one that is carried on for five steps
     in bfloat16 gets negative eigenvalues, and they diverge. In pairs the result is as near to float32's as before.
-
-    Args:
-        stacks: tensors of (number, rows, cols) of one type and device, with equal smaller sides, all long or none.
-        steps: iterations; five is what the coefficients are made for.
-        scales: a factor for each stack, 1 by default.
-
-    Returns:
-        New tensors of the stacks' shapes.
-
-    Example:
-        (o,) = orthogonalize([torch.randn(12, 768, 3072)])
+    Stacks, of (number, rows, cols), have one type, device and smaller side, and are all long or none.
     """
     stacks = list(stacks)
     counts = [len(stack) for stack in stacks]
     side = min(stacks[0].shape[1:])
     grams = stacks[0].new_empty(sum(counts), side, side)
     scales = [1.0] * len(stacks) if scales is None else scales
-    blocks = _blocks(steps, is_long(*stacks[0].shape[1:]))
+    blocks = [2] * (steps // 2) + [1] * (steps % 2) if is_long(*stacks[0].shape[1:]) else [1] * steps
     for number, num_steps in enumerate(blocks):
         for stack, share in zip(stacks, grams.split_with_sizes(counts), strict=True):
-            _gram(stack, out=share)
+            wide = stack if stack.shape[1] == side else stack.mT
+            torch.bmm(wide, wide.mT, out=share)
         if number == 0:
             trace = grams.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).clamp_(min=_SMALLEST)
             squared = trace[:, None, None].to(grams.dtype)  # |X|^2, so that X itself needs no pass of its own
@@ -61,18 +52,6 @@ def orthogonalize(stacks: Sequence[Tensor], *, steps: int = 5, scales: Sequence[
         by = scales if number == len(blocks) - 1 else [1.0] * len(stacks)
         stacks = [_times(*each) for each in zip(polynomial.split_with_sizes(counts), stacks, by, strict=True)]
     return stacks
-
-
-def _blocks(steps: int, long: bool) -> list[int]:
-    """Return how many steps are composed at a time."""
-    if not long:
-        return [1] * steps
-    return [2] * (steps // 2) + [1] * (steps % 2)
-
-
-def _gram(stack: Tensor, out: Tensor) -> None:
-    wide = stack.shape[1] <= stack.shape[2]
-    torch.bmm(stack if wide else stack.mT, stack.mT if wide else stack, out=out)
 
 
 def _composed(grams: Tensor, num_steps: int) -> Tensor:

@@ -22,24 +22,19 @@ def local(tensor: Any) -> Tensor:
     return shard
 
 
-def by_matrix(stack: Tensor, like: Any) -> Tensor:
-    """Return this rank's share of the matrices, whole, from its shard of each: one all-to-all."""
-    return _cut_anew(stack, like, len(stack), 1, 0) if placed(like) else stack
+def exchanged(stack: Tensor, like: Any, number: int, *, by_matrix: bool) -> Tensor:
+    """Return a rank's share of `number` matrices, each whole, from its shard of each; or the other way round.
 
-
-def by_shard(stack: Tensor, like: Any, number: int) -> Tensor:
-    """Return this rank's shard of each of `number` matrices, from its share of them."""
-    return _cut_anew(stack, like, number, 0, 1) if placed(like) else stack
-
-
-def _cut_anew(stack: Tensor, like: Any, number: int, source: int, target: int) -> Tensor:
-    """Return a stack that is cut by matrix (0) or as its matrices are (1), cut the other way."""
-    cuts = [
-        [type(place)(is_within * (place.dim + 1)) if place.is_shard() else place for place in like.placements]
-        for is_within in (0, 1)
-    ]
+    Where `like`, one of these matrices, is no DTensor, the stack is returned as it is. Else it is one all-to-all.
+    """
+    if not placed(like):
+        return stack
+    within, across = (
+        [type(place)(axis(place.dim)) if place.is_shard() else place for place in like.placements]
+        for axis in (lambda dim: dim + 1, lambda dim: 0)
+    )
+    source, target = (within, across) if by_matrix else (across, within)
     shape = torch.Size((number, *like.shape))
     stride = torch.empty(shape, device="meta").stride()
-    whole = type(like).from_local(stack, like.device_mesh, cuts[source], run_check=False, shape=shape, stride=stride)
-    result: Tensor = whole.redistribute(placements=cuts[target]).to_local()
-    return result
+    whole = type(like).from_local(stack, like.device_mesh, source, run_check=False, shape=shape, stride=stride)
+    return local(whole.redistribute(placements=target))
