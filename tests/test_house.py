@@ -15,9 +15,9 @@ import laconic
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
     ("errors",),
-    ("layout", "optim"),
+    ("layout",),
     ("kernels",),
-    ("wire", "transport"),
+    ("wire", "transport", "optim"),
     ("select", "quantize", "memory", "trigger", "outer"),
     ("exchange",),
     ("scheme",),

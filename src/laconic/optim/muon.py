@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
 from laconic.optim.newton_schulz import is_long, orthogonalize
 from laconic.optim.shards import exchanged, local, placed
@@ -142,23 +143,18 @@ class Muon(torch.optim.Optimizer):
             flat = orthogonalize([stack.flatten(2) for stack in stacks], steps=group["ns_steps"], scales=scales)
             for members, stack, result in zip(batch, stacks, flat, strict=True):
                 updates = exchanged(result.view(stack.shape), params[members[0]], len(members), by_matrix=False)
-                for i, update in zip(members, updates.unbind(), strict=True):
-                    p = local(params[i])  # decayed and stepped in one pass
-                    torch.add(update, p, alpha=1 - lr * group["weight_decay"], out=p)
+                kernels.add_decayed_([local(params[i]) for i in members], updates, 1 - lr * group["weight_decay"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> Tensor:
         """Update the momentum of matrices of one shape, and return g + momentum * m of this rank's share of them."""
-        momentum = group["momentum"]
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=_state_dtype(p))
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
-        grads = [local(p.grad).to(m.dtype) for p, m in zip(params, momenta, strict=True)]
-        torch._foreach_lerp_(momenta, grads, 1 - momentum)  # keeps (1 - momentum) m, in one pass
+        grads = [local(p.grad) for p in params]
         dtype = group["ns_dtype"] or _fast_dtype(params[0].device)
         stack = torch.empty((len(params), *grads[0].shape), dtype=dtype, device=grads[0].device)
-        for g, m, row in zip(grads, momenta, stack.unbind(), strict=True):
-            torch.add(g, m, alpha=momentum / (1 - momentum), out=row)
+        kernels.stack_momentum_(momenta, grads, stack, group["momentum"])  # keeps (1 - momentum) m
         return exchanged(stack, params[0], len(params), by_matrix=True)
 
 
