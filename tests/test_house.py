@@ -18,7 +18,7 @@ FLOORS = (
     ("errors",),
     ("layout",),
     ("kernels",),
-    ("wire", "transport"),
+    ("wire", "transport", "optim"),
     ("select", "quantize", "memory", "trigger", "outer"),
     ("exchange",),
     ("scheme",),

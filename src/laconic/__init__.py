@@ -3,7 +3,7 @@
 session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
-from laconic import exchange, memory, outer, quantize, recipes, select, trigger
+from laconic import exchange, memory, optim, outer, quantize, recipes, select, trigger
 from laconic.adapters import Attached, HookSession, PerRank, hook
 from laconic.api import attach, follow
 from laconic.errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "follow",
     "hook",
     "memory",
+    "optim",
     "outer",
     "parse",
     "plan",

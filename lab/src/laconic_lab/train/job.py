@@ -59,7 +59,7 @@ class Job:
     schedule: str = _option("cosine", f"of the learning rate after its peak: {' or '.join(SCHEDULES)}")
     momentum: float | None = _option(None, "of sgd; a scheme that carries momentum takes its place")
     betas: str | None = _option(
-        None, "of adamw, as in 0.9,0.95; a scheme that carries momentum takes the first's place"
+        None, "of adamw and of muon's vectors, as in 0.9,0.95; a scheme that carries momentum takes the first's place"
     )
     weight_decay: float | None = _option(None, "of the optimizer; adamw's is for matrices alone")
     clip_norm: float | None = _option(None, "norm above which an averaged gradient is scaled down to it; inf for none")

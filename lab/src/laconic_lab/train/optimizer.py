@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.optim import Muon
 from laconic_lab.tasks import Training
 
 
@@ -18,13 +19,14 @@ class Updater:
     def __init__(self, model: nn.Module, training: Training, *, scales_loss: bool = False) -> None:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._training = training
-        self.optimizer = OPTIMIZERS[training.optimizer](self._trained, training)
+        self.optimizer = OPTIMIZERS[training.optimizer](model, self._trained, training)
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._scaler = torch.amp.GradScaler(self._trained[0].device.type, enabled=scales_loss)
 
     def set_rate_(self, share: float) -> None:
         """Give the optimizer a share of the peak learning rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = share * self._training.lr
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = share * peak
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
@@ -57,11 +59,11 @@ class Updater:
             self._scaler.load_state_dict(saved["grad_scaler"])
 
 
-def _sgd(trained: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+def _sgd(_: nn.Module, trained: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay)
 
 
-def _adamw(trained: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+def _adamw(_: nn.Module, trained: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
     """Weight decay is for matrices: biases and norms have no size to keep small."""
     matrices = [p for p in trained if p.dim() > 1]
     others = [p for p in trained if p.dim() <= 1]
@@ -72,4 +74,15 @@ def _adamw(trained: Sequence[Tensor], training: Training) -> torch.optim.Optimiz
     )
 
 
-OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw}
+def _muon(model: nn.Module, _: Sequence[Tensor], training: Training) -> torch.optim.Optimizer:
+    return Muon(
+        model,
+        lr=training.lr,
+        adamw_lr=training.lr / MUON_OVER_ADAMW,
+        betas=training.betas,
+        weight_decay=training.weight_decay,
+    )
+
+
+MUON_OVER_ADAMW = 4.0  # rates: matrices bear four times what AdamW does
+OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw, "muon": _muon}

@@ -72,7 +72,7 @@ def _trained(job: Job, asked: Candidate, num_steps: int, train: Callable[[Job], 
         batch=times * training.batch,
         accumulate=times * job.accumulate,
         # AdamW bears a rate that grows with the root of the batch.
-        lr=training.lr * (times**0.5 if training.optimizer == "adamw" else 1.0),
+        lr=training.lr * (1.0 if training.optimizer == "sgd" else times**0.5),
         schedule="constant",
         warmup=max(1, num_steps // 10 // times),
         eval_every=max(1, num_steps // _EVALUATIONS // times),

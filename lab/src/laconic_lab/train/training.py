@@ -10,10 +10,10 @@ from typing import Any
 from laconic.scheme import AnyScheme, Scheme
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import Training
-from laconic_lab.train.optimizer import OPTIMIZERS
+from laconic_lab.train.optimizer import MUON_OVER_ADAMW, OPTIMIZERS
 
 _VOTE_LR = 1e-3  # of sparse-sign's authors
-_OPTION_OF = {"momentum": "sgd", "betas": "adamw"}  # which optimizer has it
+_OPTION_OF = {"momentum": ("sgd",), "betas": ("adamw", "muon")}  # which optimizers have it
 
 
 def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> Training:
@@ -30,6 +30,8 @@ def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> 
         if "clip_norm" in asked:
             raise TaskError(f"{scheme} votes, and all its votes have one norm; leave --clip-norm out")
         defaults = replace(defaults, optimizer="sgd", lr=_VOTE_LR, clip_norm=math.inf)
+    if asked.get("optimizer") == "muon" and defaults.optimizer == "adamw":
+        defaults = replace(defaults, optimizer="muon", lr=MUON_OVER_ADAMW * defaults.lr)
     training = replace(defaults, **asked)
     _check(training, defaults, asked)
     if votes:
@@ -37,6 +39,8 @@ def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> 
     carried = scheme.memory.momentum if isinstance(scheme, Scheme) else 0.0
     if not carried:
         return training
+    if training.optimizer == "muon":
+        raise TaskError(f"{scheme} carries momentum, and so does muon; give another --optimizer, or another scheme")
     if training.optimizer == "adamw":
         return replace(training, betas=(0.0, training.betas[1]))
     return replace(training, lr=training.lr * (1 - carried) / (1 - training.momentum), momentum=0.0)
@@ -46,9 +50,9 @@ def _check(training: Training, defaults: Training, asked: Mapping[str, Any]) -> 
     """Raise, with what to write, where settings do not fit together."""
     if training.optimizer not in OPTIMIZERS:
         raise TaskError(f"--optimizer is {training.optimizer!r}; give {' or '.join(OPTIMIZERS)}")
-    for name, optimizer in _OPTION_OF.items():
-        if name in asked and training.optimizer != optimizer:
-            raise TaskError(f"--{name} is for {optimizer}; leave it out, or give --optimizer {optimizer}")
+    for name, optimizers in _OPTION_OF.items():
+        if name in asked and training.optimizer not in optimizers:
+            raise TaskError(f"--{name} is for {optimizers[0]}; leave it out, or give --optimizer {optimizers[0]}")
     if training.optimizer != defaults.optimizer and "lr" not in asked:
         raise TaskError(
             f"this model's learning rate, {defaults.lr:g}, is for {defaults.optimizer}; "

@@ -8,6 +8,8 @@ TAKEN_FROM_REFERENCE = {
     "read_elias_fano": "a CPU need not be asked later",
     "thin_products_": "torch's own products are as good on a CPU",
     "settle_products_": "torch's own products are as good on a CPU",
+    "stack_momentum_": "products take nearly all of an optimizer's step on a CPU",
+    "add_decayed_": "products take nearly all of an optimizer's step on a CPU",
 }
 
 globals().update(kernels_in(__name__, TAKEN_FROM_REFERENCE))

@@ -5,6 +5,7 @@
 
 from laconic.kernels.reference.bits import *
 from laconic.kernels.reference.frames import *
+from laconic.kernels.reference.momentum import *
 from laconic.kernels.reference.orthonormal import *
 from laconic.kernels.reference.owners import *
 from laconic.kernels.reference.products import *
