@@ -17,7 +17,7 @@ from laconic.quantize import BF16, CODE_BITS, MaxNorm, MultiScale, Sign, levels_
 from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, Scheme, TorchHook, compose, part
 from laconic.scheme.text import build, pairs, write_pairs
 from laconic.select import ChunkedTopK, Everything, LowRank, Overlap, RandK, TopK
-from laconic.trigger import EveryStep, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
+from laconic.trigger import EveryStep, Period, Ramp, Rounds, Schedule, TargetRate, WarmUp
 
 RECIPES: dict[str, Callable[..., AnyScheme]] = {}
 
@@ -304,9 +304,9 @@ def local(
 ) -> OuterScheme:
     """Every worker trains alone, and every `every` steps all models become their mean."""
     return OuterScheme(
-        quantize=part("quantize", quantize),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=OuterSGD(lr=lr),
+        exchanged=Scheme(quantize=part("quantize", quantize)),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=OuterSGD(lr=lr),
     )
 
 
@@ -323,7 +323,7 @@ def diloco(
 ) -> OuterScheme:
     """DiLoCo: the same, but that the mean of what all drifted is a gradient to an outer Nesterov step."""
     everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
-    return replace(everyone, outer=Nesterov(lr=lr, momentum=momentum))
+    return replace(everyone, then=Nesterov(lr=lr, momentum=momentum))
 
 
 @recipe
@@ -341,10 +341,11 @@ def streaming(
 ) -> OuterScheme:
     """Fragments of the model agree in turn, in the background and in few bits: for transformers over slow links."""
     return OuterScheme(
-        quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed),
-        exchange=AllReduce(stages=2),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
+        exchanged=Scheme(
+            quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed), exchange=AllReduce(stages=2)
+        ),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
     )
 
 
@@ -364,12 +365,14 @@ def sparseloco(
 ) -> OuterScheme:
     """SparseLoCo: the largest of what all drifted, chunk by chunk, in two bits; what is not sent is kept, and fades."""
     return OuterScheme(
-        select=ChunkedTopK(rho=rho, chunk=chunk),
-        quantize=part("quantize", quantize),
-        memory=Residual(decay=decay),
-        exchange=part("exchange", exchange),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=OuterSGD(lr=lr),
+        exchanged=Scheme(
+            select=ChunkedTopK(rho=rho, chunk=chunk),
+            quantize=part("quantize", quantize),
+            memory=Residual(decay=decay),
+            exchange=part("exchange", exchange),
+        ),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=OuterSGD(lr=lr),
     )
 
 
@@ -387,10 +390,9 @@ def noloco(
 ) -> OuterScheme:
     """NoLoCo: outer steps between pairs instead of all, whose anchors differ and pull each other together."""
     return OuterScheme(
-        quantize=part("quantize", quantize),
-        exchange=Pairs(seed=seed),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay),
-        outer=PairMomentum(lr=lr, momentum=momentum, pull=pull),
+        exchanged=Scheme(quantize=part("quantize", quantize), exchange=Pairs(seed=seed)),
+        when=Rounds(every=every, fragments=fragments, delay=delay),
+        then=PairMomentum(lr=lr, momentum=momentum, pull=pull),
     )
 
 
@@ -412,5 +414,5 @@ def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: 
     return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))
 
 
-def _warmed(steps: int) -> Trigger:
+def _warmed(steps: int) -> Schedule:
     return WarmUp(steps=steps) if steps else EveryStep()

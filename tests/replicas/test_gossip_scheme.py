@@ -25,10 +25,9 @@ def test_wrong_compositions_name_their_cure() -> None:
     for text, cure in {
         "scheme:exchange=gossip,trigger=warm-up(steps=3)": "TargetRate",
         "scheme:trigger=period(steps=3)": "EveryStep",
-        "scheme:exchange=gossip,select=topk(rho=0.1),memory=none": "use Residual",
         "scheme:exchange=gossip,select=randk(rho=0.1)": r"use AllReduce\(\)",
         "scheme:exchange=gossip,select=overlap(rho=0.1)": r"use Server\(\)",
-        "scheme:exchange=gossip,memory=residual": "use Nothing",
+        "scheme:exchange=gossip,memory=residual": "leave memory out",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
         "gossip:trigger=target-rate(rate=0.1)": "per='model'",
         "gossip:rho=0.2,trigger=target-rate(rate=0.1)": "per='model'",
@@ -55,12 +54,3 @@ def test_models_have_a_scheme_of_their_own_kind() -> None:
     scheme = parse("scheme:exchange=gossip(seed=3),select=topk(rho=0.1)")
     assert scheme == GossipScheme(select=TopK(rho=0.1), exchange=Gossip(seed=3))
     assert str(scheme) == "scheme:select=topk(rho=0.1),quantize=none,exchange=gossip(seed=3),trigger=every-step"
-
-
-def test_texts_that_name_a_memory_go_on_parsing() -> None:
-    """Versions before had to say what is kept, though the other answers decide it."""
-    for text, memory in {
-        "scheme:exchange=gossip": "none",
-        "scheme:exchange=gossip,select=topk(rho=0.1)": "residual",
-    }.items():
-        assert parse(f"{text},memory={memory}") == parse(text)

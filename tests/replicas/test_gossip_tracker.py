@@ -11,17 +11,17 @@ from torch import nn
 
 from laconic.replicas.gossip.tracker import ChangeTracker
 from laconic.replicas.gossip.vector import ModelVector, Topic
-from laconic.trigger import Change, EveryStep, Period, Speech, TargetRate
+from laconic.trigger import Change, EveryStep, GossipTrigger, Period, TargetRate
 from tests.gossiping import Small
 
 
-def _tracker(trigger: EveryStep | Speech, model: nn.Module, rank: int = 0) -> tuple[ChangeTracker, ModelVector]:
+def _tracker(trigger: GossipTrigger, model: nn.Module, rank: int = 0) -> tuple[ChangeTracker, ModelVector]:
     vector = ModelVector(model, trigger.per)
     return ChangeTracker(trigger, vector, 0, rank), vector
 
 
 def _said(
-    trigger: EveryStep | Speech, steps: int, rates: list[float] | None = None
+    trigger: GossipTrigger, steps: int, rates: list[float] | None = None
 ) -> tuple[list[list[int]], ChangeTracker]:
     """What a model that takes steps of a random direction says; each thing said is exchanged at once."""
     torch.manual_seed(0)

@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laconic import LaconicError, OuterFollower, OuterScheme, PeerError, Scheme, SchemeError, StateError, follow, parse
+from laconic import (
+    LaconicError,
+    OuterFollower,
+    OuterScheme,
+    PeerError,
+    Scheme,
+    SchemeError,
+    StateError,
+    attach,
+    follow,
+    parse,
+)
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.paths import bytes_out
@@ -123,9 +134,9 @@ def test_a_late_result_keeps_what_was_learned_meanwhile(mix: float | None, kept:
 
 def test_fragments_take_turns() -> None:
     scheme = outer("streaming:every=4,fragments=2,delay=1")
-    assert [list(scheme.trigger.fragments_due(step)) for step in range(1, 9)] == [[], [0], [], [1], [], [0], [], [1]]
-    warmed = outer("streaming:every=4,fragments=2,delay=1,warmup=1").trigger
-    assert list(warmed.fragments_due(1)) == [0, 1] and warmed.lateness(1) == 0 and warmed.lateness(3) == 1
+    assert [list(scheme.when.fragments_due(step)) for step in range(1, 9)] == [[], [0], [], [1], [], [0], [], [1]]
+    warmed = outer("streaming:every=4,fragments=2,delay=1,warmup=1").when
+    assert list(warmed.fragments_due(1)) == [0, 1] and warmed.delay_at(1) == 0 and warmed.delay_at(3) == 1
     everyone = walk("streaming:every=2,fragments=2,delay=0", 1)
     body, head = (torch.stack([p(model).detach() for model, _, _ in everyone]) for p in (_body, _head))
     assert bool((body == body[0]).all()) and not bool((head == head[0]).all())
@@ -522,10 +533,10 @@ def test_stats_tell_turns_and_bytes() -> None:
         ("diloco:momentum=1", r"a number in \(0, 1\)"),
         ("diloco:lr=0", "a rate above 0"),
         ("scheme:trigger=rounds(mix=1)", r"a share in \[0, 1\)"),
-        ("scheme:trigger=rounds(mix=0.5)", "results that come late"),
+        ("scheme:trigger=rounds(mix=0.5)", "delayed results"),
         ("scheme:memory=momentum,trigger=rounds", "use Residual"),
         ("scheme:trigger=warm-up(steps=2),outer=sgd", "use trigger=Rounds"),
-        ("scheme:exchange=gossip,trigger=rounds", "use AllReduce"),
+        ("scheme:exchange=gossip,trigger=rounds", "use GossipScheme"),
         ("scheme:select=topk(rho=0.1),trigger=rounds", "exchange=AllGather"),
         ("scheme:select=low-rank(form=alternating),memory=residual,trigger=rounds(fragments=2)", "use fragments=1"),
         ("scheme:select=randk(rho=0.5,mode=cycle),trigger=rounds(fragments=2)", "use fragments=1"),
@@ -563,7 +574,7 @@ def _anchor(follower: OuterFollower) -> Tensor:
 
 def test_gradients_do_not_go_in_pairs() -> None:
     with pytest.raises(SchemeError, match=r"use AllReduce\(\), or OuterScheme"):
-        Scheme(exchange=Pairs())
+        attach(nn.Linear(2, 2), Scheme(exchange=Pairs()))
 
 
 @pytest.mark.parametrize("num_workers", [1, 4, 5])
@@ -650,7 +661,7 @@ def test_bytes_of_pairs_are_those_foretold(quantize: str) -> None:
     text = f"noloco:every=1,quantize={quantize}"
     for num_workers in (4, 5):
         found = walk(text, 2, make=lambda: nn.Linear(9, 7), num_workers=num_workers)
-        foretold = bytes_out(outer(text).said, Layout.of(["weight", "bias"], [63, 7]), num_workers)
+        foretold = bytes_out(outer(text).exchanged, Layout.of(["weight", "bias"], [63, 7]), num_workers)
         sent = [follower.stats().bytes_out for _, follower, _ in found]
         assert sum(sent) == 2 * num_workers * foretold
         assert set(found[0][1].stats().by_kind) == {"pairs"}

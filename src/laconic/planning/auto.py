@@ -27,7 +27,6 @@ from laconic.recipes import parse
 from laconic.replicas.gossip import Follower
 from laconic.replicas.outer import OuterFollower
 from laconic.replicas.outer.fragments import bucket_layouts, trained_of
-from laconic.scheme import Scheme
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
@@ -70,9 +69,7 @@ class AutoSession(SavedTogether):
 
     def _adapted(self, named: Mapping[str, Tensor], text: str, **options: Any) -> DdpAdapter:
         """An adapter under the scheme that a text names."""
-        scheme = parse(text)
-        assert isinstance(scheme, Scheme)
-        return DdpAdapter(named, scheme, self.transport, self.everyone, self._device, **options)
+        return DdpAdapter(named, parse(text).exchanged, self.transport, self.everyone, self._device, **options)
 
     def _begin(self) -> None:
         """Count steps anew."""
@@ -129,7 +126,7 @@ class AutoSession(SavedTogether):
         for landed in self._under_way:
             landed.wait()
         asked = [candidate(text) for text in AUTOMATIC]
-        asked = [one for one in asked if isinstance(one.scheme, Scheme)]
+        asked = [one for one in asked if one.scheme.of_what == "gradients"]
         # Who trains what is not known here; most train transformers so.
         optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
@@ -319,7 +316,7 @@ def _compute(
 
 
 def _steps_of(text: str) -> int:
-    return int(parse(text).trigger.every)  # type: ignore[union-attr]
+    return int(parse(text).when.every)  # type: ignore[union-attr]
 
 
 def _chosen(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:

@@ -110,11 +110,11 @@ class OwnSteps:
         order = sorted(foretold.rows, key=lambda row: row.scheme != "bf16")  # stable: the soonest first
         for row in order:
             asked = candidate(row.scheme)
-            if not isinstance(asked.scheme, Scheme) or asked.accumulate > 1:
+            if asked.scheme.of_what != "gradients" or asked.accumulate > 1:
                 continue
             expected_s = (_FIRST_STEPS + _LEAST_TRIED) * row.step_ms / 1e3
             if slowest(self._transport, time.perf_counter() + expected_s - until) < 0:
-                tried[asked] = self._try(asked.scheme, row.step_ms / 1e3)
+                tried[asked] = self._try(asked.scheme.exchanged, row.step_ms / 1e3)
         for asked, _ in foretold.measured.rehearsals:
             once = Candidate(asked.scheme)
             if asked.accumulate > 1 and once in tried:

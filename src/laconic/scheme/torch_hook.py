@@ -1,10 +1,11 @@
 """PyTorch's own DDP hooks, as something to compare a composition with."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce
-from laconic.scheme.base import SchemeBase
+from laconic.scheme.scheme import SchemeBase
 
 TORCH_HOOKS = ("fp16", "powersgd")
 
@@ -13,6 +14,8 @@ TORCH_HOOKS = ("fp16", "powersgd")
 class TorchHook(SchemeBase):
     """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
 
+    of_what: ClassVar[Literal["gradients"]] = "gradients"
+    is_torch_hook: ClassVar[Literal[True]] = True
     exchange = AllReduce()
 
     hook: str

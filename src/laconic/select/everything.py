@@ -14,6 +14,7 @@ class Everything(SharedSelector, Chooser):
     """Every entry, every time."""
 
     is_shared = True
+    sends_all = True
     dense_below = 0
 
     @property

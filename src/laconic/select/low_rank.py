@@ -20,6 +20,7 @@ class LowRank(Selector):
     """
 
     is_shared = True
+    sends_all = False
     factors = True
 
     rank: int = 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.kernels.draws import hash_64
 from laconic.replicas.gossip.vector import ModelVector
-from laconic.trigger import EveryStep, Speech
+from laconic.trigger import GossipTrigger
 
 _FIRST_BAR = 4.0  # a moving bar begins at this multiple of the first step's mean change
 
@@ -34,7 +34,7 @@ class ChangeTracker:
     is looked at. On CUDA the figures arrive a step or so later, and nothing waits for them.
     """
 
-    def __init__(self, trigger: EveryStep | Speech, vector: ModelVector, seed: int, rank: int) -> None:
+    def __init__(self, trigger: GossipTrigger, vector: ModelVector, seed: int, rank: int) -> None:
         self._trigger = trigger
         self._measure = trigger.measure
         self.looks = self._measure is not None  # so an exchange settles what a group has to say, whoever began it
@@ -44,7 +44,7 @@ class ChangeTracker:
         self._everything = range(num_groups)
         self._gaps = [0] * num_groups
         self._asleep_until = [0] * num_groups  # the gap at which a group is looked at next
-        self._bar: float | None = None if self._measure is None else self._measure.bar
+        self._bar: float | None = None if self._measure is None else self._measure.score_threshold
         self._peak_lr = 0.0
         self.lr_share = 1.0  # the learning rate over the largest so far
         self._share_sent = 0.0  # models sent since the last step
@@ -60,10 +60,10 @@ class ChangeTracker:
         """
         self._note_step(lr)
         if self._measure is not None and self._bar is not None:
-            moved = self._measure.moved(self._bar, self._share_sent)
+            moved = self._measure.next_threshold(self._bar, self._share_sent)
             self._bar = max(self._bar, moved) if held_up else moved
         self._share_sent = 0.0
-        speaks = [self._trigger.speaks(step, gap, self._phase) for gap in self._gaps]
+        speaks = [self._trigger.exchanges(step, gap, self._phase) for gap in self._gaps]
         due = [k for k in self._everything if speaks[k] is None and self._gaps[k] >= self._asleep_until[k]]
         if due and self._look is None:
             self._look = self._begin(due)
@@ -73,7 +73,7 @@ class ChangeTracker:
     def turns(self, step: int, lr: float) -> range:
         """The turns, by number, that come with this step by the clock that all workers share."""
         self._note_step(lr)
-        return self._trigger.turns(step)
+        return self._trigger.pair_rounds(step)
 
     def _note_step(self, lr: float) -> None:
         self._peak_lr = max(self._peak_lr, lr)
@@ -108,7 +108,7 @@ class ChangeTracker:
         levels = []
         for k, n, change, size in zip(look.groups, counts, *look.figures.tolist(), strict=True):
             looked_at = self._last[k].numel() / n
-            levels.append(self._measure.loudness(change / looked_at, size / looked_at, n, look.lr_ratio))
+            levels.append(self._measure.trigger_score(change / looked_at, size / looked_at, n, look.lr_ratio))
         if self._bar is None:
             mean = sum(level * n for level, n in zip(levels, counts, strict=True)) / sum(counts)
             self._bar = _FIRST_BAR * mean or None  # a first step at a learning rate of zero tells nothing

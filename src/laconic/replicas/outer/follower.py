@@ -66,14 +66,14 @@ class OuterFollower(SavedTogether):
         self._within = within
         self._shard = shard if within is None else within.rank
         self._share = Share() if within is None else Share(within.rank, within.num_workers)
-        self._fragments = fragments_of(model, scheme.trigger.fragments, home, self._share)
+        self._fragments = fragments_of(model, scheme.when.fragments, home, self._share)
         anchors = [anchor for fragment in self._fragments.values() for anchor in fragment.anchors]
         self._device = anchors[0].device
         self._buffers = Buffers(model, self._device)
         self._agreed = self._buffers.read()  # what all had after their last turn
-        self._optimizer = (outer or scheme.outer.optimizer)(anchors)
+        self._optimizer = (outer or scheme.then.optimizer)(anchors)
         # What was kept is as before a turn that is skipped: the drift is told again, since the anchor has not moved.
-        self._session = Session(scheme.said, transport, undoes=True)
+        self._session = Session(scheme.exchanged, transport, undoes=True)
         every = 0 if scheme.exchange.in_pairs else drift_every
         self._replicas = Replicas(
             dict(zip(self._names, anchors, strict=True)), transport, every=every, on_drift=on_drift
@@ -109,7 +109,7 @@ class OuterFollower(SavedTogether):
         self._steps += 1
         self._alike = False
         self._land(self._steps)
-        for number in self.scheme.trigger.fragments_due(self._steps):
+        for number in self.scheme.when.fragments_due(self._steps):
             if number in self._fragments:
                 self._send(number)
         self._land(self._steps)  # where nobody trains on meanwhile
@@ -121,9 +121,9 @@ class OuterFollower(SavedTogether):
             raise StateError("parameters were frozen or unfrozen since follow(); save the state, and follow anew")
         fragment = self._fragments[number]
         now = fragment.read()
-        mean = self.scheme.outer.told(fragment.anchor, fragment.drift(now))
-        delay = self.scheme.trigger.lateness(self._steps)
-        sent = now if delay and self.scheme.trigger.mix is None else None
+        mean = self.scheme.then.contribution(fragment.anchor, fragment.drift(now))
+        delay = self.scheme.when.delay_at(self._steps)
+        sent = now if delay and self.scheme.when.mix is None else None
         buffers = None
         parts = buckets = fragment.buckets(mean)
         if self._buffers.layout.spans and number == max(self._fragments):
@@ -242,8 +242,8 @@ class OuterFollower(SavedTogether):
         self._step_anchor_(fragment, turn.mean)
         if turn.sent is not None:
             fragment.add_(fragment.anchor - turn.sent)
-        elif turn.is_late and self.scheme.trigger.mix:
-            fragment.mix_(fragment.anchor, self.scheme.trigger.mix)
+        elif turn.is_late and self.scheme.when.mix:
+            fragment.mix_(fragment.anchor, self.scheme.when.mix)
         else:
             fragment.write_(fragment.anchor)  # equal on all workers, bit for bit, but for those in pairs
         if turn.unheard:
@@ -257,7 +257,7 @@ class OuterFollower(SavedTogether):
             self._agreed = turn.buffers
 
     def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
-        gradient = self.scheme.outer.gradient(fragment.anchor, mean)
+        gradient = self.scheme.then.gradient(fragment.anchor, mean)
         for anchor, view in zip(fragment.anchors, fragment.views(gradient), strict=True):
             anchor.grad = view
         self._optimizer.step()

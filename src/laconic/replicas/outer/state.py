@@ -27,7 +27,7 @@ def save(scheme: OuterScheme, rank: int, num_workers: int, share: int, progress:
     return {
         "format": _FORMAT,
         "scheme": str(scheme),
-        "trigger": write_part("trigger", scheme.trigger),
+        "trigger": write_part("trigger", scheme.when),
         "rank": rank,
         "num_workers": num_workers,
         "share": share,  # of the processes of a node, each of which is a rank among its counterparts
@@ -61,7 +61,7 @@ def load(
     if not mine and num_saved == num_workers:
         raise StateError(f"no state of rank {rank} is among those given; load what this rank saved")
     own = mine[0] if mine else states[0]
-    if own["under_way"] and own["trigger"] != write_part("trigger", scheme.trigger):
+    if own["under_way"] and own["trigger"] != write_part("trigger", scheme.when):
         raise StateError(f"results of trigger={own['trigger']} are under way in the state; resume with that trigger")
     return states, own, Progress(own["step"], own["turns"], own["skipped"], own.get("late", 0))
 
