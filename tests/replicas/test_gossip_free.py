@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from laconic import layout
-from laconic.replicas.gossip.free import Free
 from tests.gossiping import FREE_TEXTS, Learner, free, learner_at, vectors_of
 from tests.local_mailbox import local_mailboxes
 
@@ -27,7 +26,7 @@ def test_frozen_workers_keep_the_mean_of_all_models_whatever_the_delays(
         with torch.no_grad():
             for p in learner.model.parameters():
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(learner.rank)))
-        starts[learner.rank] = learner.follower.read()
+        starts[learner.rank] = learner.follower.vector.read()
         for _ in range(80):
             learner.follower.step()
         learner.follower.settle()
@@ -60,8 +59,8 @@ def test_free_workers_learn_and_a_global_average_makes_them_equal() -> None:
     assert "4 workers" in str(learners[0].follower.stats())
 
 
-def test_what_was_exchanged_is_not_said_again() -> None:
-    """While an answer is under way a group stays loud; once it has come there is nothing left to say."""
+def test_what_was_exchanged_is_not_sent_again() -> None:
+    """While a reply is in flight a group stays over its threshold; once it has come nothing is left to send."""
     arrived, released = threading.Event(), threading.Event()
 
     def delay() -> None:
@@ -76,7 +75,8 @@ def test_what_was_exchanged_is_not_said_again() -> None:
         learners[0].follower.step()
     assert arrived.wait(30)
     released.set()
-    learners[0].follower._side.close()
+    while not learners[0].follower.stats().asked:
+        time.sleep(0.001)
     for _ in range(5):
         learners[0].follower.step()
     assert learners[0].follower.stats().asked == 1
@@ -97,17 +97,17 @@ def test_a_closed_peer_is_dropped_once_and_the_others_go_on(capsys: pytest.Captu
     assert len(said) == 2 and all("rank 2 is gone" in line and "going on without it" in line for line in said)
 
 
-@pytest.mark.parametrize("deed", ["ask_", "reply_"])
-def test_what_fails_in_another_thread_ends_training(deed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["request_", "reply_"])
+def test_what_fails_in_another_thread_ends_training(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to be printed at every exchange, while models trained on alone."""
-    side, other = (learner_at(box, "gossip", 0.1).follower._side for box in local_mailboxes(2))
-    failing = side if deed == "ask_" else other
-    assert isinstance(side, Free) and isinstance(failing, Free)
-    monkeypatch.setattr(failing.messages, deed, lambda *_: 1 / 0)
-    assert side._begin(1, 0, list(range(len(side.vector.groups)))).wait(60)
+    asker, other = (learner_at(box, "gossip-every:mode=free", 0.1).follower for box in local_mailboxes(2))
+    failing = asker if fails == "request_" else other
+    monkeypatch.setattr(failing.policy.messages, fails, lambda *_: 1 / 0)
+    if failing is other:
+        asker.step()
     with pytest.raises(ZeroDivisionError):
         for _ in range(1000):  # the thread notes it when it can
-            failing.step(0, 0.1)
+            failing.step()
             time.sleep(0.001)
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_is_not_finite_is_not_taken_in(text: str, capsys: pytest.Ca
         next(learners[1].model.parameters())[0] = torch.nan
     for learner in learners:
         learner.follower.step()
-        learner.follower._side.close()
-    assert torch.isfinite(learners[0].follower.read()).all()
+        learner.follower.close()
+    assert torch.isfinite(learners[0].follower.vector.read()).all()
     assert sum(learner.follower.stats().refused for learner in learners) >= 2
     assert "not finite" in capsys.readouterr().err

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import Follower
 from laconic.errors import FrameError
 from laconic.transport import InProcess, in_process
-from tests.gossiping import MATCHED_TEXTS, Learner, matched, vectors_of
+from tests.gossiping import MATCHED_TEXTS, Learner, followed, matched, vectors_of
 
 
 @pytest.mark.parametrize("text", MATCHED_TEXTS)
@@ -24,12 +23,12 @@ def test_a_matched_run_is_had_again_bit_for_bit(text: str) -> None:
 @pytest.mark.parametrize("text", MATCHED_TEXTS)
 def test_frozen_matched_workers_keep_the_mean_of_all_models(text: str) -> None:
     def work(transport: InProcess) -> tuple[Tensor, Tensor]:
-        learner = Learner(text, transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+        learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
         learner.drift(0)
-        before = learner.follower.read()
+        before = learner.follower.vector.read()
         for _ in range(20):
             learner.follower.step()
-        return before, learner.follower.read()
+        return before, learner.follower.vector.read()
 
     before, after = (torch.stack(rows).double() for rows in zip(*in_process(4, work), strict=True))
     torch.testing.assert_close(after.mean(0), before.mean(0), atol=2e-6, rtol=0)  # float32 additions to values near 1
@@ -66,7 +65,7 @@ def test_five_matched_steps_saved_and_five_more_are_ten(text: str) -> None:
 @pytest.mark.parametrize("spoilt", [0, 1])
 def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) -> None:
     def work(transport: InProcess) -> str:
-        learner = Learner(text + ",seed=2", transport.rank, lambda m, o, s: Follower(m, o, s, transport), 0.1)
+        learner = Learner(text + ",seed=2", transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
         if transport.rank == spoilt:
             next(learner.model.parameters()).data[0] = torch.nan
         try:
@@ -77,5 +76,5 @@ def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) ->
         return ""
 
     whys = in_process(2, work)
-    assert all("not finite" in why or f"rank {spoilt} sent no question" in why for why in whys)
+    assert all("not finite" in why or f"rank {spoilt} sent no request" in why for why in whys)
     assert f"rank {spoilt}" in whys[spoilt] or f"rank {spoilt}" in whys[1 - spoilt]

@@ -9,10 +9,10 @@ from torch import nn
 from laconic import GossipScheme, parse
 from laconic.errors import FrameError
 from laconic.quantize import BF16, Residue, is_residue
-from laconic.replicas.gossip.changed_entries import EntryMessages
-from laconic.replicas.gossip.messages import GroupMessages, MessageWriter, refusal
-from laconic.replicas.gossip.remainders import RemainderMessages
-from laconic.replicas.gossip.vector import ModelVector
+from laconic.replicas.entry_messages import EntryMessages
+from laconic.replicas.messages import GroupMessages, MessageWriter, refusal
+from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.vector import ModelVector
 from laconic.wire import CodesShape, FrameShape
 from tests.gossiping import Small
 
@@ -25,7 +25,7 @@ def _of_entries(text: str, model: nn.Module) -> tuple[ModelVector, EntryMessages
 
 
 @pytest.mark.parametrize("kind", ["groups", "entries", "remainders"])
-def test_a_question_that_says_it_has_no_values_is_refused(kind: str) -> None:
+def test_a_request_that_says_it_has_no_values_is_refused(kind: str) -> None:
     vector = ModelVector(Small(), "model")
     messages: MessageWriter
     if kind == "groups":
@@ -36,12 +36,12 @@ def test_a_question_that_says_it_has_no_values_is_refused(kind: str) -> None:
         _, messages = _of_entries("gossip:rho=0.1", Small())
         named, shape = torch.empty(0, dtype=torch.uint8), messages.shape
     else:
-        messages = RemainderMessages(vector, Residue(), 0, 0)
-        named, shape = torch.empty(0, dtype=torch.uint8), messages._questions[0]
-    question = torch.cat([named, shape.write_overflow(named.device, step=0, bucket=0)])
-    assert question.numel() == messages.question_bytes([0])
+        messages = ModuloMessages(vector, Residue(), 0, 0)
+        named, shape = torch.empty(0, dtype=torch.uint8), messages._request_shapes[0]
+    request = torch.cat([named, shape.write_overflow(named.device, step=0, bucket=0)])
+    assert request.numel() == messages.request_bytes([0])
     with pytest.raises(FrameError, match="the model of rank 3 is not finite"):
-        messages.open(question, 3)
+        messages.open(request, 3)
 
 
 def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
@@ -49,22 +49,22 @@ def test_what_changed_most_is_said_and_the_rest_keeps_its_change() -> None:
     model = Small()
     vector, messages = _of_entries("gossip:rho=0.1,quantize=none", model)
     whole, k = 40 + 40 + 40 + 80 + 205, 120  # all small tensors and buffers, and a tenth of the one large one
-    assert (messages.shape.num_fixed, messages.shape.k) == (whole, k) and vector.chosen == slice(325, 1525)
+    assert (messages.shape.num_fixed, messages.shape.k) == (whole, k) and vector.selectable == slice(325, 1525)
     left = torch.zeros(1200)
     for _ in range(3):
         with torch.no_grad():
             model.body.weight.add_(torch.randn_like(model.body.weight))
         now = vector.read()
-        topic, values, _, _ = messages.ask_(messages.about([0]), now.clone())
+        topic, values, _, _ = messages.request_(messages.subset([0]), now.clone())
         positions = topic.positions
         torch.testing.assert_close(values, now[positions], rtol=0, atol=1e-6)  # last + (x - last): two roundings
-        change = (now - messages.last)[vector.chosen]
-        said = positions[whole:] - vector.chosen.start
+        change = (now - messages.last)[vector.selectable]
+        said = positions[whole:] - vector.selectable.start
         assert torch.equal(said, change.abs().topk(k).indices.sort().values)
         assert len(set(positions.tolist())) == whole + k
         assert change.abs().sum() > left.abs().sum()  # what was left before is in it
         messages.reply_(topic, now[positions], now[positions])  # to one who has the same there
-        left = (now - messages.last)[vector.chosen]
+        left = (now - messages.last)[vector.selectable]
         assert int((left == 0).sum()) == k and not (now - messages.last)[positions].any()
 
 
@@ -75,16 +75,16 @@ def test_a_message_about_entries_is_read_as_it_was_written(quantize: str) -> Non
     vector, messages = _of_entries(f"gossip:rho=0.1,quantize={quantize}", model)
     with torch.no_grad():
         model.body.weight.add_(torch.randn_like(model.body.weight))
-    question = messages.ask_(messages.about([0]), vector.read())
-    about, values = messages.open(question.message, 1)
-    assert torch.equal(about.positions, question.topic.positions) and torch.equal(values, question.told)
-    answer, way = messages.reply_(about, values, question.values)
-    assert answer.numel() == messages.answer_bytes([0]) < question.message.numel()
-    assert way is not None and not way.any() and not messages.settle_(question, answer, 1).any()
-    assert question.message.numel() == messages.question_bytes([0])
-    question.message[-5] += 1
-    for wrong in (question.message, question.message[:-4], question.message[:20]):
+    request = messages.request_(messages.subset([0]), vector.read())
+    about, values = messages.open(request.message, 1)
+    assert torch.equal(about.positions, request.subset.positions) and torch.equal(values, request.decoded)
+    answer, way = messages.reply_(about, values, request.values)
+    assert answer.numel() == messages.reply_bytes([0]) < request.message.numel()
+    assert way is not None and not way.any() and not messages.finish_(request, answer, 1).any()
+    assert request.message.numel() == messages.request_bytes([0])
+    request.message[-5] += 1
+    for wrong in (request.message, request.message[:-4], request.message[:20]):
         with pytest.raises(FrameError, match="rank 1"):
             messages.open(wrong.clone(), 1)
     with pytest.raises(FrameError, match="nothing of a message was taken"):
-        messages.settle_(question, refusal(answer.numel()), 1)
+        messages.finish_(request, refusal(answer.numel()), 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laconic.errors import SchemeError
 from laconic.recipes import parse
-from laconic.replicas.gossip.momentum import QuasiGlobalMomentum
+from laconic.replicas.momentum import QuasiGlobalMomentum
 from laconic.scheme import GossipScheme
 from tests.gossiping import Learner, learner_at, matched
 from tests.local_mailbox import local_mailboxes
@@ -28,7 +28,7 @@ def test_a_way_counts_as_a_step_that_the_optimizer_made() -> None:
     optimizer.add_param_group({"params": [slow], "lr": 0.01})
     _stepped(optimizer, [moved, still, slow])
     way, buffer = torch.tensor([1.0, 0.0, -2.0]), torch.zeros(3)
-    QuasiGlobalMomentum(optimizer).heed_([(moved, way), (buffer, way), (slow, way)], 1, 1.0)
+    QuasiGlobalMomentum(optimizer).follow_([(moved, way), (buffer, way), (slow, way)], 1, 1.0)
     expected = {moved: 1 - 0.1 * way / 0.1, still: torch.ones(3), slow: 1 - 0.1 * way / 0.01}
     for parameter, velocity in expected.items():
         torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"], velocity)
@@ -46,7 +46,7 @@ def test_what_has_no_momentum_to_heed_with_is_left_alone(made: str) -> None:
         rows(torch.tensor([1])).sum().backward()
         optimizer.step()
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    QuasiGlobalMomentum(optimizer).heed_([(rows.weight, torch.ones(3, 2))], 1, 0.001 if made == "a low rate" else 1.0)
+    QuasiGlobalMomentum(optimizer).follow_([(rows.weight, torch.ones(3, 2))], 1, 0.001 if made == "a low rate" else 1.0)
     after = optimizer.state_dict()["state"]
     assert str(after) == str(before) and (made != "no step yet" or not after)
 
@@ -67,7 +67,7 @@ def test_two_that_exchange_seldom_do_not_run_past_each_other(gap: int, mu: float
         apart.append(abs(2 * float(way)))
         for end, optimizer, own in zip(ends, optimizers, (way, -way), strict=True):
             end.data += own
-            QuasiGlobalMomentum(optimizer).heed_([(end, own)], gap, 1.0)
+            QuasiGlobalMomentum(optimizer).follow_([(end, own)], gap, 1.0)
     assert apart[0] == 2 and apart[1] < 0.4 * apart[0] and apart[2] < 0.9 * apart[1] + 1e-6
 
 
@@ -87,8 +87,8 @@ def test_momenta_heed_peers_in_free_mode_too() -> None:
         for learner in learners:
             learner.step(0)
         for learner in learners:
-            learner.follower._side._apply()
-            learner.follower._side.close()
+            learner.follower.policy.apply_due_(0)
+            learner.follower.policy.close()
         found.append(torch.stack([_momentum(learner) for learner in learners]))
     local, heeding = found
     assert not torch.equal(local[0], heeding[0]) and not torch.equal(local[1], heeding[1])

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from laconic import layout
 from laconic.exchange import matching
-from laconic.replicas.gossip.messages import refusal
-from laconic.replicas.gossip.paired import Paired
+from laconic.replicas.messages import refusal
 from tests.gossiping import Learner, free, learner_at, vectors_of
 from tests.local_mailbox import local_mailboxes
 
@@ -46,19 +45,17 @@ def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment(h
     learner, *_ = [learner_at(box, scheme, 0.0) for box in boxes]
     never = threading.Event()
 
-    def stuck(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
+    def stuck(peer: int, number: int, message: Tensor, num_bytes: int) -> Tensor:
         never.wait()
         return refusal(num_bytes)
 
     boxes[3].listen(stuck)
-    turns = range(16)
-    side = learner.follower._side
-    assert isinstance(side, Paired)
-    for _ in turns:  # the others do not step, but answer
+    rounds = range(16)
+    for _ in rounds:  # the others do not step, but answer
         learner.follower.step()
-        while side._asking.keys() - {3}:  # who was waited for in vain is not waited for the next time
+        while learner.follower.policy._asking.keys() - {3}:  # else they would not be waited for
             time.sleep(0.001)
-    asked = [matching("uniform", 0, t, 4)[0] for t in turns]
+    asked = [matching("uniform", 0, t, 4)[0] for t in rounds]
     assert {1, 2, 3} == set(asked)
     stats = learner.follower.stats()
     assert stats.asked == len([partner for partner in asked if partner != 3]) and stats.late == 1

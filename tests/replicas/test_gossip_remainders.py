@@ -12,19 +12,19 @@ from torch import nn
 from laconic import GossipScheme, layout, parse
 from laconic.errors import FrameError
 from laconic.quantize import Residue, is_residue, steps_of
-from laconic.replicas.gossip.messages import refusal
-from laconic.replicas.gossip.remainders import RemainderMessages
-from laconic.replicas.gossip.vector import ModelVector
+from laconic.replicas.messages import refusal
+from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.vector import ModelVector
 from laconic.transport import QUESTION_HEAD_BYTES
 from tests.gossiping import Small
 
 
-def _alike(model: nn.Module, seed: int, scale: float) -> tuple[RemainderMessages, ModelVector]:
+def _alike(model: nn.Module, seed: int, scale: float) -> tuple[ModuloMessages, ModelVector]:
     """Messages of a model that is `scale` times a random vector away from the one given."""
     torch.manual_seed(seed)
     near = copy.deepcopy(model)
     vector = ModelVector(near, "model")
-    messages = RemainderMessages(vector, Residue(bits=5), 0, seed)
+    messages = ModuloMessages(vector, Residue(bits=5), 0, seed)
     with torch.no_grad():
         for p in near.parameters():
             p.add_(torch.randn_like(p), alpha=scale)
@@ -35,17 +35,17 @@ def test_two_that_tell_remainders_meet_in_the_middle_and_learn_how_far_they_were
     model = Small()
     one, here = _alike(model, 1, 0.002)
     other, there = _alike(model, 2, 0.002)
-    topic = one.about([0])
+    topic = one.subset([0])
     apart = []
     for turn in range(40):
         x, y = here.read(), there.read()
         apart.append(float((x - y).norm()))
-        question = one.ask_(topic, x)
-        about, told = other.open(question.message, 0)
+        request = one.request_(topic, x)
+        about, told = other.open(request.message, 0)
         answer, back = other.reply_(about, told, y)
-        way = one.settle_(question, answer, 1)
+        way = one.finish_(request, answer, 1)
         assert back is not None and torch.equal(way, -back)
-        assert answer.numel() == one.answer_bytes([0]) < 0.2 * 4 * x.numel() + 100
+        assert answer.numel() == one.reply_bytes([0]) < 0.2 * 4 * x.numel() + 100
         assert torch.equal(one.reach[0], other.reach[0]) or turn == 0
         here.write_(x + way)
         there.write_(y + back)
@@ -57,19 +57,19 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
     one, here = _alike(model, 1, 0.001)
     other, there = _alike(model, 2, 0.001)
     one.reach[0].fill_(1e-5)
-    one.note_all_said_()
+    one.note_known_()
     x, y = here.read(), there.read()
-    topic = one.about([0])
+    topic = one.subset([0])
     missed = []
     for _ in range(12):
-        question = one.ask_(topic, x)
-        about, told = other.open(question.message, 0)
+        request = one.request_(topic, x)
+        about, told = other.open(request.message, 0)
         answer, back = other.reply_(about, told, y)
-        way = one.settle_(question, answer, 1)
+        way = one.finish_(request, answer, 1)
         assert back is not None and torch.equal(way, -back)
         missed.append(float((way[:1525] == 0).float().mean()))
     assert missed[0] == 1 and missed[-1] < 0.2
-    step = steps_of(question.told.exponents).repeat_interleave(256)[: x.numel()]
+    step = steps_of(request.decoded.exponents).repeat_interleave(256)[: x.numel()]
     assert torch.all(((x - y + 2 * way).abs() <= 2 * step) | (2 * way.abs() == 7 * step))  # what is further is cut
 
 
@@ -78,35 +78,35 @@ def test_messages_of_remainders_are_as_long_as_foretold(worth_halving: int, monk
     monkeypatch.setattr(layout, "WORTH_HALVING", worth_halving)
     scheme, vector = parse("gossip:rate=1"), ModelVector(nn.Linear(61, 19), "half")
     assert isinstance(scheme, GossipScheme) and is_residue(scheme.quantize)
-    messages = RemainderMessages(vector, scheme.quantize, 0, 0)
+    messages = ModuloMessages(vector, scheme.quantize, 0, 0)
     parts = [[k] for k in range(len(vector.groups))]
-    exchange = sum(QUESTION_HEAD_BYTES + messages.question_bytes(k) + messages.answer_bytes(k) for k in parts)
+    exchange = sum(QUESTION_HEAD_BYTES + messages.request_bytes(k) + messages.reply_bytes(k) for k in parts)
     assert scheme.bytes_out(vector.layout, 4) == exchange / 2
     assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
 
 
-def test_a_question_about_a_half_names_it(halved: None) -> None:
+def test_a_request_about_a_half_names_it(halved: None) -> None:
     torch.manual_seed(1)
     model = nn.Linear(61, 19)  # halves of 589 entries each: nothing but its name tells one from the other
     here, there = (ModelVector(copy.deepcopy(model), "half") for _ in range(2))
-    one, other = (RemainderMessages(vector, Residue(), 0, rank) for rank, vector in enumerate((here, there)))
+    one, other = (ModuloMessages(vector, Residue(), 0, rank) for rank, vector in enumerate((here, there)))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=1e-4)
     there.write_(ModelVector(model, "half").read())
     for k in (1, 0):
-        question = one.ask_(one.about([k]), here.read([k]))
-        topic, told = other.open(question.message, 0)
+        request = one.request_(one.subset([k]), one.subset([k]).read())
+        topic, told = other.open(request.message, 0)
         assert topic.groups == [k]
         answer, back = other.reply_(topic, told, topic.read())
-        way = one.settle_(question, answer, 1)
+        way = one.finish_(request, answer, 1)
         assert back is not None and torch.equal(way, -back) and bool(way.any())
         with pytest.raises(FrameError, match=f"bucket is {k}, not {1 - k}"):
-            one.settle_(question._replace(topic=one.about([1 - k])), answer, 1)
-    stranger = RemainderMessages(ModelVector(Small(), "tensor"), Residue(), 0, 2)
-    part = stranger.about([5])
+            one.finish_(request._replace(subset=one.subset([1 - k])), answer, 1)
+    stranger = ModuloMessages(ModelVector(Small(), "tensor"), Residue(), 0, 2)
+    part = stranger.subset([5])
     with pytest.raises(FrameError, match="rank 2 asked about part 5 of 2"):
-        one.open(stranger.ask_(part, part.read()).message, 2)
+        one.open(stranger.request_(part, part.read()).message, 2)
     with pytest.raises(FrameError, match="part -1"):
         one.open(torch.zeros(8, dtype=torch.uint8), 2)
 
@@ -114,22 +114,22 @@ def test_a_question_about_a_half_names_it(halved: None) -> None:
 def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
     messages, vector = _alike(Small(), 1, 0.01)
     values = vector.read()
-    topic = messages.about([0])
-    question = messages.ask_(topic, values)
-    damaged = question.message.clone()
+    topic = messages.subset([0])
+    request = messages.request_(topic, values)
+    damaged = request.message.clone()
     damaged[60] += 1
     for wrong, why in {
         damaged: "check sum",
-        question.message[:-4]: "bytes",
-        refusal(question.message.numel()): "taken",
+        request.message[:-4]: "bytes",
+        refusal(request.message.numel()): "taken",
     }.items():
         with pytest.raises(FrameError, match=why):
             messages.open(wrong, 3)
-    later = messages.ask_(topic, values)
-    earlier, _ = messages.reply_(topic, question.told, values)
-    with pytest.raises(FrameError, match="rank 3 answered another question"):
-        messages.settle_(later, earlier, 3)
-    answer, way = messages.reply_(topic, question.told, torch.full_like(values, math.nan))
+    later = messages.request_(topic, values)
+    earlier, _ = messages.reply_(topic, request.decoded, values)
+    with pytest.raises(FrameError, match="rank 3 answered another request"):
+        messages.finish_(later, earlier, 3)
+    answer, way = messages.reply_(topic, request.decoded, torch.full_like(values, math.nan))
     assert way is None
     with pytest.raises(FrameError, match="not finite"):
-        messages.settle_(question, answer, 3)
+        messages.finish_(request, answer, 3)

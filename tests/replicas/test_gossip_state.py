@@ -20,8 +20,8 @@ def test_the_state_of_both_halves_is_saved(halved: None) -> None:
     saved = learners[0].follower.state_dict()
     later = learner_at(local_mailboxes(2)[0], scheme, 0.1).follower
     later.load_state_dict(saved)
-    kept = saved["remainders"]
-    loaded = later.state_dict()["remainders"]
+    kept = saved["modulo"]
+    loaded = later.state_dict()["modulo"]
     assert len(kept["reach"]) == 2 and any(bool(reach.any()) for reach in kept["reach"])
     assert all(torch.equal(new, old) for new, old in zip(loaded["reach"], kept["reach"], strict=True))
     assert torch.equal(loaded["last"], kept["last"])

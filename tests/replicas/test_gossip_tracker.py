@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.replicas.gossip.tracker import ChangeTracker
-from laconic.replicas.gossip.vector import ModelVector, Topic
+from laconic.replicas.change_tracker import ChangeTracker
+from laconic.replicas.pending import Subset
+from laconic.replicas.vector import ModelVector
 from laconic.trigger import Change, EveryStep, GossipTrigger, Period, TargetRate
 from tests.gossiping import Small
 
@@ -34,7 +35,7 @@ def _said(
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.001 * lr)
         groups = tracker.wants(step, lr, patiently=True)
-        tracker.note_sent_(Topic(vector, groups).num_entries)
+        tracker.note_sent_(Subset(vector, groups).num_entries)
         tracker.note_exchanged_(groups, vector.sample)
         said.append(groups)
     return said, tracker
@@ -110,7 +111,7 @@ def test_a_target_rate_is_held_while_the_learning_rate_falls(rate: float, per: s
     said, tracker = _said(TargetRate(rate=rate, per=per), steps, rates)
     vector = ModelVector(Small(), per)
     half = [
-        sum(Topic(vector, groups).num_entries for groups in part) / vector.num_entries / len(part)
+        sum(Subset(vector, groups).num_entries for groups in part) / vector.num_entries / len(part)
         for part in (said[100:350], said[350:])
     ]
     assert all(0.7 * rate < found < 1.4 * rate for found in half), half
@@ -121,14 +122,14 @@ def test_a_bar_does_not_fall_while_nothing_can_be_sent() -> None:
     model = Small()
     tracker, _ = _tracker(TargetRate(rate=0.5), model)
     assert tracker.wants(0, 0.0, patiently=True) == []
-    assert tracker.state_dict()["bar"] is None  # nothing has moved yet
+    assert tracker.state_dict()["threshold"] is None  # nothing has moved yet
     with torch.no_grad():
         model.body.weight.add_(1.0)
     tracker.wants(0, 1.0, patiently=True)
     bars = []
     for step in range(1, 40):
         tracker.wants(step, 1.0, patiently=True, held_up=step > 20)
-        bars.append(tracker.state_dict()["bar"])
+        bars.append(tracker.state_dict()["threshold"])
     assert bars[18] < bars[0] and bars[19:] == [bars[19]] * len(bars[19:])
 
 

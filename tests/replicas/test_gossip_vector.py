@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from laconic.replicas.gossip.vector import ModelVector, Owed, Topic
+from laconic.replicas.pending import PendingUpdate, Subset
+from laconic.replicas.vector import ModelVector
 from tests.gossiping import Small
 
 
@@ -35,16 +36,16 @@ def test_a_vector_reads_and_adds_groups() -> None:
     model = Small()
     vector = ModelVector(model, "tensor")
     before = vector.read()
-    topic = Topic(vector, [1, 4])
-    owed = Owed(vector)
-    owed.add_(topic, torch.ones(topic.num_entries))
-    assert torch.equal(topic.read(owed), topic.cut(before) + 1)
-    assert torch.equal(vector.read([0], owed=owed), before[: vector.groups[0].stop])  # to which nothing is owed
-    vector.add_(owed.whole, topic.groups)
+    subset = Subset(vector, [1, 4])
+    pending = PendingUpdate(vector)
+    pending.add_(subset, torch.ones(subset.num_entries))
+    assert torch.equal(subset.read(pending), subset.cut(before) + 1)
+    assert torch.equal(Subset(vector, [0]).read(pending), before[: vector.groups[0].stop])  # nothing is pending there
+    vector.move_(pending.whole, subset.groups)
     moved = vector.read() - before
-    assert torch.equal(topic.cut(moved).round(), torch.ones(topic.num_entries))
-    assert int(moved.round().sum()) == topic.num_entries
-    assert torch.equal(topic.read(), topic.cut(vector.read()))
+    assert torch.equal(subset.cut(moved).round(), torch.ones(subset.num_entries))
+    assert int(moved.round().sum()) == subset.num_entries
+    assert torch.equal(subset.read(), subset.cut(vector.read()))
     vector.write_(before)
     assert torch.equal(vector.read(), before)
 
@@ -57,9 +58,10 @@ def test_halves_may_end_amid_a_tensor_however_it_lies(halved: None) -> None:
     whole = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     assert [(group.start, group.stop) for group in vector.groups] == [(0, 148), (148, 296)]
     assert torch.equal(vector.read(), whole)
-    assert torch.equal(vector.read([0]), whole[:148]) and torch.equal(vector.read([1]), whole[148:])
-    vector.add_(torch.ones(296), [1])  # of which only what lies in that half
+    first, second = vector.groups
+    assert torch.equal(vector.read(first), whole[:148]) and torch.equal(vector.read(second), whole[148:])
+    vector.move_(torch.ones(296), [1])  # of which only what lies in that half
     assert torch.equal(vector.read(), whole + torch.cat([torch.zeros(148), torch.ones(148)]))
-    vector.add_(torch.ones(296), [0, 1])  # a tensor in both is added to once
-    assert torch.equal(vector.read([0]), whole[:148] + 1)
+    vector.move_(torch.ones(296), [0, 1])  # a tensor in both is added to once
+    assert torch.equal(vector.read(first), whole[:148] + 1)
     assert len(ModelVector(nn.Linear(1, 1, bias=False), "half").groups) == 1

@@ -6,7 +6,7 @@ import math
 import threading
 
 from laconic.exchange import Gossip
-from laconic.replicas.gossip.wait_budget import WaitBudget
+from laconic.replicas.wait_budget import WaitBudget
 
 
 class _Clock:

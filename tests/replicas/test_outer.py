@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic import (
+    Follower,
     LaconicError,
-    OuterFollower,
     OuterScheme,
     PeerError,
     Scheme,
@@ -26,6 +26,7 @@ from laconic import (
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.paths import bytes_out
+from laconic.replicas import OuterRounds, consensus
 from laconic.session import OnDrift
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
@@ -60,20 +61,20 @@ def walk(
     num_workers: int = M,
     before_step: Callable[[nn.Module, int, int], None] = wander,
     **options: Any,
-) -> list[tuple[nn.Module, OuterFollower, list[Tensor]]]:
+) -> list[tuple[nn.Module, Follower, list[Tensor]]]:
     """(model, follower, the model after each step) of virtual workers whose models wander."""
     torch.manual_seed(3)
     first = make()
 
-    def work(transport: InProcess) -> tuple[nn.Module, OuterFollower, list[Tensor]]:
+    def work(transport: InProcess) -> tuple[nn.Module, Follower, list[Tensor]]:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if [*model.parameters()] else None
-        follower = OuterFollower(model, optimizer, outer(text), transport, in_background=False, **options)  # type: ignore[arg-type]
+        follower = Follower(OuterRounds(model, optimizer, outer(text), transport, in_background=False, **options))  # type: ignore[arg-type]
         seen = []
         for number in range(steps):
             before_step(model, transport.rank, number)
             follower.step()
-            seen.append(follower.read())
+            seen.append(follower.vector.read())
         return model, follower, seen
 
     with one_core():
@@ -140,7 +141,7 @@ def test_fragments_take_turns() -> None:
     everyone = walk("streaming:every=2,fragments=2,delay=0", 1)
     body, head = (torch.stack([p(model).detach() for model, _, _ in everyone]) for p in (_body, _head))
     assert bool((body == body[0]).all()) and not bool((head == head[0]).all())
-    assert everyone[0][1].stats().turns == 1
+    assert everyone[0][1].stats().rounds == 1
 
 
 def _body(model: nn.Module) -> Tensor:
@@ -166,15 +167,15 @@ def test_a_resumed_run_ends_where_a_whole_one_does(text: str) -> None:
     ]
     second = matched(text, M, 5, first=5, load=states)
     for (a, _), (b, _) in zip(whole, second, strict=True):
-        assert torch.equal(a.follower.read(), b.follower.read())
-        assert a.follower.stats().turns == b.follower.stats().turns
+        assert torch.equal(a.follower.vector.read(), b.follower.vector.read())
+        assert a.follower.stats().rounds == b.follower.stats().rounds
 
 
 def test_a_state_is_safe_to_load(tmp_path: Any) -> None:
     state = walk("streaming:every=4,fragments=2,delay=2", 5)[0][1].state_dict()
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert loaded["under_way"] and loaded["anchor"].keys() == dict(Small().named_parameters()).keys()
+    assert loaded["pending"] and loaded["anchor"].keys() == dict(Small().named_parameters()).keys()
 
 
 def test_another_number_of_workers_keeps_anchor_and_sum_of_residuals() -> None:
@@ -190,7 +191,7 @@ def test_another_number_of_workers_keeps_anchor_and_sum_of_residuals() -> None:
     def load(transport: InProcess) -> dict[str, Any]:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        follower = OuterFollower(model, optimizer, outer(text), transport, in_background=False)
+        follower = Follower(OuterRounds(model, optimizer, outer(text), transport, in_background=False))
         follower.load_state_dict(states)
         return follower.state_dict()
 
@@ -209,7 +210,7 @@ def test_another_number_of_workers_keeps_anchor_and_sum_of_residuals() -> None:
 def test_states_are_checked() -> None:
     _, follower, _ = walk(EXACT, 1, num_workers=1)[0]
     saved = follower.state_dict()
-    with pytest.raises(StateError, match="no state of a follower in rounds"):
+    with pytest.raises(StateError, match="no state of a follower of this version"):
         follower.load_state_dict({"format": 4})
     with pytest.raises(StateError, match="a list of all 3 states"):
         follower.load_state_dict({**saved, "num_workers": 3})
@@ -217,7 +218,7 @@ def test_states_are_checked() -> None:
         follower.load_state_dict({**saved, "anchor": {}})
     late = walk("streaming:every=4,fragments=2,delay=2", 5, num_workers=1)[0][1].state_dict()
     other = walk("streaming:every=4,fragments=1,delay=2", 1, num_workers=1)[0][1]
-    with pytest.raises(StateError, match=r"rounds\(every=4,fragments=2,delay=2\) are under way"):
+    with pytest.raises(StateError, match=r"rounds\(every=4,fragments=2,delay=2\) are pending"):
         other.load_state_dict(late)
 
 
@@ -253,8 +254,8 @@ def test_a_nan_in_one_share_of_a_node_is_undone_in_all(spoils_buffer: bool) -> N
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         end = InProcess(node, across[share], 0)
-        within = InProcess(share, inside[node], 0)
-        follower = OuterFollower(model, optimizer, outer(text), end, within=within, in_background=False)
+        own_node = InProcess(share, inside[node], 0)
+        follower = Follower(OuterRounds(model, optimizer, outer(text), end, node=own_node, in_background=False))
         kept = []
         for number in range(6):
             wander(model, node, number)
@@ -267,7 +268,7 @@ def test_a_nan_in_one_share_of_a_node_is_undone_in_all(spoils_buffer: bool) -> N
             follower.step()
             memory = follower.state_dict()["session"]["memory"]["residual"]
             kept.append({name: tensor.clone() for name, tensor in memory.items()})
-        assert follower.stats().skipped_steps == 1 and bool(follower.read().isfinite().all())
+        assert follower.stats().skipped_steps == 1 and bool(follower.vector.read().isfinite().all())
         return kept
 
     with warnings.catch_warnings(), one_core():
@@ -286,17 +287,18 @@ def test_anchors_that_differ_are_told_apart(on_drift: OnDrift) -> None:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"on_drift": on_drift, "drift_every": 2}
-        follower = OuterFollower(model, optimizer, outer(EXACT), transport, in_background=False, **options)
+        policy = OuterRounds(model, optimizer, outer(EXACT), transport, in_background=False, **options)
+        follower = Follower(policy)
         said = ""
         for number in range(6):
             wander(model, transport.rank, number)
             if number == 4 and transport.rank == 1:
-                follower._fragments[0].anchor[3] += 1
+                policy.fragments[0].anchor[3] += 1
             try:
                 follower.step()
             except LaconicError as error:
                 said = str(error)
-        return follower._fragments[0].anchor, follower.read(), said
+        return policy.fragments[0].anchor, follower.vector.read(), said
 
     named = "the parameters of rank 1 are not those of ranks 0, 2"
     with warnings.catch_warnings(record=True) as caught, one_core():
@@ -318,7 +320,7 @@ def test_a_nan_that_adam_keeps_does_not_end_agreement() -> None:
     def work(transport: InProcess) -> tuple[int, Tensor]:
         model = copy.deepcopy(first)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        follower = OuterFollower(model, optimizer, outer("diloco:every=2"), transport, in_background=False)
+        follower = Follower(OuterRounds(model, optimizer, outer("diloco:every=2"), transport, in_background=False))
         for number in range(8):
             generator = torch.Generator().manual_seed(10 * number + transport.rank)
             loss = model(torch.randn(4, 30, generator=generator)).square().mean()
@@ -326,7 +328,7 @@ def test_a_nan_that_adam_keeps_does_not_end_agreement() -> None:
             (loss * (torch.nan if transport.rank == 1 and number == 2 else 1)).backward()
             optimizer.step()
             follower.step()
-        return follower.stats().skipped_steps, follower.read()
+        return follower.stats().skipped_steps, follower.vector.read()
 
     with warnings.catch_warnings(), one_core():
         warnings.simplefilter("ignore")
@@ -374,14 +376,14 @@ def test_the_average_leaves_out_a_model_that_is_not_finite() -> None:
     def work(transport: InProcess) -> Tensor:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        follower = OuterFollower(model, optimizer, outer(EXACT), transport, in_background=False)
+        follower = Follower(OuterRounds(model, optimizer, outer(EXACT), transport, in_background=False))
         wander(model, transport.rank, 0)
         if transport.rank == 1:
             with torch.no_grad():
                 _head(model)[0, 0] = torch.nan
         follower.step()
         follower.average_()
-        return follower.read()
+        return follower.vector.read()
 
     with warnings.catch_warnings(), one_core():
         warnings.simplefilter("ignore")
@@ -395,7 +397,7 @@ def test_workers_that_made_other_numbers_of_steps_hear_so() -> None:
     def work(transport: InProcess) -> str:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        follower = OuterFollower(model, optimizer, outer("local:every=9"), transport, in_background=False)
+        follower = Follower(OuterRounds(model, optimizer, outer("local:every=9"), transport, in_background=False))
         for _ in range(3 + transport.rank):
             follower.step()
         with pytest.raises(PeerError) as raised:
@@ -484,7 +486,7 @@ def _ones() -> nn.Module:
 
 def test_any_torch_optimizer_may_be_the_outer_one() -> None:
     plain = walk(EXACT, 3)
-    adam = walk(EXACT, 3, outer=lambda anchors: torch.optim.Adam(anchors, lr=1e-3))
+    adam = walk(EXACT, 3, outer_optimizer=lambda anchors: torch.optim.Adam(anchors, lr=1e-3))
     assert not torch.equal(plain[0][2][-1], adam[0][2][-1])
     state = adam[0][1].state_dict()["outer"]["state"]["body.weight"]
     assert {"exp_avg", "exp_avg_sq", "step"} <= state.keys()
@@ -507,10 +509,10 @@ def test_average_ends_with_one_model() -> None:
         learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
         for number in range(5):
             learner.drift(number)
-        assert learner.follower.consensus()[1] > 0
+        assert consensus(learner.follower)[1] > 0
         learner.follower.average_()
-        assert learner.follower.consensus()[1] == 0
-        model: Tensor = learner.follower.read()
+        assert consensus(learner.follower)[1] == 0
+        model: Tensor = learner.follower.vector.read()
         return model
 
     models = in_process(M, work)
@@ -519,9 +521,9 @@ def test_average_ends_with_one_model() -> None:
 
 def test_stats_tell_turns_and_bytes() -> None:
     stats = walk(EXACT, 6)[0][1].stats()
-    assert (stats.steps, stats.turns, stats.skipped_steps) == (6, 2, 0)
+    assert (stats.steps, stats.rounds, stats.skipped_steps) == (6, 2, 0)
     assert stats.ratio == pytest.approx(3, rel=0.1)  # buffers of the norm too
-    assert "6 steps (0 skipped), 4 workers, 2 turns" in str(stats)
+    assert "6 steps (0 skipped), 4 workers, 2 rounds" in str(stats)
 
 
 @pytest.mark.parametrize(
@@ -559,8 +561,8 @@ def test_follow_refuses_gradients_and_models_without_parameters() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SchemeError, match=r"use laconic\.attach"):
         follow(model, optimizer, "topk")
-    with pytest.raises(SchemeError, match="leave outer="):
-        follow(model, optimizer, "gossip", outer=torch.optim.SGD)
+    with pytest.raises(SchemeError, match="leave outer_optimizer="):
+        follow(model, optimizer, "gossip", outer_optimizer=torch.optim.SGD)
     with pytest.raises(SchemeError, match="no parameter"):
         walk(EXACT, 1, make=nn.ReLU, num_workers=1)
 
@@ -568,7 +570,7 @@ def test_follow_refuses_gradients_and_models_without_parameters() -> None:
 PAIRS = "noloco:every=1,quantize=none"
 
 
-def _anchor(follower: OuterFollower) -> Tensor:
+def _anchor(follower: Follower) -> Tensor:
     return torch.cat([anchor.reshape(-1) for anchor in follower.state_dict()["anchor"].values()])
 
 
@@ -673,7 +675,7 @@ def test_average_gives_workers_in_pairs_one_anchor() -> None:
         for number in range(5):
             learner.drift(number)
         learner.follower.average_()
-        return learner.follower.read(), _anchor(learner.follower)
+        return learner.follower.vector.read(), _anchor(learner.follower)
 
     first, *others = in_process(M, work)
     for model, anchor in others:
@@ -684,6 +686,6 @@ def test_average_gives_workers_in_pairs_one_anchor() -> None:
 def test_models_drift_no_further_than_a_round(text: str) -> None:
     """Every scheme of the table brings the models together again and again."""
     learners = drifted(text, M, 8)
-    together = torch.stack([learner.follower.read() for learner in learners]).double()
-    apart = torch.stack([learner.follower.read() for learner in drifted("local:every=9", M, 8)]).double()
+    together = torch.stack([learner.follower.vector.read() for learner in learners]).double()
+    apart = torch.stack([learner.follower.vector.read() for learner in drifted("local:every=9", M, 8)]).double()
     assert float((together - together.mean(0)).norm()) < 0.95 * float((apart - apart.mean(0)).norm())

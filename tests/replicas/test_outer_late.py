@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from laconic import OuterFollower, SchemeError
+from laconic import Follower, SchemeError
+from laconic.replicas import OuterRounds
 from laconic.server import listener as listening
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
@@ -83,18 +84,17 @@ class LateEnd(FaultyCollectives):
 
 def walk(
     text: str, missed: range, steps: int, load: list[dict[str, Any]] | None = None, save_at: int = -1
-) -> list[tuple[OuterFollower, list[Tensor], dict[str, Any]]]:
+) -> list[tuple[Follower, list[Tensor], dict[str, Any]]]:
     """(follower, its anchor after each step, what was saved) of virtual workers whose models wander."""
     torch.manual_seed(3)
     first = Small()
     begin = 0 if load is None else load[0]["follower"]["step"]
 
-    def work(transport: InProcess) -> tuple[OuterFollower, list[Tensor], dict[str, Any]]:
+    def work(transport: InProcess) -> tuple[Follower, list[Tensor], dict[str, Any]]:
         model = copy.deepcopy(first)
         end = LateEnd(transport, missed)
-        follower = OuterFollower(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), outer(text), end, in_background=False
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        follower = Follower(OuterRounds(model, optimizer, outer(text), end, in_background=False))
         saved: dict[str, Any] = {}
         if load is not None:
             model.load_state_dict(load[transport.rank]["model"])
@@ -114,8 +114,8 @@ def walk(
         return in_process(M, work)
 
 
-def anchor_of(follower: OuterFollower) -> Tensor:
-    return torch.cat([fragment.anchor for fragment in follower._fragments.values()])
+def anchor_of(follower: Follower) -> Tensor:
+    return torch.cat([anchor.reshape(-1) for anchor in follower.state_dict()["anchor"].values()])
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -142,9 +142,8 @@ def test_the_drift_of_a_late_worker_is_heard_in_its_next_turn(when: str) -> None
         model = copy.deepcopy(first)
         # A round of buffers, then one of the only fragment, or one of each of two.
         rounds = range(0, 3 if "fragments" in when else 2)
-        follower = OuterFollower(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), outer(text), LateEnd(transport, rounds)
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        follower = Follower(OuterRounds(model, optimizer, outer(text), LateEnd(transport, rounds)))
         wander(model, transport.rank, 0)
         drift = began - trained(model)
         for _ in range(2):
@@ -179,10 +178,10 @@ def test_what_a_late_worker_keeps_is_as_it_was_before() -> None:
 def test_a_run_that_is_saved_while_a_worker_is_late_goes_on_as_it_would_have(text: str) -> None:
     whole = walk(text, range(3, 6), 12, save_at=7)
     saved = [each for _, _, each in whole]
-    assert any(turn["unheard"] for turn in saved[LATE]["follower"]["under_way"]) or "sparse" in text
+    assert any(result["missed"] for result in saved[LATE]["follower"]["pending"]) or "sparse" in text
     resumed = walk(text, range(3, 6), 12, load=saved)
     for (follower, anchors, _), (again, anchors_again, _) in zip(whole, resumed, strict=True):
-        assert torch.equal(follower.read(), again.read()) and torch.equal(anchors[-1], anchors_again[-1])
+        assert torch.equal(follower.vector.read(), again.vector.read()) and torch.equal(anchors[-1], anchors_again[-1])
         assert follower.stats().late_rounds == again.stats().late_rounds
 
 
@@ -190,11 +189,10 @@ def test_a_late_worker_that_is_not_finite_spoils_nobody() -> None:
     torch.manual_seed(3)
     first = Small()
 
-    def work(transport: InProcess) -> OuterFollower:
+    def work(transport: InProcess) -> Follower:
         model = copy.deepcopy(first)
-        follower = OuterFollower(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), outer(EXACT), LateEnd(transport, range(0, 2))
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        follower = Follower(OuterRounds(model, optimizer, outer(EXACT), LateEnd(transport, range(0, 2))))
         for number in range(6):
             wander(model, transport.rank, number)
             if transport.rank == LATE and number == 0:
@@ -204,8 +202,8 @@ def test_a_late_worker_that_is_not_finite_spoils_nobody() -> None:
 
     with one_core(), pytest.warns(UserWarning, match="goes back to the anchor"):
         found = in_process(M, work, num_servers=1)
-    assert all(torch.equal(follower.read(), found[0].read()) for follower in found)
-    assert bool(found[0].read().isfinite().all()) and found[0].stats().turns == 2  # the second was skipped
+    assert all(torch.equal(follower.vector.read(), found[0].vector.read()) for follower in found)
+    assert bool(found[0].vector.read().isfinite().all()) and found[0].stats().rounds == 2  # the second was skipped
 
 
 def _talk(work: Callable[[ServerClient], None], *, wait_s: float = 0.05, timeout_s: float = 20) -> Listener:

@@ -21,7 +21,7 @@ def _drift(text: str, steps: int) -> tuple[Tensor, int, int]:
     for number in range(steps):
         learner.drift(number)
     learner.follower.settle()
-    found = learner.follower.read(), learner.follower.stats().bytes_out, learner.follower.stats().turns
+    found = learner.follower.vector.read(), learner.follower.stats().bytes_out, learner.follower.stats().rounds
     learner.follower.average_()
     learner.follower.close()
     return found
@@ -36,22 +36,22 @@ def test_processes_and_virtual_workers_agree_on_the_same_numbers(four_workers: W
     adds_floats = (laconic.parse(text).exchange.adds_in_flight and not adds_integers) or "warmup" in text
     for follower, (model, bytes_out, turns) in zip(here, there, strict=True):
         follower.settle()
-        assert turns == follower.stats().turns and bytes_out == follower.stats().bytes_out
+        assert turns == follower.stats().rounds and bytes_out == follower.stats().bytes_out
         if adds_floats:
-            assert torch.allclose(follower.read(), model, atol=1e-3)  # 16 bits of a drift of 0.1
+            assert torch.allclose(follower.vector.read(), model, atol=1e-3)  # 16 bits of a drift of 0.1
         else:
-            assert torch.equal(follower.read(), model)
+            assert torch.equal(follower.vector.read(), model)
 
 
 def _in_nodes(text: str, steps: int, on_host: bool) -> tuple[Tensor, int]:
     """Two nodes of two processes, which make the same steps inside a node."""
     rank = dist.get_rank()
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    learner = Learner(text, rank // 2, partial(laconic.follow, within=nodes[rank // 2], on_host=on_host), 0.1)
+    learner = Learner(text, rank // 2, partial(laconic.follow, node_group=nodes[rank // 2], on_host=on_host), 0.1)
     for number in range(steps):
         learner.drift(number)
     learner.follower.settle()
-    found = learner.follower.read(), learner.follower.stats().bytes_out
+    found = learner.follower.vector.read(), learner.follower.stats().bytes_out
     learner.follower.close()
     return found
 
@@ -75,7 +75,7 @@ def _other_outer() -> str:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        laconic.follow(model, optimizer, "local", outer=lambda anchors: torch.optim.SGD(anchors, lr=rate))
+        laconic.follow(model, optimizer, "local", outer_optimizer=lambda anchors: torch.optim.SGD(anchors, lr=rate))
     except laconic.SchemeError as error:
         return str(error)
     return ""
@@ -83,8 +83,8 @@ def _other_outer() -> str:
 
 def test_ranks_that_give_other_outer_optimizers_are_told(four_workers: WorkerPool) -> None:
     said = four_workers.run(_other_outer)
-    assert said[0] == "rank 2 gave another outer=; give the same optimizer on all ranks"
-    assert said[2] == "rank 0 gave another outer=; give the same optimizer on all ranks"
+    assert said[0] == "rank 2 gave another outer_optimizer=; give the same one on all ranks"
+    assert said[2] == "rank 0 gave another outer_optimizer=; give the same one on all ranks"
 
 
 def _end_early(text: str) -> str:

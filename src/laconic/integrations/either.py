@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.adapters import Attached, Following, follow_others, unwrapped
+from laconic.adapters import Attached, follow_others, unwrapped
 from laconic.api import attach
 from laconic.recipes import parse
+from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
 
-Either = Attached | Following
+Either = Attached | Follower
 
 
 def attach_or_follow(

@@ -24,9 +24,7 @@ from laconic.planning.link_costs import slowest
 from laconic.planning.penalties import kind_of, optimizer_name
 from laconic.planning.rehearsals import measure_exchanges
 from laconic.recipes import parse
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
-from laconic.replicas.outer.fragments import bucket_layouts, trained_of
+from laconic.replicas import Follower, bucket_layouts
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
@@ -203,7 +201,7 @@ class AutoSession(SavedTogether):
         self._adapter.close()
 
 
-class AutoFollower(SavedTogether):
+class AutoFollower(Follower):
     """What follow(model, optimizer, "auto") returns: averages at first, and after the first of them what pays."""
 
     def __init__(
@@ -211,9 +209,10 @@ class AutoFollower(SavedTogether):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: ProcessGroup,
-        make: Callable[[str], Follower | OuterFollower],
+        make: Callable[[str], Follower],
         device: torch.device,
     ) -> None:
+        super().__init__(make(_FIRST_DRIFT).policy)
         self.plan: Plan | None = None  # once there is one
         self.everyone = Everyone(group)
         self._model = model
@@ -221,17 +220,10 @@ class AutoFollower(SavedTogether):
         self._group = group
         self._make = make
         self._device = device
-        self._follower = make(_FIRST_DRIFT)
         self._choice: str | None = None
-        self._begin_at = self._follower.read()
-        self._steps = 0
+        self._begin_at = self.vector.read()
         self._left_at = time.perf_counter()
         self._alone_s: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._follower, name)  # all that is not of choosing
 
     def step(self) -> None:
         """Count a step; after the first agreement, plan, and go on under the choice."""
@@ -239,8 +231,7 @@ class AutoFollower(SavedTogether):
             torch.cuda.synchronize(self._device)  # a plan needs each step's own time; later many even out
         self._alone_s.append(time.perf_counter() - self._left_at)
         del self._alone_s[:-_RECENT]
-        self._follower.step()
-        self._steps += 1
+        super().step()
         if self._choice is None and self._steps == _steps_of(_FIRST_DRIFT):
             self._plan()
         self._left_at = time.perf_counter()
@@ -266,38 +257,34 @@ class AutoFollower(SavedTogether):
 
     def _drifts(self) -> list[tuple[Layout, Tensor]]:
         """How far the model came since the beginning, in buckets."""
-        drift = (self._begin_at - self._follower.read()).to(self._device)
-        found = []
+        drift = (self._begin_at - self.vector.read()).to(self._device)
+        drifts = []
         start = 0
-        for layout in bucket_layouts(trained_of(self._model)):
-            found.append((layout, drift[start : start + layout.num_entries].clone()))
+        for layout in bucket_layouts(self.vector.parameter_spans):
+            drifts.append((layout, drift[start : start + layout.num_entries].clone()))
             start += layout.num_entries
-        return found
+        return drifts
 
     def _turn_to(self, text: str) -> None:
         self._choice = text
-        self._follower.close()
-        self._follower = self._make(text)
+        self.policy.close()
+        self._begin(self._make(text).policy)
         self._alone_s = []
 
     def advice(self) -> str:
         """One line where steps have become so slow that another scheme would pay now; else nothing."""
-        stats = self._follower.stats()
+        stats = self.stats()
         waited = stats.seconds["exchange"] / stats.steps_here
         return _advice(self.plan, self._choice, [alone_s + waited for alone_s in self._alone_s])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"auto": self._choice, "chosen": self._follower.state_dict()}
+        return {**super().state_dict(), "auto": self._choice}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        choice, states = _chosen(saved)
+        choice, _ = _chosen(saved)
         if choice is not None and choice != self._choice:
             self._turn_to(choice)
-        self._follower.load_state_dict(states)
-        self._steps = self._follower.stats().steps
-
-    def close(self) -> None:
-        self._follower.close()
+        super().load_state_dict(saved)
 
 
 def _compute(
@@ -320,11 +307,11 @@ def _steps_of(text: str) -> int:
 
 
 def _chosen(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:
-    """(the choice, None if it was open, and the states under it)."""
+    """(the choice, None if it was open, and a session's states under it)."""
     states = [saved] if isinstance(saved, Mapping) else list(saved)
     if not states or any("auto" not in state for state in states):
         raise StateError(f"the state is of another scheme; {_AGREED_ON}")
-    chosen = [state["chosen"] for state in states]
+    chosen = [state.get("chosen") for state in states]
     return states[0]["auto"], chosen[0] if isinstance(saved, Mapping) else chosen
 
 
@@ -353,4 +340,6 @@ def _say(rank: int, text: str) -> None:
 def check_auto(*given: object) -> None:
     """SchemeError where an option leaves auto no choice."""
     if any(given):
-        raise SchemeError("auto chooses among what workers do by themselves; leave servers=, outer= and within= out")
+        raise SchemeError(
+            "auto chooses among what workers do by themselves; leave servers=, outer_optimizer= and node_group= out"
+        )

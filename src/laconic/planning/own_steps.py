@@ -22,7 +22,7 @@ from laconic.planning.answer import Plan
 from laconic.planning.candidates import Candidate, candidate
 from laconic.planning.compute import Compute
 from laconic.planning.link_costs import meet, slowest
-from laconic.replicas.outer.fragments import bucket_layouts
+from laconic.replicas import bucket_layouts
 from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group
 
@@ -194,7 +194,8 @@ class OwnSteps:
         by_name = {self._names[p]: gradient for p, gradient in self._gradient.items()}
         shapes = {name: p.shape for p, name in self._names.items()}
         found = []
-        for layout in self._layouts or bucket_layouts({name: p for p, name in reversed(self._names.items())}):
+        backwards = Layout.of(list(reversed(shapes)), list(reversed(shapes.values())))
+        for layout in self._layouts or bucket_layouts(backwards.spans):
             parts = [by_name.get(name, torch.zeros(shapes[name].numel(), device=self._device)) for name in layout.names]
             found.append((layout, torch.cat(parts)))
         return found
