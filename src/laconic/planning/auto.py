@@ -61,9 +61,9 @@ class AutoSession(SavedTogether):
         self._choice: str | None = None  # None while it is open
         self._next: str | None = None  # what the next step begins with
         self._plain_s = 0.0  # of a step under bf16
-        self._landed_at = 0.0  # when the last step's gradient was there
+        self._applied_at = 0.0  # when the last step's gradient was there
         self._begin()
-        HookSwitch.of(ddp).listener = self._heard
+        HookSwitch.of(ddp).listener = self._submit
 
     def _adapted(self, named: Mapping[str, Tensor], text: str, **options: Any) -> DdpAdapter:
         """An adapter under the scheme that a text names."""
@@ -75,45 +75,45 @@ class AutoSession(SavedTogether):
         self._arrivals: list[float] = []  # of this step's buckets, since the last step's gradient was there
         self._arrivals_by_step: list[list[float]] = []
         self._step_s: list[float] = []
-        self._under_way: list[Future[Tensor]] = []
+        self._in_flight: list[Future[Tensor]] = []
         self._gradients: list[tuple[Layout, Tensor]] = []
 
-    def _heard(self, bucket: GradBucket) -> Future[Tensor]:
+    def _submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Pass a bucket on, and note when it came; before the last one of a certain step, plan."""
         if not self._arrivals and self._next is not None:
             self._turn_to(self._next)
         plans = self._choice is None and self._steps == _PLANS_AT
         if self._choice is None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # when it is there, not when it was asked for
-        self._arrivals.append(time.perf_counter() - self._landed_at)
+        self._arrivals.append(time.perf_counter() - self._applied_at)
         if plans:
             parameters = bucket.parameters()
             layout = Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
             self._gradients.append((layout, bucket.buffer().detach().float().clone()))
         if plans and bucket.is_last():
             self._plan()
-        landed = self._adapter.submit(bucket)
-        self._under_way.append(landed)
+        outcome = self._adapter.submit(bucket)
+        self._in_flight.append(outcome)
         if bucket.is_last():
-            self._end_step(landed)
-        return landed
+            self._end_step(outcome)
+        return outcome
 
     def _end_step(self, last: Future[Tensor]) -> None:
-        begun_at = self._landed_at
+        begun_at = self._applied_at
         settled = self._steps >= _UNSETTLED
         if settled and self._choice is None:
             self._arrivals_by_step.append(self._arrivals)
         steps_s = self._step_s
 
-        def landed(_: Future[Tensor]) -> None:
-            self._landed_at = time.perf_counter()
+        def note_applied(_: Future[Tensor]) -> None:
+            self._applied_at = time.perf_counter()
             if settled:
-                steps_s.append(self._landed_at - begun_at)
+                steps_s.append(self._applied_at - begun_at)
                 del steps_s[:-_RECENT]
 
-        last.add_done_callback(landed)
+        last.add_done_callback(note_applied)
         self._arrivals = []
-        self._under_way = []
+        self._in_flight = []
         self._steps += 1
         if self._steps == _JUDGES_AT and self._plain_s:
             last.wait()
@@ -121,10 +121,9 @@ class AutoSession(SavedTogether):
 
     def _plan(self) -> None:
         """Measure and choose, between two buckets, when nothing is on its way."""
-        for landed in self._under_way:
-            landed.wait()
-        asked = [candidate(text) for text in AUTOMATIC]
-        asked = [one for one in asked if one.scheme.of_what == "gradients"]
+        for outcome in self._in_flight:
+            outcome.wait()
+        candidates = [each for each in map(candidate, AUTOMATIC) if each.scheme.of_what == "gradients"]
         # Who trains what is not known here; most train transformers so.
         optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
@@ -133,7 +132,7 @@ class AutoSession(SavedTogether):
             # The optimizer's step, forward and backward lie between two exchanges.
             compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
             measured = measure_exchanges(
-                asked, self._gradients, self._model, optimizer, compute, self.transport, self._group
+                candidates, self._gradients, self._model, optimizer, compute, self.transport, self._group
             )
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
         measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
@@ -239,14 +238,13 @@ class AutoFollower(Follower):
     def _plan(self) -> None:
         """Measure and choose; after an agreement all models are the same."""
         drift = self._drifts()
-        asked = [candidate(text) for text in AUTOMATIC]
-        asked = [one for one in asked if one.scheme.of_what != "gradients"]
+        candidates = [each for each in map(candidate, AUTOMATIC) if each.scheme.of_what != "gradients"]
         transport = Group(own_group(self._group, self._device), self._device)
         try:
             alone_s = slowest(transport, statistics.median(self._alone_s[_UNSETTLED:]))
             compute = _compute(alone_s, [alone_s] * len(drift), drift, self._device)
             measured = measure_exchanges(
-                asked, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
+                candidates, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
             )
         finally:
             transport.close()
@@ -326,10 +324,10 @@ def _advice(plan: Plan | None, choice: str | None, step_s: Sequence[float]) -> s
     waits_ms = max(row.waits_ms, 0.01 * row.step_ms)
     rate = plan.measured.links.bits_per_s * waits_ms / (waits_ms + now_ms - row.step_ms)
     other = plan.what_if(bits_per_s=rate)
-    said = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
+    slower = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
     if other.pick == choice:
-        return f"{said}; {choice} still seems best; see `laconic doctor`"
-    return f"{said}; if the links have become slower, {other.pick} would pay now: {other.line}"
+        return f"{slower}; {choice} still seems best; see `laconic doctor`"
+    return f"{slower}; if the links have become slower, {other.pick} would pay now: {other.line}"
 
 
 def _say(rank: int, text: str) -> None:

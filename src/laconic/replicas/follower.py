@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +15,8 @@ from laconic.replicas.gossip import GossipPolicy, MatchedGossip
 from laconic.replicas.policy import Policy
 from laconic.replicas.rounds import OuterRounds
 from laconic.replicas.state import State, header, states_of
-from laconic.replicas.stats import FollowerStats
-from laconic.replicas.vector import ModelVector
 from laconic.scheme import GossipScheme, OuterScheme
-from laconic.session import PHASES, SavedTogether
+from laconic.session import PHASES, SavedTogether, Stats
 from laconic.transport import ring_bytes
 
 _GOSSIP: dict[str, type[GossipPolicy]] = {
@@ -26,6 +25,39 @@ _GOSSIP: dict[str, type[GossipPolicy]] = {
     "paired": PairedGossip,
     "matched": MatchedGossip,
 }
+
+
+@dataclass(frozen=True)
+class FollowerStats(Stats):
+    """One worker's account; `seconds` is what its training thread spent, in `exchange`.
+
+    `skipped_steps` are rounds in which some worker's drift was not finite: nobody who heard of it moved by them.
+    """
+
+    rounds: int = 0  # outer: fragments whose result was applied
+    late_rounds: int = 0  # of those, agreed on without this worker, whose drift came too late and went later
+    waited_s: float = 0.0  # outer: for results that had not come when they were due
+    background_s: dict[str, float] = field(default_factory=dict)  # outer: by phase, while training went on
+    asked: int = 0  # gossip: exchanges that this worker began, and were answered
+    answered: int = 0  # gossip: exchanges that a peer began
+    refused: int = 0  # gossip: exchanges left out because one side's model was not finite
+    late: int = 0  # gossip: answers that took longer than the patience; they count when they come
+    lost: dict[int, str] = field(default_factory=dict)  # gossip: peers that have died, and what was seen of it
+
+    def __str__(self) -> str:
+        steps = self.steps_here
+        ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
+        gone = f"; without rank {', '.join(map(str, sorted(self.lost)))}" if self.lost else ""
+        exchanges = f"{self.rounds} rounds" + (f" ({self.late_rounds} without it)" if self.late_rounds else "")
+        if self.asked or self.answered:
+            exchanges = f"{self.asked} exchanges asked and {self.answered} answered"
+        passes = f", {self.passes:.2f} passes over the model a step" if self.passes else ""
+        return (
+            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers{gone}, "
+            f"{exchanges}, {self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step "
+            f"({ratio}); {1e3 * self.seconds['exchange'] / steps:.2f} ms a step in the training thread, of which "
+            f"{1e3 * self.waited_s / steps:.2f} waiting; {self.kernels} kernels{passes}"
+        )
 
 
 class Follower(SavedTogether):
@@ -38,34 +70,19 @@ class Follower(SavedTogether):
         policy: One of `OuterRounds`, `MatchedGossip`, `FreeGossip` and `PairedGossip`.
     """
 
-    policy: Policy
-
     def __init__(self, policy: Policy) -> None:
         self._begin(policy)
 
     def _begin(self, policy: Policy) -> None:
         """Count anew, under this policy."""
         self.policy = policy
+        self.scheme = policy.scheme
+        self.vector = policy.vector  # the model as one vector
+        self.rank = policy.rank
+        self.num_workers = policy.num_workers
         self._steps = 0
         self._first_step = 0  # since a state was loaded: what is counted begins there
         self._seconds = 0.0
-
-    @property
-    def scheme(self) -> OuterScheme | GossipScheme:
-        return self.policy.scheme
-
-    @property
-    def vector(self) -> ModelVector:
-        """The model as one vector."""
-        return self.policy.vector
-
-    @property
-    def rank(self) -> int:
-        return self.policy.rank
-
-    @property
-    def num_workers(self) -> int:
-        return self.policy.num_workers
 
     @property
     def error(self) -> BaseException | None:
@@ -75,7 +92,7 @@ class Follower(SavedTogether):
     def step(self) -> None:
         """Apply what is due, send what is due, and wait as the scheme says."""
         self._check_open()
-        self.policy.check_alive()
+        self.policy.raise_error()
         start = time.perf_counter()
         self._steps += 1
         self.policy.apply_due_(self._steps)

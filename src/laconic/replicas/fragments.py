@@ -11,18 +11,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.layout import Bucket, Layout, Span
-from laconic.replicas.state import State
+from laconic.replicas.state import State, on_host
 from laconic.replicas.vector import ModelVector, Part
 
 _BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is selected and encoded
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which of the processes of a node this one is."""
-
-    number: int = 0
-    among: int = 1
 
 
 class Fragment:
@@ -30,30 +22,27 @@ class Fragment:
 
     The anchor is float32 whatever the model's type, and equal on all workers, bit for bit, but where they agree in
     pairs: there each has its own. It lies in one piece at `home`, beside the model or on the host. Of a node of several
-    processes each exchanges its `share`, at `own`.
+    processes each exchanges its share, at `own`.
     """
 
-    def __init__(self, vector: ModelVector, spans: Sequence[Span], home: torch.device, share: Share) -> None:
+    def __init__(
+        self, vector: ModelVector, spans: Sequence[Span], home: torch.device, share: int, num_shares: int
+    ) -> None:
         start, stop = spans[0].start, spans[-1].stop
         self._vector = vector
         self.part = Part(start, stop, stop - start)
-        self.names = [span.name for span in spans]
         self._layout = vector.layout_of(self.part)
-        shares = divided(self._layout.spans, share.among)
-        self._bucket_layouts = bucket_layouts(shares[share.number])
-        own_start = sum(span.num_entries for spans in shares[: share.number] for span in spans)
+        shares = divided(self._layout.spans, num_shares)
+        self._bucket_layouts = bucket_layouts(shares[share])
+        own_start = sum(span.num_entries for spans in shares[:share] for span in spans)
         self.own = slice(own_start, own_start + sum(layout.num_entries for layout in self._bucket_layouts))
         self.anchor = torch.empty(stop - start, device=home)
-        self.anchors = self.views(self.anchor)  # by parameter
+        self.anchors = self.views(self.anchor)
         self.anchor.copy_(self.read())
 
-    @property
-    def num_entries(self) -> int:
-        return self.anchor.numel()
-
-    def views(self, flat: Tensor) -> list[Tensor]:
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A vector like the anchor, by parameter."""
-        return [flat[span.start : span.stop].view(span.shape) for span in self._layout.spans]
+        return {span.name: flat[span.start : span.stop].view(span.shape) for span in self._layout.spans}
 
     def read(self) -> Tensor:
         """The model as it is, in float32, where the anchor is."""
@@ -62,18 +51,6 @@ class Fragment:
     def drift(self, now: Tensor) -> Tensor:
         """How far the model has come from the anchor, as the model's own type has that."""
         return self._vector.rounded(self.anchor, self.part) - now
-
-    def write_(self, values: Tensor) -> None:
-        """Overwrite the model."""
-        self._vector.write_(values, self.part)
-
-    def add_(self, values: Tensor) -> None:
-        """Move the model by this."""
-        self._vector.add_(values, self.part)
-
-    def mix_(self, values: Tensor, kept: float) -> None:
-        """x = kept*x + (1-kept)*values."""
-        self._vector.mix_(values, kept, self.part)
 
     def buckets(self, flat: Tensor) -> list[Bucket]:
         """What of a vector like the anchor this process exchanges, cut for a session."""
@@ -114,10 +91,8 @@ class PendingRound:
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved, once its exchange is over."""
-        numbers = {"fragment": self.fragment, "due": self.due, "is_delayed": self.is_delayed}
-        vectors = {"mean": self.mean, "sent": self.sent, "buffers": self.buffers}
-        on_host = {name: None if vector is None else vector.to("cpu", copy=True) for name, vector in vectors.items()}
-        return {**numbers, **on_host, "missed": [list(span) for span in self.missed]}
+        kept = ("fragment", "due", "is_delayed", "mean", "sent", "buffers")
+        return {**on_host({name: getattr(self, name) for name in kept}), "missed": [list(span) for span in self.missed]}
 
     @classmethod
     def of(cls, saved: State, device: torch.device) -> PendingRound:
@@ -126,10 +101,12 @@ class PendingRound:
         return cls(**fields)
 
 
-def fragments_of(vector: ModelVector, count: int, home: torch.device, share: Share) -> dict[int, Fragment]:
+def fragments_of(
+    vector: ModelVector, count: int, home: torch.device, share: int, num_shares: int
+) -> dict[int, Fragment]:
     """The parameters in so many fragments, but for empty ones, by number."""
     parts = divided(vector.parameter_spans, count)
-    return {number: Fragment(vector, spans, home, share) for number, spans in enumerate(parts) if spans}
+    return {number: Fragment(vector, spans, home, share, num_shares) for number, spans in enumerate(parts) if spans}
 
 
 def divided(spans: Sequence[Span], count: int) -> list[list[Span]]:

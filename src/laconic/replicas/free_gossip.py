@@ -56,10 +56,6 @@ class FreeGossip(GossipPolicy):
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
         self.end.listen(self._serve, self._served)
 
-    def check_alive(self) -> None:
-        if self.error is not None:
-            raise self.error
-
     def send_due(self, step: int) -> None:
         self._wait_budget.note_trained_()
         self._exchange(step - 1)

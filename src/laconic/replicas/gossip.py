@@ -16,7 +16,7 @@ from laconic.replicas.change_tracker import ChangeTracker
 from laconic.replicas.entry_messages import EntryMessages
 from laconic.replicas.messages import GroupMessages, MessageWriter, refusal
 from laconic.replicas.modulo_messages import ModuloMessages
-from laconic.replicas.momentum import Momentum, QuasiGlobalMomentum
+from laconic.replicas.momentum import QuasiGlobalMomentum
 from laconic.replicas.pending import PendingUpdate, Subset
 from laconic.replicas.policy import Policy
 from laconic.replicas.state import State
@@ -46,7 +46,7 @@ class GossipPolicy(Policy):
     ) -> None:
         pattern = scheme.exchange
         check_peers(pattern.peers, end.num_workers)
-        in_halves = pattern.mode == "paired" and not scheme.chooses
+        in_halves = pattern.mode == "paired" and not scheme.selects
         self.scheme = scheme
         self.end = end
         self.rank = end.rank
@@ -57,7 +57,7 @@ class GossipPolicy(Policy):
         self.messages = _message_writer(scheme, self.vector, end)
         self.tracker = ChangeTracker(scheme.trigger, self.vector, pattern.seed, end.rank)
         self._optimizer = optimizer
-        self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else Momentum()
+        self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
         self.asked = self.answered = self.refused = self.late = 0
@@ -71,7 +71,8 @@ class GossipPolicy(Policy):
         groups = sorted(self._pending.groups)
         moved = self.vector.move_(self._pending.whole, groups)
         self._pending.groups = set()
-        self._momentum.follow_(moved, self.tracker.gap(groups), self.tracker.lr_share)
+        if self._momentum is not None:
+            self._momentum.follow_(moved, self.tracker.gap(groups), self.tracker.lr_share)
         self.tracker.note_exchanged_(groups, self.messages.sample)
 
     def average_(self, step: int) -> None:
@@ -144,9 +145,6 @@ class MatchedGossip(GossipPolicy):
     """
 
     end: Collectives
-
-    def check_alive(self) -> None:
-        """Nothing runs in another thread."""
 
     def apply_due_(self, step: int) -> None:
         """Nothing is ever pending between two steps."""
@@ -226,6 +224,6 @@ def _message_writer(scheme: GossipScheme, vector: ModelVector, end: Transport | 
     quantize = scheme.quantize
     if is_residue(quantize):
         return ModuloMessages(vector, quantize, scheme.exchange.seed, end.rank)
-    if scheme.chooses:
+    if scheme.selects:
         return EntryMessages(vector, quantize, scheme.select, end.num_workers)
     return GroupMessages(vector, quantize)

@@ -6,17 +6,7 @@ from torch import Tensor
 _LEAST_LR_SHARE = 0.01  # of the largest so far: below, update/lr says more of where a model was than will be
 
 
-class Momentum:
-    """Momentum that stays this worker's own."""
-
-    def follow_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
-        """Overwrite the momenta of parameters that were moved, here none: (parameter or buffer, update) of each.
-
-        `gap` is how many steps the updates are about, `lr_share` the learning rate over the largest so far.
-        """
-
-
-class QuasiGlobalMomentum(Momentum):
+class QuasiGlobalMomentum:
     """v -= (1 - mu^g)/g * update/lr, where SGD does v = mu*v + gradient, x -= lr*v, and after g steps x += update.
 
     So what peers do to a model counts as steps that it made, and two momenta draw near to each other as the models do,
@@ -30,6 +20,10 @@ class QuasiGlobalMomentum(Momentum):
 
     @torch.no_grad()
     def follow_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
+        """Overwrite the momenta of parameters that were moved: (parameter or buffer, update) of each.
+
+        `gap` is how many steps the updates are about, `lr_share` the learning rate over the largest so far.
+        """
         if not isinstance(self._optimizer, torch.optim.SGD) or lr_share < _LEAST_LR_SHARE:
             return
         updates = {id(tensor): update for tensor, update in moved}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.host import end_to_end
 from laconic.replicas.vector import ModelVector, Part
 
 
@@ -30,18 +29,13 @@ class Subset:
 
     def read(self, pending: PendingUpdate | None = None) -> Tensor:
         """A float32 copy of the model's values, with the pending update."""
-        out = self.vector.empty(self.num_entries) if self.out is None else self.out
+        out = self.vector.empty(sum(part.num_entries for part in self._parts)) if self.out is None else self.out
         start = 0
         for k, part in zip(self.groups, self._parts, strict=True):
             addend = pending.whole[part.start : part.stop] if pending is not None and k in pending.groups else None
             self.vector.read(part, out=out[start : start + part.num_entries], addend=addend)
             start += part.num_entries
         return out
-
-    def cut(self, flat: Tensor) -> Tensor:
-        """The values in a vector of the whole model; a view of it, if they are one group."""
-        pieces = [flat[part.start : part.stop] for part in self._parts]
-        return pieces[0] if len(pieces) == 1 else end_to_end(pieces)
 
     def add_into_(self, flat: Tensor, update: Tensor, filled: Collection[int]) -> None:
         """Add to the `filled` groups of a vector of the whole model; of others overwrite what is there."""
@@ -64,10 +58,7 @@ class EntrySubset(Subset):
         return self.positions.numel()
 
     def read(self, pending: PendingUpdate | None = None) -> Tensor:
-        return self.cut(Subset(self.vector, self.groups, self.out).read(pending))
-
-    def cut(self, flat: Tensor) -> Tensor:
-        return flat.index_select(0, self.positions)
+        return super().read(pending).index_select(0, self.positions)
 
     def add_into_(self, flat: Tensor, update: Tensor, filled: Collection[int]) -> None:
         if not filled:

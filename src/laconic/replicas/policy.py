@@ -23,9 +23,10 @@ class Policy(ABC):
     error: BaseException | None = None  # what went wrong in another thread
     closed = False
 
-    @abstractmethod
-    def check_alive(self) -> None:
+    def raise_error(self) -> None:
         """Raise what went wrong in another thread."""
+        if self.error is not None:
+            raise self.error
 
     @abstractmethod
     def apply_due_(self, step: int) -> None:

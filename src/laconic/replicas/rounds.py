@@ -15,9 +15,9 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
-from laconic.replicas.fragments import Fragment, PendingRound, Share, fragments_of
+from laconic.replicas.fragments import Fragment, PendingRound, fragments_of
 from laconic.replicas.policy import Policy
-from laconic.replicas.state import State, load_optimizer, save_optimizer
+from laconic.replicas.state import State, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
@@ -75,16 +75,17 @@ class OuterRounds(Policy):
         self._transport = transport
         self._node = node
         self._home = home or self.vector.device
-        share = Share() if node is None else Share(node.rank, node.num_workers)
-        self.fragments = fragments_of(self.vector, scheme.when.fragments, self._home, share)
-        anchors = [anchor for fragment in self.fragments.values() for anchor in fragment.anchors]
+        share, num_shares = (0, 1) if node is None else (node.rank, node.num_workers)
+        self.fragments = fragments_of(self.vector, scheme.when.fragments, self._home, share, num_shares)
+        self._anchors = {
+            name: anchor for fragment in self.fragments.values() for name, anchor in fragment.anchors.items()
+        }
         self._agreed = self._read_buffers()  # what all had after their last round
-        self._optimizer = (outer_optimizer or scheme.then.optimizer)(anchors)
+        self._optimizer = (outer_optimizer or scheme.then.optimizer)(list(self._anchors.values()))
         # Residuals are as before a round that is skipped: the drift goes again, since the anchor has not moved.
         self._session = Session(scheme.exchanged, transport, undoes=True)
         every = 0 if scheme.exchange.in_pairs else drift_every
-        named = dict(zip(self._names, anchors, strict=True))
-        self._replicas = Replicas(named, transport, every=every, on_drift=on_drift)
+        self._replicas = Replicas(self._anchors, transport, every=every, on_drift=on_drift)
         self._background = Background(self._session, self._home) if in_background else None
         self._pending: deque[PendingRound] = deque()
         self._alike = True  # whether all models are known to be the same
@@ -102,15 +103,11 @@ class OuterRounds(Policy):
     def error(self) -> BaseException | None:  # type: ignore[override]
         return self._background.error if self._background else None
 
-    @property
-    def _names(self) -> list[str]:
-        return [name for fragment in self.fragments.values() for name in fragment.names]
-
     def _read_buffers(self) -> Tensor:
         buffers = self.vector.buffers
         return self.vector.read(buffers, out=torch.empty(buffers.num_entries, device=self._home))
 
-    def check_alive(self) -> None:
+    def raise_error(self) -> None:
         if self.error is not None:
             self._fail()
 
@@ -185,7 +182,7 @@ class OuterRounds(Policy):
             raise
         for fragment, anchor in zip(self.fragments.values(), before, strict=True):
             if not torch.equal(fragment.anchor, anchor):
-                fragment.add_(fragment.anchor - anchor)  # the model goes with it: its drift stays
+                self.vector.add_(fragment.anchor - anchor, fragment.part)  # the model goes with it: its drift stays
 
     def _wait_for_all(self) -> None:
         """Wait until nothing is in flight, since two threads must not send at once; results stay where they are."""
@@ -244,34 +241,34 @@ class OuterRounds(Policy):
         before = fragment.anchor.clone() if result.missed else fragment.anchor
         self._step_anchor_(fragment, result.mean)
         if result.sent is not None:
-            fragment.add_(fragment.anchor - result.sent)
+            self.vector.add_(fragment.anchor - result.sent, fragment.part)
         elif result.is_delayed and self.scheme.when.mix:
-            fragment.mix_(fragment.anchor, self.scheme.when.mix)
+            self.vector.mix_(fragment.anchor, self.scheme.when.mix, fragment.part)
         else:
-            fragment.write_(fragment.anchor)  # equal on all workers, bit for bit, but for those in pairs
+            self.vector.write_(fragment.anchor, fragment.part)  # equal on all workers, but for those in pairs
         if result.missed:
             moved = fragment.read()
             for start, stop in result.missed:  # its drift came too late, stays as it is, and goes in its next round
                 inside = slice(start, stop)
                 moved[inside] = now[inside] + (fragment.anchor[inside] - before[inside])
-            fragment.write_(moved)
+            self.vector.write_(moved, fragment.part)
         if result.buffers is not None:
             self.vector.write_(result.buffers, self.vector.buffers)
             self._agreed = result.buffers
 
     def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
         gradient = self.scheme.then.gradient(fragment.anchor, mean)
-        for anchor, view in zip(fragment.anchors, fragment.views(gradient), strict=True):
-            anchor.grad = view
+        for name, view in fragment.views(gradient).items():
+            fragment.anchors[name].grad = view
         self._optimizer.step()
-        for anchor in fragment.anchors:
+        for anchor in fragment.anchors.values():
             anchor.grad = None
 
     def _heal_(self) -> None:
         """Take a model that is not finite back to where all agreed, without what its optimizer keeps of that."""
         nonfinite = [fragment for fragment in self.fragments.values() if not kernels.all_finite(fragment.read())]
         for fragment in nonfinite:
-            fragment.write_(fragment.anchor)
+            self.vector.write_(fragment.anchor, fragment.part)
         has_bad_buffers = not kernels.all_finite(self._read_buffers())
         if has_bad_buffers:
             self.vector.write_(self._agreed, self.vector.buffers)
@@ -353,16 +350,12 @@ class OuterRounds(Policy):
             "rounds": self._num_rounds,
             "skipped": self._num_skipped,
             "late_rounds": self._num_late,
-            "anchor": {name: anchor.to("cpu", copy=True) for name, anchor in self._named_anchors().items()},
-            "buffers": self._agreed.to("cpu", copy=True),
-            "outer": save_optimizer(self._optimizer, self._names),
+            "anchor": on_host(self._anchors),
+            "buffers": on_host(self._agreed),
+            "outer": on_host(self._optimizer.state_dict()),  # by place, which is that of the anchors
             "session": self._session.state_dict(),
             "pending": [result.state_dict() for result in self._pending],
         }
-
-    def _named_anchors(self) -> dict[str, Tensor]:
-        fragments = self.fragments.values()
-        return dict(zip(self._names, [anchor for f in fragments for anchor in f.anchors], strict=True))
 
     def load_state_dict(self, states: Sequence[State], own: State | None) -> None:
         """Go on from this rank's state, or from the first one's where the number of workers is another one.
@@ -384,13 +377,13 @@ class OuterRounds(Policy):
             raise StateError(f"the state is of {own['scheme']}; resume with that scheme")
         if own["pending"] and own["trigger"] != write_part("trigger", self.scheme.when):
             raise StateError(f"results of trigger={own['trigger']} are pending in the state; resume with that trigger")
-        anchors = self._named_anchors()
-        if {name: anchor.shape for name, anchor in own["anchor"].items()} != {n: a.shape for n, a in anchors.items()}:
+        shapes, saved_shapes = ({n: a.shape for n, a in each.items()} for each in (self._anchors, own["anchor"]))
+        if list(shapes.items()) != list(saved_shapes.items()):
             raise StateError("the state is of another model; load the state of the same model")
-        for name, anchor in anchors.items():
+        for name, anchor in self._anchors.items():
             anchor.copy_(own["anchor"][name])
         self._agreed = own["buffers"].to(self._home)
-        load_optimizer(self._optimizer, self._names, own["outer"])
+        self._optimizer.load_state_dict(own["outer"])
         self._session.load_state_dict([state["session"] for state in states])
         self._alike = False
         self._num_rounds = own["rounds"]

@@ -41,27 +41,8 @@ def states_of(
     return states, own
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's state by the name of the parameter that it is about, on the host."""
-    saved = optimizer.state_dict()
-    by_name = {names[index]: kept for index, kept in saved["state"].items()}
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]]
-    return {"state": _on_host(by_name), "param_groups": groups}
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], saved: State) -> None:
-    """Go on from what `save_optimizer` gave."""
-    index_of = {name: index for index, name in enumerate(names)}
-    if unknown := set(saved["state"]) - set(index_of):
-        raise StateError(
-            f"the state holds {min(unknown)!r}, which the model does not; load the state of the same model"
-        )
-    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in saved["param_groups"]]
-    by_index = {index_of[name]: kept for name, kept in saved["state"].items()}
-    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
-
-
-def _on_host(tree: Any) -> Any:
+def on_host(tree: Any) -> Any:
+    """A copy of a state, with its tensors on the host."""
     if isinstance(tree, torch.Tensor):
         return tree.to("cpu", copy=True)
-    return {key: _on_host(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return {key: on_host(value) for key, value in tree.items()} if isinstance(tree, dict) else tree

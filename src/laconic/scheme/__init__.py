@@ -4,8 +4,7 @@ from laconic.errors import SchemeError
 from laconic.scheme.gossip import GossipScheme
 from laconic.scheme.outer import OuterScheme
 from laconic.scheme.parts import COMPOSED, PARTS, part, write_part
-from laconic.scheme.scheme import Scheme
-from laconic.scheme.torch_hook import TorchHook
+from laconic.scheme.scheme import Scheme, TorchHook
 
 AnyScheme = Scheme | GossipScheme | OuterScheme | TorchHook
 

@@ -32,7 +32,7 @@ class GossipScheme(SchemeBase):
         if self.exchange.of_what != "models":
             where = type(self.exchange).__name__
             raise SchemeError(f"{where} is for {self.exchange.of_what}, and gossip sends models; use Gossip()")
-        if self.select.is_shared and self.chooses:
+        if self.select.is_shared and self.selects:
             name = type(self.select).__name__
             raise SchemeError(f"{name} sends what a network can add, position by position; use AllReduce()")
         if self.select.needs_owners:
@@ -47,13 +47,13 @@ class GossipScheme(SchemeBase):
         if not paired and self.trigger.pair_rounds(0).stop > 1:
             raise SchemeError("only pairs meet more than once a step; use Gossip(mode='paired'), or Period(steps=1)")
         sends_modulo_codes = is_residue(self.quantize)
-        if self.chooses and sends_modulo_codes:
+        if self.selects and sends_modulo_codes:
             raise SchemeError("modulo codes are of the whole model; use BF16() where entries are selected")
-        if (self.chooses or sends_modulo_codes) and self.trigger.per != "model":
+        if (self.selects or sends_modulo_codes) and self.trigger.per != "model":
             raise SchemeError(f"messages are of the whole model, which is exchanged as one; use {name}(per='model')")
 
     @property
-    def chooses(self) -> bool:
+    def selects(self) -> bool:
         """Whether only some entries go at a time."""
         return not self.select.sends_all
 
@@ -71,7 +71,7 @@ class GossipScheme(SchemeBase):
         if math.isnan(messages):
             raise SchemeError(f"what {self} sends depends on how its models change; measure it")
         parts = [(plan.num_entries, plan.k, plan.num_fixed)]
-        if mode == "paired" and not self.chooses:  # each of the two asks about one half
+        if mode == "paired" and not self.selects:  # each of the two asks about one half
             parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
         head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
         requests = sum(head + CodesShape(n, k, fixed, request_code).num_bytes for n, k, fixed in parts)

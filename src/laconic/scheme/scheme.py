@@ -15,6 +15,7 @@ from laconic.select import Everything, Selector
 from laconic.trigger import EveryStep, Schedule
 
 _FLOATS = (Exact(), BF16(), FP16())
+_TORCH_HOOKS = ("fp16", "powersgd")
 
 
 class SchemeBase:
@@ -178,3 +179,28 @@ class Scheme(SchemeBase):
         if not self.has_owners or self.server.votes or not self.memory.refunds:
             return False
         return self.server.down_rho > 0 or self.quantize != Exact()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchHook(SchemeBase):
+    """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
+
+    of_what: ClassVar[Literal["gradients"]] = "gradients"
+    is_torch_hook: ClassVar[Literal[True]] = True
+    exchange = AllReduce()
+
+    hook: str
+    rank: int = 1  # PowerSGD's
+    start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
+
+    def __post_init__(self) -> None:
+        if self.hook not in _TORCH_HOOKS:
+            raise SchemeError(f"TorchHook.hook is {self.hook!r}; give one of {', '.join(_TORCH_HOOKS)}")
+        if self.rank < 1:
+            raise SchemeError(f"rank is {self.rank}; give 1 or more")
+        if self.start < 2:
+            raise SchemeError(f"start is {self.start}; give 2 or more")
+
+    def __str__(self) -> str:
+        own = f":rank={self.rank},start={self.start}" if self.hook == "powersgd" else ""
+        return self.label or f"torch-{self.hook}{own}"

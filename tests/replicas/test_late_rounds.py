@@ -26,7 +26,7 @@ from laconic.server.listener import Listener
 from laconic.server.serve import check_wait
 from laconic.transport import Faults, FaultyCollectives, InProcess, Push, in_process
 from tests.gossiping import Learner, Small
-from tests.replicas.test_outer import outer, trained, wander
+from tests.replicas.test_rounds import outer, trained, wander
 from tests.server.test_listener import serve_totals
 from tests.virtual import one_core
 from tests.workers import WorkerPool
