@@ -64,7 +64,7 @@ def test_processes_of_a_node_exchange_a_share_each(fresh_workers: WorkerPool, te
     here = [learner.follower for learner in drifted(text, 2, 9)]
     for rank, (model, _) in enumerate(there):
         here[rank // 2].settle()
-        assert torch.allclose(here[rank // 2].read(), model, atol=1e-6)
+        assert torch.allclose(here[rank // 2].vector.read(), model, atol=1e-6)
         assert torch.equal(model, there[rank // 2 * 2][0])
     between = sum(bytes_out for _, bytes_out in there)
     assert between == pytest.approx(2 * here[0].stats().bytes_out, rel=0.1)  # buffers go with each

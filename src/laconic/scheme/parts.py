@@ -11,14 +11,14 @@ from laconic.outer import OUTERS
 from laconic.quantize import GRIDS, QUANTIZERS, RESIDUES
 from laconic.scheme.text import build, parse_call, write_call
 from laconic.select import SELECTORS
-from laconic.trigger import TRIGGERS
+from laconic.trigger import GOSSIP_TRIGGERS, ROUNDS, SCHEDULES
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,
     "quantize": {**QUANTIZERS, **GRIDS, **RESIDUES},
     "memory": MEMORIES,
     "exchange": PATTERNS,
-    "trigger": TRIGGERS,
+    "trigger": {**SCHEDULES, **GOSSIP_TRIGGERS, **ROUNDS},
     "outer": OUTERS,
 }
 COMPOSED = "scheme"  # the name under which a composition without a recipe is written

@@ -12,4 +12,3 @@ GOSSIP_TRIGGERS: dict[str, type[Trigger]] = {
     "target-rate": TargetRate,
 }
 ROUNDS: dict[str, type[Rounds]] = {"rounds": Rounds}
-TRIGGERS: dict[str, type[Trigger]] = {**SCHEDULES, **GOSSIP_TRIGGERS, **ROUNDS}
