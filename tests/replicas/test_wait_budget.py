@@ -47,7 +47,7 @@ def test_first_exchanges_are_waited_for_until_it_is_known_what_is_usual() -> Non
     for seconds in (3.0, 1.0):  # kernels are compiled for the first
         budget.wait(1, [_Due(clock, clock.now + seconds)])
         budget.note_exchanged_(seconds)
-    assert not budget.tardy and budget.left_s == 0 and budget.usual_s == 2
+    assert not budget.overdue and budget.left_s == 0 and budget.usual_s == 2
     impatient = WaitBudget(Gossip(patience=5), clock)
     now = clock.now
     for peer in (1, 2, 3):  # in vain once: others are not waited for either
@@ -62,9 +62,9 @@ def test_who_was_not_met_yet_may_be_compiling_and_is_waited_for() -> None:
         budget.wait(1, [_Due(clock, clock.now + 1)])
         budget.note_exchanged_(1.0)
     budget.wait(2, [_Due(clock, clock.now + 4)])  # more than twice what is usual
-    assert not budget.tardy and budget.left_s == 0
+    assert not budget.overdue and budget.left_s == 0
     budget.wait(2, [_Due(clock, clock.now + 4)])
-    assert budget.tardy == {2} and budget.left_s < 0
+    assert budget.overdue == {2} and budget.left_s < 0
     budget.left_s = 0
     now = clock.now
     budget.wait(3, [_Due(clock, math.inf)])  # in vain, at no charge: others are not waited for like that
@@ -83,7 +83,7 @@ def test_who_trains_for_less_than_an_exchange_takes_waits_for_longer() -> None:
         budget.note_trained_()
         budget.left_s = 0
         budget.wait(1, [_Due(clock, clock.now + 3)])
-        assert budget.tardy == ({1} if is_tardy else set())
+        assert budget.overdue == ({1} if is_tardy else set())
 
 
 def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:
@@ -92,12 +92,12 @@ def test_who_is_waited_for_in_vain_is_not_waited_for_the_next_time() -> None:
     budget = _settled(clock, Gossip())
     budget.left_s = 0.01
     budget.wait(1, [never])
-    assert budget.tardy == {1} and budget.left_s == 0 and clock.now == 0.01
+    assert budget.overdue == {1} and budget.left_s == 0 and clock.now == 0.01
     budget.left_s = 1e9
     budget.wait(1, [never])
-    assert not budget.tardy and clock.now == 0.01
+    assert not budget.overdue and clock.now == 0.01
     budget.wait(1, [_Due(clock, 0.0)])
-    assert not budget.tardy and clock.now == 0.01
+    assert not budget.overdue and clock.now == 0.01
 
 
 def test_what_exchanges_usually_take_is_waited_for_at_no_charge() -> None:
@@ -108,13 +108,15 @@ def test_what_exchanges_usually_take_is_waited_for_at_no_charge() -> None:
         budget.note_exchanged_(seconds)
     assert budget.usual_s == 4
     budget.wait(1, [_Due(clock, 3.0), _Due(clock, 1.0)])
-    assert clock.now == 3 and not budget.tardy and budget.left_s == 0
+    assert clock.now == 3 and not budget.overdue and budget.left_s == 0
     budget.wait(1, [never])
-    assert clock.now == 7 and budget.tardy == {1} and budget.left_s == -4  # waited for in vain, so it is charged whole
-    budget.tardy.clear()
+    assert (
+        clock.now == 7 and budget.overdue == {1} and budget.left_s == -4
+    )  # waited for in vain, so it is charged whole
+    budget.overdue.clear()
     budget.usual_s = 1e9  # beyond the patience, so that it would be in vain
     budget.wait(1, [never])
-    assert clock.now == 7 and budget.tardy == {1}
+    assert clock.now == 7 and budget.overdue == {1}
 
 
 def test_what_may_be_waited_for_is_a_share_of_the_training_time() -> None:

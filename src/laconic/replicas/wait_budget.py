@@ -1,4 +1,4 @@
-"""How long a worker waits for its peers."""
+"""The wait budget of a gossip: how long a worker waits for its peers."""
 
 import time
 from collections import deque
@@ -15,39 +15,39 @@ _ON_LINK = 2.0  # times that, where a step takes less: who goes on would be many
 
 
 class WaitBudget:
-    """Waits for peers while there is time for it: a model that moves a step late learns less from the others.
+    """Waits for peers while there is time for it: a model that moves a step later learns less from the others.
 
     What an exchange may take on the link is waited for at no charge, and while that is not known, or a peer has just
     begun, all that patience allows: exchanges that nobody waits for share the link, and each then takes longer than is
-    usual. What is beyond that, and waiting in vain, is paid from a share of the time a worker has trained for. Who was
-    waited for in vain is not waited for the next time, so that a slow peer slows nobody down for long.
+    usual. Longer waits, and those in vain, are paid from a share of the time that a worker has trained for. A peer that
+    was waited for in vain is not waited for the next time, so that a slow one slows nobody down for long.
     """
 
     def __init__(self, pattern: Gossip, clock: Callable[[], float] = time.monotonic) -> None:
         self.left_s = 0.0
         self.usual_s = 0.0  # what an exchange may take where the peer is no slower than others, once that is known
-        self.tardy: set[int] = set()  # who was waited for in vain
+        self.overdue: set[int] = set()  # peers that were waited for in vain
         self._pattern = pattern
         self._clock = clock
         self._is_first = True  # the next exchange, for which kernels are compiled: it does not tell what is usual
-        self._met: set[int] = set()  # peers that were waited for
-        self._greets = True  # whether no new one was waited for in vain
+        self._known: set[int] = set()  # peers that were waited for
+        self._waits_for_new = True  # whether no new one was waited for in vain
         self._trained_s = 0.0  # the last step
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # the last exchanges, with all that is done for one
         self._training_since = clock()
 
     def note_trained_(self) -> None:
-        """A step of training is over."""
+        """Note that a step of training is over."""
         self._trained_s = self._clock() - self._training_since
         earned_s = self._pattern.grace * self._trained_s
         self.left_s = min(self.left_s + earned_s, _SAVED_STEPS * earned_s)
 
     def note_training_(self) -> None:
-        """The next one begins."""
+        """Note that the next step of training begins."""
         self._training_since = self._clock()
 
     def note_exchanged_(self, seconds: float) -> None:
-        """An exchange took so long."""
+        """Note how long an exchange took."""
         if not self._is_first:
             self._learn_(seconds)
         self._is_first = False
@@ -62,15 +62,15 @@ class WaitBudget:
         since = self._clock()
         is_new = self._is_new(peer)
         free_s = self._pattern.patience if is_new else self._free_s()
-        self._met.add(peer)
+        self._known.add(peer)
         if self._pattern.mode == "wait":
             self._all_set(over, patience)
-        elif peer in self.tardy:
-            self.tardy.discard(peer)
+        elif peer in self.overdue:
+            self.overdue.discard(peer)
         elif self._pattern.grace and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
-            self.tardy.add(peer)
+            self.overdue.add(peer)
             if is_new:
-                self._greets = False
+                self._waits_for_new = False
             else:
                 free_s = 0.0
             if not self._took_s:  # one takes longer than that
@@ -80,7 +80,7 @@ class WaitBudget:
     def _is_new(self, peer: int) -> bool:
         """Whether it may be compiling still."""
         is_known = 0 < self.usual_s < self._pattern.patience
-        return self._greets and is_known and peer not in self._met and len(self._took_s) < _RECENT
+        return self._waits_for_new and is_known and peer not in self._known and len(self._took_s) < _RECENT
 
     def _free_s(self) -> float:
         """How long a peer is waited for at no charge."""
