@@ -39,10 +39,10 @@ from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
 from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
-from laconic.replicas.gossip.changed_entries import EntryMessages
-from laconic.replicas.gossip.messages import GroupMessages, MessageWriter
-from laconic.replicas.gossip.remainders import RemainderMessages
-from laconic.replicas.gossip.vector import ModelVector
+from laconic.replicas.entry_messages import EntryMessages
+from laconic.replicas.messages import GroupMessages, MessageWriter
+from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.vector import ModelVector
 from laconic.scheme import Scheme
 from laconic.server.client import with_layout, without_layout
 from laconic.server.owner import Owner
@@ -244,14 +244,15 @@ def _gossip() -> Iterator[Reader]:
     scheme = parse("gossip:rho=0.1,quantize=none")
     chosen = ModelVector(model, "model", scheme.select.dense_below)  # type: ignore[union-attr]
     by_tensor = ModelVector(model, "tensor")
-    writers: dict[str, tuple[MessageWriter, ModelVector, list[list[int]], int]] = {
-        "groups": (GroupMessages(by_tensor, BF16()), by_tensor, [[0], [1, 3], [0, 1, 2]], 8),
-        "entries": (EntryMessages(chosen, scheme.quantize, scheme.select, 4), chosen, [[0]], 0),  # type: ignore[union-attr, arg-type]
-        "remainders": (RemainderMessages(by_tensor, ModuloCode(), 0, 0), by_tensor, [[0], [2]], 0),
+    writers: dict[str, tuple[MessageWriter, list[list[int]], int]] = {
+        "groups": (GroupMessages(by_tensor, BF16()), [[0], [1, 3], [0, 1, 2]], 8),
+        "entries": (EntryMessages(chosen, scheme.quantize, scheme.select, 4), [[0]], 0),  # type: ignore[union-attr, arg-type]
+        "remainders": (ModuloMessages(by_tensor, ModuloCode(), 0, 0), [[0], [2]], 0),
     }
-    for name, (messages, vector, topics, frame_at) in writers.items():
-        asked = [messages.ask_(messages.about(groups), vector.read(groups).clone()) for groups in topics]
-        told = [messages.open(question.message, 1) for question in asked]
+    for name, (messages, groups_of, frame_at) in writers.items():
+        subsets = [messages.subset(groups) for groups in groups_of]
+        asked = [messages.request_(subset, subset.read().clone()) for subset in subsets]
+        told = [messages.open(request.message, 1) for request in asked]
         answers = [messages.reply_(topic, what, topic.read())[0] for topic, what in told]
 
         def open_(data: bytes, messages: MessageWriter = messages) -> None:
@@ -260,9 +261,9 @@ def _gossip() -> Iterator[Reader]:
             assert way is not None and bool(way.isfinite().all())
 
         def settle(data: bytes, messages: MessageWriter = messages, asked: Any = asked) -> None:
-            assert bool(messages.settle_(asked[0], _tensor(data), 1).isfinite().all())
+            assert bool(messages.finish_(asked[0], _tensor(data), 1).isfinite().all())
 
-        yield Reader(f"gossip's questions of {name}", [_bytes_of(q.message) for q in asked], open_, frame_at=frame_at)
+        yield Reader(f"gossip's requests of {name}", [_bytes_of(q.message) for q in asked], open_, frame_at=frame_at)
         yield Reader(f"gossip's answers of {name}", [_bytes_of(answers[0])], settle, frame_at=0)
 
 

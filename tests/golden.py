@@ -157,7 +157,7 @@ def _follow(text: str, transport: InProcess, course: str) -> tuple[list[Tensor],
             for number, tensor in enumerate(learner.model.parameters()):
                 tensor.add_(_whole(tensor.numel(), transport.rank, step, number).view(tensor.shape) * 2.0**-17)
         learner.follower.step()
-        tensors.append(learner.follower.read().clone())
+        tensors.append(learner.follower.vector.read().clone())
     return tensors, _counts(learner.follower.stats().by_kind)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic import Follower, GossipScheme, OuterFollower, OuterScheme, parse
+from laconic import Follower, GossipScheme, OuterScheme, parse
+from laconic.replicas import policy_for
 from laconic.transport import InProcess, in_process
 from tests.local_mailbox import LocalMailbox, local_mailboxes
 from tests.parts import gossip_texts
@@ -77,11 +78,9 @@ class Learner:
 
 def followed(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme | OuterScheme, transport: InProcess
-) -> Follower | OuterFollower:
+) -> Follower:
     """What makes a model follow virtual others, in step."""
-    if isinstance(scheme, OuterScheme):
-        return OuterFollower(model, optimizer, scheme, transport, in_background=False)
-    return Follower(model, optimizer, scheme, transport)
+    return Follower(policy_for(model, optimizer, scheme, transport, in_background=False))
 
 
 def matched(
@@ -128,8 +127,8 @@ def free(
 
 
 def learner_at(box: LocalMailbox, scheme: str, lr: float) -> Learner:
-    return Learner(scheme, box.rank, lambda m, o, s: Follower(m, o, s, box), lr)
+    return Learner(scheme, box.rank, lambda m, o, s: Follower(policy_for(m, o, s, box)), lr)
 
 
 def vectors_of(learners: list[Learner]) -> Tensor:
-    return torch.stack([learner.follower.read() for learner in learners])
+    return torch.stack([learner.follower.vector.read() for learner in learners])

@@ -206,12 +206,12 @@ def _gossip(text: str, worth_halving: int) -> dict[str, Any]:
     with torch.no_grad():
         for p in net.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank())).cuda())
-    before = follower.read().cpu()
+    before = follower.vector.read().cpu()
     for _ in range(40):
         follower.step()
     follower.settle()
     assert isinstance(follower, laconic.Follower)
-    stats, after = follower.stats(), follower.read().cpu()
+    stats, after = follower.stats(), follower.vector.read().cpu()
     follower.close()
     return {"before": before, "after": after, "exchanges": stats.asked + stats.answered}
 
@@ -244,7 +244,7 @@ def _outer(text: str, device: str, on_host: bool) -> Tensor:
                 p.add_((torch.randn(p.shape, generator=generator) * 0.01).to(device))
         follower.step()
     follower.settle()
-    after = follower.read().cpu()
+    after = follower.vector.read().cpu()
     follower.close()
     return after
 

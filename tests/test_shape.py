@@ -19,7 +19,9 @@ TABLES = (
     quantize.GRIDS,
     quantize.MODULO_CODES,
     memory.MEMORIES,
-    trigger.TRIGGERS,
+    trigger.SCHEDULES,
+    trigger.GOSSIP_TRIGGERS,
+    trigger.ROUNDS,
     exchange.PATTERNS,
 )
 ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 import laconic
-from laconic import Follower, GossipScheme, OuterFollower, OuterScheme, Scheme, Session, parse
+from laconic import Follower, GossipScheme, OuterScheme, Scheme, Session, parse
 from laconic.layout import Bucket, Layout
+from laconic.replicas import policy_for
 from laconic.transport import InProcess, in_process
 
 _HOME = Path(laconic.__file__).parent
@@ -81,14 +82,11 @@ def _stepping(text: str, transport: InProcess) -> tuple[Callable[[], None], int]
         return exchange, 1
     model = nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    follower: Follower | OuterFollower
-    if isinstance(scheme, OuterScheme):
-        follower = OuterFollower(model, optimizer, scheme, transport, in_background=False)
-        num_steps = scheme.trigger.every
-    else:
-        assert isinstance(scheme, GossipScheme)
-        follower = Follower(model, optimizer, scheme, transport)
-        num_steps = 4  # at a rate of 0.3 one of them exchanges
+    assert isinstance(scheme, OuterScheme | GossipScheme)
+    is_outer = isinstance(scheme, OuterScheme)
+    options = {"in_background": False} if is_outer else {}
+    follower = Follower(policy_for(model, optimizer, scheme, transport, **options))
+    num_steps = scheme.when.every if isinstance(scheme, OuterScheme) else 4  # of gossip one in four exchanges
 
     def drift() -> None:
         with torch.no_grad():

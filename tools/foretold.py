@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, OuterScheme, Scheme
+from laconic.scheme import AnyScheme, Scheme
 from laconic_lab.records import RECORDS, WARM_UP_STEPS
 from penalties import KINDS
 
@@ -112,7 +112,7 @@ def run(site: Site, recipes: Sequence[str], words: Sequence[str]) -> Iterator[di
         cell = {**asdict(site), "recipe": wanted[row["scheme"]], "predicted_ms": row["step_ms"], "tried": row["tried"]}
         cell |= {"planned_s": plan["seconds"], "planning_s": planning_s, "pick": plan["pick"], "limit": plan["limit"]}
         scheme = parse(row["scheme"])
-        steps = max(_STEPS, _FEW + 2 * scheme.trigger.every) if isinstance(scheme, OuterScheme) else _STEPS
+        steps = max(_STEPS, _FEW + 2 * scheme.when.every) if scheme.of_what == "drift" else _STEPS
         with tempfile.TemporaryDirectory() as folder:
             asked = [*words, "--scheme", row["scheme"], "--steps", str(steps), "--no-checkpoint", "--out", folder]
             if _laconic("train", [*asked, "--eval-every", "1000"]) is not None:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from laconic.quantize import ModuloCode
-from laconic.replicas.gossip.messages import check_finite
-from laconic.replicas.gossip.remainders import RemainderMessages
-from laconic.replicas.gossip.vector import ModelVector, Owed
+from laconic.replicas.messages import check_finite
+from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.pending import PendingUpdate
+from laconic.replicas.vector import ModelVector
 
 T = TypeVar("T")
 _WIDTH = 768  # of a layer: four times its square are the entries of one matrix
@@ -43,8 +44,8 @@ def profile(num_entries: int, device: str, rounds: int) -> dict[str, float]:
     layers = [nn.Parameter(0.02 * torch.randn(4 * _WIDTH**2, device=device)) for _ in range(num_layers)]
     models = [nn.ParameterList(layers), copy.deepcopy(nn.ParameterList(layers))]
     here, there = vectors = [ModelVector(model, "half") for model in models]
-    asker, answerer = (RemainderMessages(vector, ModuloCode(), 0, rank) for rank, vector in enumerate(vectors))
-    owed, owed_there = Owed(here), Owed(there)
+    asker, answerer = (ModuloMessages(vector, ModuloCode(), 0, rank) for rank, vector in enumerate(vectors))
+    owed, owed_there = PendingUpdate(here), PendingUpdate(there)
     source, target = here.read(), here.read()
     for _ in range(rounds):
         with torch.no_grad():
@@ -52,11 +53,11 @@ def profile(num_entries: int, device: str, rounds: int) -> dict[str, float]:
                 parameter.add_(torch.randn_like(parameter), alpha=3e-4)
         timed("copy", target.copy_, source)
         for k in range(len(here.groups)):
-            about = asker.about([k])
+            about = asker.subset([k])
             values = timed("read to ask", about.read, owed)
             timed("finite", check_finite, values)
-            question = timed("ask", asker.ask_, about, values)
-            message = timed("question to the host", question.message.cpu)
+            request = timed("ask", asker.request_, about, values)
+            message = timed("request to the host", request.message.cpu)
             message = timed("and back", message.to, device)
             topic, told = timed("open", answerer.open, message, 0)
             theirs = timed("read to answer", topic.read, owed_there)
@@ -65,11 +66,11 @@ def profile(num_entries: int, device: str, rounds: int) -> dict[str, float]:
             owed_there.add_(topic, back)
             reply = timed("answer to the host", answer.cpu)
             reply = timed("and back again", reply.to, device)
-            way = timed("settle", asker.settle_, question, reply, 1)
+            way = timed("settle", asker.finish_, request, reply, 1)
             assert torch.equal(way, -back)
             timed("owe", owed.add_, about, way)
-        timed("apply", here.add_, owed.whole, sorted(owed.groups))
-        there.add_(owed_there.whole, sorted(owed_there.groups))
+        timed("apply", here.move_, owed.whole, sorted(owed.groups))
+        there.move_(owed_there.whole, sorted(owed_there.groups))
         owed.groups, owed_there.groups = set(), set()
     return {stage: statistics.median(times) for stage, times in took.items()}
 

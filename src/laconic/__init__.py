@@ -18,8 +18,7 @@ from laconic.errors import (
 )
 from laconic.planning import AutoFollower, AutoSession, Plan, plan
 from laconic.recipes import parse
-from laconic.replicas.gossip import Follower, FollowerStats
-from laconic.replicas.outer import OuterFollower, OuterStats
+from laconic.replicas import Follower, FollowerStats
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Gathered, Session, Stats
@@ -39,9 +38,7 @@ __all__ = [
     "KernelError",
     "LaconicError",
     "LaunchError",
-    "OuterFollower",
     "OuterScheme",
-    "OuterStats",
     "PeerError",
     "PerRank",
     "Plan",

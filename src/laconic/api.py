@@ -8,7 +8,6 @@ from torch import nn
 
 from laconic.adapters import (
     Attached,
-    Following,
     GradScaler,
     attach_to_ddp,
     attach_to_shards,
@@ -20,7 +19,7 @@ from laconic.adapters import (
 from laconic.errors import SchemeError
 from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
-from laconic.replicas import MakeOptimizer
+from laconic.replicas import Follower, MakeOptimizer
 from laconic.scheme import AnyScheme
 from laconic.session import OnDrift, check_on_drift
 from laconic.transport import ProcessGroup, world
@@ -97,14 +96,14 @@ def follow(
     scheme: AnyScheme | str = "gossip",
     *,
     group: ProcessGroup | None = None,
-    outer: MakeOptimizer | None = None,
-    within: ProcessGroup | None = None,
+    outer_optimizer: MakeOptimizer | None = None,
+    node_group: ProcessGroup | None = None,
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
     on_drift: OnDrift = "warn",
     drift_every: int = 100,
-) -> Following | AutoFollower:
+) -> Follower:
     """Let `model`, which is in no DDP, train apart from others and follow them under `scheme`.
 
     All ranks of `group` make this call, and all models begin as rank 0's. What the optimizer keeps stays local; under
@@ -116,8 +115,8 @@ def follow(
         scheme: A text like "streaming" or "gossip", a recipe's result, an OuterScheme or a GossipScheme. Under "auto"
             models are averaged once, after eight steps, and then do what a plan on those picks.
         group: Those who follow each other; all ranks unless given.
-        outer: Makes the outer optimizer from the anchors, instead of the scheme's own.
-        within: The processes of a node, which share one model by DDP, so that bytes between nodes go once.
+        outer_optimizer: Makes the outer optimizer from the anchors, instead of the scheme's own.
+        node_group: The processes of a node, which share one model by DDP, so that bytes between nodes go once.
         on_host: Whether anchor, outer momentum and residual are kept in the host's memory.
         servers: Ranks that call serve() meanwhile, and are not in `group`; the others then outlive a worker that dies.
         timeout_s: After which a peer that sends nothing is lost: a minute under gossip and servers, else the group's.
@@ -140,11 +139,19 @@ def follow(
     looks: dict[str, Any] = {"timeout_s": timeout_s, "on_drift": on_drift, "drift_every": drift_every}
     if scheme != "auto":
         return follow_others(
-            model, optimizer, scheme, group=group, outer=outer, within=within, on_host=on_host, servers=servers, **looks
+            model,
+            optimizer,
+            scheme,
+            group=group,
+            outer_optimizer=outer_optimizer,
+            node_group=node_group,
+            on_host=on_host,
+            servers=servers,
+            **looks,
         )
-    check_auto(outer, within, servers)
+    check_auto(outer_optimizer, node_group, servers)
 
-    def follow_under(text: str) -> Following:
+    def follow_under(text: str) -> Follower:
         keeps = on_host and parse(text).of_what == "drift"
         return follow_others(model, optimizer, text, group=group, on_host=keeps, **looks)
 

@@ -1,4 +1,4 @@
-"""Then what: how a worker's anchor moves by what it and others drifted from theirs."""
+"""Then what: how an anchor moves by the drift of its worker and of others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from laconic.errors import SchemeError
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """An outer step: workers tell each other their drift, the mean of which is the gradient D of the anchor."""
+    """An outer step: workers exchange their drift, the mean of which is the gradient D of the anchor."""
 
     pulls = False  # whether it brings anchors together that differ between workers
+    momentum = 0.0
 
     lr: float
 
@@ -21,16 +22,16 @@ class Outer:
         if not self.lr > 0:
             raise SchemeError(f"{type(self).__name__}.lr is {self.lr}; give a rate above 0, 1 for the mean itself")
 
-    def told(self, anchor: Tensor, drift: Tensor) -> Tensor:
-        """What a worker tells of itself."""
+    def contribution(self, anchor: Tensor, drift: Tensor) -> Tensor:
+        """The vector that a worker sends."""
         return drift
 
     def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:
-        """D, of the mean of what workers told."""
+        """D, from the mean of all contributions."""
         return mean
 
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """What steps the anchors by D in their `.grad`."""
+        """The optimizer that steps the anchors by D in their `.grad`."""
         return torch.optim.SGD(anchors, lr=self.lr)
 
 
@@ -61,7 +62,7 @@ class Nesterov(Outer):
 class PairMomentum(Outer):
     """b = momentum*b - lr*mean(d_i, d_j) - pull*(a_i - mean(a_i, a_j)) ; a_i += b: NoLoCo (2506.10911).
 
-    a_i is a worker's own anchor, d_i its drift, j its partner. One vector tells both (ours): s = a - lr/pull * d, since
+    a_i is a worker's own anchor, d_i its drift, j its partner. One vector has both (ours): s = a - lr/pull * d, since
     pull * D = pull * (a_i - mean(s_i, s_j)) is the two terms. With pull = lr, as in the paper's code, s is the model.
 
     Where nobody drifts, anchors of many workers in random pairs come together in mean square if and only if
@@ -86,7 +87,7 @@ class PairMomentum(Outer):
                 "it anchors fly apart"
             )
 
-    def told(self, anchor: Tensor, drift: Tensor) -> Tensor:
+    def contribution(self, anchor: Tensor, drift: Tensor) -> Tensor:
         return anchor.sub(drift, alpha=self.lr / self.pull)
 
     def gradient(self, anchor: Tensor, mean: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from laconic.quantize import (
 )
 from laconic.scheme import RECIPES, GossipScheme, OuterScheme, Scheme, TorchHook, parse, part, recipe, score_name
 from laconic.select import BlockTopK, ChunkedTopK, Everything, LowRank, Overlap, RandK, Score, Selector, TopK
-from laconic.trigger import EveryStep, Period, Ramp, Rounds, TargetRate, Trigger, WarmUp
+from laconic.trigger import EveryStep, GossipTrigger, Period, Ramp, Rounds, Schedule, TargetRate, WarmUp
 
 Code = str | Quantizer | Grid | ModuloCode  # how values are written, as text or part
 Where = str | Pattern  # where they go
@@ -256,7 +256,7 @@ def gossip(
     rate: float = 1.3,
     *,
     rho: float = 1,
-    trigger: str | Trigger = "",
+    trigger: str | GossipTrigger = "",
     quantize: Code = "",
     peers: str = "uniform",
     mode: str = "",
@@ -306,9 +306,9 @@ def local(
     anchor -= lr * mean(anchor - x_i) (Stich, ICLR 2019).
     """
     return OuterScheme(
-        quantize=part("quantize", quantize),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=OuterSGD(lr=lr),
+        exchanged=Scheme(quantize=part("quantize", quantize)),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=OuterSGD(lr=lr),
     )
 
 
@@ -328,7 +328,7 @@ def diloco(
     D = mean(anchor - x_i) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2311.08105).
     """
     everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
-    return replace(everyone, outer=Nesterov(lr=lr, momentum=momentum))
+    return replace(everyone, then=Nesterov(lr=lr, momentum=momentum))
 
 
 @recipe
@@ -349,10 +349,11 @@ def streaming(
     D = mean(maxnorm(anchor - x_i)) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2501.18512).
     """
     return OuterScheme(
-        quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed),
-        exchange=AllReduce(stages=2),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
+        exchanged=Scheme(
+            quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed), exchange=AllReduce(stages=2)
+        ),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
     )
 
 
@@ -375,12 +376,14 @@ def sparseloco(
     r = d*r + (anchor - x_i) ; send the k largest |r| of each chunk ; r -= what was sent (arXiv 2508.15706).
     """
     return OuterScheme(
-        select=ChunkedTopK(rho=rho, chunk=chunk),
-        quantize=part("quantize", quantize),
-        memory=Residual(decay=decay),
-        exchange=part("exchange", exchange),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        outer=OuterSGD(lr=lr),
+        exchanged=Scheme(
+            select=ChunkedTopK(rho=rho, chunk=chunk),
+            quantize=part("quantize", quantize),
+            memory=Residual(decay=decay),
+            exchange=part("exchange", exchange),
+        ),
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=OuterSGD(lr=lr),
     )
 
 
@@ -401,10 +404,9 @@ def noloco(
     b = m*b - lr*mean(d) - pull*(a - mean(a)) ; a += b, the means being over two (Kolehmainen et al., arXiv 2506.10911).
     """
     return OuterScheme(
-        quantize=part("quantize", quantize),
-        exchange=Pairs(seed=seed),
-        trigger=Rounds(every=every, fragments=fragments, delay=delay),
-        outer=PairMomentum(lr=lr, momentum=momentum, pull=pull),
+        exchanged=Scheme(quantize=part("quantize", quantize), exchange=Pairs(seed=seed)),
+        when=Rounds(every=every, fragments=fragments, delay=delay),
+        then=PairMomentum(lr=lr, momentum=momentum, pull=pull),
     )
 
 
@@ -437,5 +439,5 @@ def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: 
     return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))
 
 
-def _warmed(steps: int) -> Trigger:
+def _warmed(steps: int) -> Schedule:
     return WarmUp(steps=steps) if steps else EveryStep()

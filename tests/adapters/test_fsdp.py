@@ -297,7 +297,7 @@ def _rounds(text: str, steps: int, whole: bool = False) -> dict[str, Any]:
         run.rows = slice(8 * node, 8 * node + 8)
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")).get_group("replicate")
     follower = laconic.follow(run.model, run.optimizer, text, group=group)
-    assert isinstance(follower, laconic.OuterFollower)
+    assert isinstance(follower, laconic.Follower)
     losses = []
     for number in range(steps):
         losses.append(run.step(number))
@@ -311,7 +311,7 @@ def _rounds(text: str, steps: int, whole: bool = False) -> dict[str, Any]:
         "last": sum(losses[-8:]) / 8,
         "drifted": drifted,
         "equal": equal_everywhere(run.weights()),
-        "turns": follower.stats().turns,
+        "turns": follower.stats().rounds,
         "bytes_out": follower.stats().bytes_out,
         "weights": weights,
     }

@@ -43,8 +43,8 @@ def test_the_table_is_complete() -> None:
     assert set(RECIPE_TEXTS) == set(recipes.RECIPES)
     for question, answers in PARTS.items():
         followed = [*gossip_texts(), *outer_texts()]
-        others = [scheme for scheme in map(parse, followed) if hasattr(scheme, question)]
-        used = {type(getattr(scheme, question)) for scheme in (*own_schemes(), *others) if hasattr(scheme, question)}
+        schemes = [*own_schemes(), *map(parse, followed)]
+        used = {type(scheme.answers[question]) for scheme in schemes if question in scheme.answers}
         assert used == set(answers.values()), f"no scheme of the table has every answer to {question}"
     assert {hook.hook for hook in torch_hooks()} == {"fp16", "powersgd"}
 
@@ -54,7 +54,7 @@ def test_a_printed_scheme_parses_back(text: str) -> None:
     scheme = parse(text)
     assert parse(str(scheme)) == scheme
     if isinstance(scheme, Scheme | GossipScheme | OuterScheme):
-        answers = ",".join(f"{q}={write_part(q, getattr(scheme, q))}" for q in PARTS if hasattr(scheme, q))
+        answers = ",".join(f"{q}={write_part(q, answer)}" for q, answer in scheme.answers.items())
         assert parse(f"scheme:{answers}") == scheme
 
 

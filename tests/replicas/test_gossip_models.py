@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic import Follower, GossipScheme, StateError, parse
-from laconic.replicas.gossip.vector import ModelVector
+from laconic.replicas import consensus, policy_for
+from laconic.replicas.vector import ModelVector
 from laconic.transport import InProcess, in_process, open_mailbox
 from tests.gossiping import Learner, free, learner_at
 from tests.local_mailbox import local_mailboxes
@@ -41,10 +42,10 @@ def test_models_with_odd_tensors_meet(text: str) -> None:
     assert isinstance(scheme, GossipScheme)
     boxes, models = local_mailboxes(1), [Odd()]
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
-    follower = Follower(models[0], optimizer, scheme, boxes[0])
+    follower = Follower(policy_for(models[0], optimizer, scheme, boxes[0]))
     for _ in range(5):
         follower.step()
-    mean, distance = follower.consensus()
+    mean, distance = consensus(follower)
     assert bool(mean.isfinite().all()) and distance == 0
     follower.close()
 
@@ -56,7 +57,7 @@ def test_a_variance_moves_by_half_of_itself_at_most() -> None:
     delta = torch.zeros(vector.num_entries)
     for span in vector.layout.spans:
         delta[span.start : span.stop] = torch.tensor([-20.0, -3.0, 0.4, 0.0]) if span.name != "weight" else -3.0
-    vector.add_(delta, [0])
+    vector.move_(delta, [0])
     assert norm.running_var.tolist() == pytest.approx([80, 0.5, 0.015, 0])  # type: ignore[union-attr]
     assert norm.running_mean.tolist() == pytest.approx([-20, -3, 0.4, 0])  # type: ignore[union-attr]
     assert norm.weight.tolist() == [-2, -2, -2, -2]
@@ -84,7 +85,7 @@ def test_norms_of_features_of_unlike_scale_answer_numbers() -> None:
             scaled = Scaled(model)
             optimizer.add_param_group({"params": list(scaled.norm.parameters())})
             models[box_number] = scaled
-            return Follower(scaled, optimizer, scheme, boxes[box_number])
+            return Follower(policy_for(scaled, optimizer, scheme, boxes[box_number]))
 
         learner = Learner(unwaiting, box_number, follow, 0.05)
         learner.model = models[box_number]
@@ -110,14 +111,14 @@ def test_one_model_that_is_not_finite_is_left_out_of_the_mean_and_healed_by_it()
         learner.follower.average_()
 
     learners = free("gossip", 3, work, lr=0.1)
-    assert all(bool(learner.follower.read().isfinite().all()) for learner in learners)
-    assert torch.equal(learners[0].follower.read(), learners[1].follower.read())
+    assert all(bool(learner.follower.vector.read().isfinite().all()) for learner in learners)
+    assert torch.equal(learners[0].follower.vector.read(), learners[1].follower.vector.read())
 
 
 def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     def start(transport: InProcess) -> Learner:
         box = open_mailbox(transport, 1.0, 60.0)
-        return Learner("gossip", box.rank, lambda m, o, s: Follower(m, o, s, box), 0.1)
+        return Learner("gossip", box.rank, lambda m, o, s: Follower(policy_for(m, o, s, box)), 0.1)
 
     *others, dies = in_process(3, start)
     dies.follower.close()
@@ -136,7 +137,7 @@ def test_a_rank_that_had_died_goes_on_from_its_model() -> None:
     late = learner_at(second, "gossip", 0.1)
     late.follower.load_state_dict([saved])
     assert late.follower.state_dict()["step"] == 7
-    with pytest.raises(StateError, match="this is rank 1 of 2"):
+    with pytest.raises(StateError, match="no state of rank 1"):
         late.follower.load_state_dict(saved)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
+from laconic.replicas import consensus, gather
 from tests.gossiping import FREE_TEXTS, MATCHED_TEXTS, Learner, drifted
 from tests.workers import WorkerPool
 
@@ -28,7 +29,7 @@ def _matched(text: str, steps: int) -> tuple[Tensor, int]:
     learner = _learner(text)
     for number in range(steps):
         learner.drift(number)
-    found = learner.follower.read(), learner.follower.stats().bytes_out
+    found = learner.follower.vector.read(), learner.follower.stats().bytes_out
     learner.follower.close()
     return found
 
@@ -36,7 +37,7 @@ def _matched(text: str, steps: int) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("text", MATCHED_TEXTS)
 def test_processes_and_virtual_workers_gossip_the_same_numbers(fresh_workers: WorkerPool, text: str) -> None:
     over_gloo = fresh_workers.run(_matched, text, 12)
-    virtual = [(one.follower.read(), one.follower.stats().bytes_out) for one in drifted(text, 4, 12)]
+    virtual = [(one.follower.vector.read(), one.follower.stats().bytes_out) for one in drifted(text, 4, 12)]
     for (here, sent_here), (there, sent_there) in zip(virtual, over_gloo, strict=True):
         assert torch.equal(here, there) and sent_here == sent_there
 
@@ -46,14 +47,14 @@ def _frozen(text: str, steps: int) -> dict[str, Any]:
     with torch.no_grad():
         for p in learner.model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank())))
-    before = learner.follower.read()
+    before = learner.follower.vector.read()
     for _ in range(steps):
         learner.follower.step()
         time.sleep(0.001 * dist.get_rank())  # uneven speed
     learner.follower.settle()
     stats = learner.follower.stats()
     learner.follower.close()
-    return {"before": before, "after": learner.follower.read(), "asked": stats.asked, "answered": stats.answered}
+    return {"before": before, "after": learner.follower.vector.read(), "asked": stats.asked, "answered": stats.answered}
 
 
 @pytest.mark.parametrize("text", FREE_TEXTS)
@@ -68,11 +69,11 @@ def test_frozen_processes_keep_the_mean_of_all_models(fresh_workers: WorkerPool,
 def _learns(text: str) -> tuple[list[float], Tensor, list[list[float]], float]:
     learner = _learner(text)
     losses = [learner.step(number) for number in range(60)]
-    _, distance = learner.follower.consensus()
+    _, distance = consensus(learner.follower)
     learner.follower.average_()
-    gathered = learner.follower.gather([float(dist.get_rank())])
+    gathered = gather(learner.follower, [float(dist.get_rank())])
     learner.follower.close()
-    return losses, learner.follower.read(), gathered, distance
+    return losses, learner.follower.vector.read(), gathered, distance
 
 
 @pytest.mark.parametrize("text", ["gossip:rate=0.3", "gossip-every:quantize=bf16"])
@@ -95,9 +96,9 @@ def _until_a_peer_dies(text: str) -> dict[str, Any]:
         time.sleep(0.005)
     learner.follower.average_()
     stats = learner.follower.stats()
-    ranks = learner.follower.gather([float(dist.get_rank())])
+    ranks = gather(learner.follower, [float(dist.get_rank())])
     learner.follower.close()
-    return {"losses": losses, "lost": list(stats.lost), "model": learner.follower.read(), "ranks": ranks}
+    return {"losses": losses, "lost": list(stats.lost), "model": learner.follower.vector.read(), "ranks": ranks}
 
 
 def test_a_killed_peer_is_dropped_and_the_others_finish() -> None:
@@ -130,7 +131,7 @@ def _while_one_stands_still(text: str, who: int) -> dict[str, Any]:
         for number in range(10):
             learner.step(number)
         learner.follower.average_()
-        return {"ranks": learner.follower.gather([float(dist.get_rank())]), "lost": learner.follower.stats().lost}
+        return {"ranks": gather(learner.follower, [float(dist.get_rank())]), "lost": learner.follower.stats().lost}
     except laconic.LaunchError as error:
         return {"said": str(error)}
     finally:

@@ -10,7 +10,7 @@ from laconic.adapters.ddp import (
     of_gradients,
     ready,
 )
-from laconic.adapters.follow import Following, follow_others, gossip_among
+from laconic.adapters.follow import follow_others, gossip_among
 from laconic.adapters.fsdp import attach_to_shards
 from laconic.adapters.hook import HookSession, hook
 from laconic.adapters.per_rank import PerRank

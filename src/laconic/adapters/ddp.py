@@ -20,7 +20,7 @@ from laconic.errors import LaconicError, PeerError, SchemeError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, GossipScheme, Scheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
 from laconic.session import (
@@ -127,7 +127,7 @@ def attach_to_ddp(
         transport = ServerClient(ranks.rank(), ranks.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
     else:
         own = own_group(ranks, device, timeout_s)
-        if isinstance(scheme, TorchHook):
+        if scheme.is_torch_hook:
             return TorchHookSession(ddp, scheme, own)
         transport = Group(own, device)
     holds_idle = ddp.find_unused_parameters
@@ -162,7 +162,7 @@ def check_options(scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on
     check_on_drift(on_drift)
     if on_nonfinite == "zero" and grad_scaler is not None:
         raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
-    if on_nonfinite == "zero" and isinstance(scheme, TorchHook):
+    if on_nonfinite == "zero" and scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; leave on_nonfinite out, and look at last_step_finite")
 
 
@@ -170,12 +170,17 @@ def of_gradients(scheme: AnyScheme | str) -> Scheme | TorchHook:
     """The scheme, if it is one of gradients."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
-    if isinstance(scheme, GossipScheme):
-        raise SchemeError(f"{scheme} exchanges models, not gradients; use laconic.follow(model, optimizer, scheme)")
-    if not isinstance(scheme, Scheme | TorchHook):
+    if not hasattr(scheme, "of_what"):
         raise SchemeError(
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
             "laconic.recipes.topk(rho=0.01) or a Scheme(...)"
+        )
+    if scheme.of_what != "gradients":
+        what = scheme.of_what
+        raise SchemeError(f"{scheme} exchanges {what}, not gradients; use laconic.follow(model, optimizer, scheme)")
+    if scheme.exchange.in_pairs:
+        raise SchemeError(
+            "Pairs let workers differ, and gradients must be the same on all; use AllReduce(), or OuterScheme(...)"
         )
     return scheme
 

@@ -1,4 +1,4 @@
-"""follow(model, optimizer, scheme): a model that trains alone, and agrees with the others or gossips."""
+"""follow(model, optimizer, scheme): a model that trains apart, and agrees with the others or gossips."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,7 @@ from laconic.adapters.alike import begin_alike_, check_common, tensors_of
 from laconic.adapters.shards import check_replicas, shard_of
 from laconic.errors import SchemeError
 from laconic.recipes import parse
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import MakeOptimizer, OuterFollower
+from laconic.replicas import Follower, MakeOptimizer, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
@@ -30,8 +29,6 @@ from laconic.transport import (
     world_without,
 )
 
-Following = Follower | OuterFollower
-
 
 def follow_others(
     model: nn.Module,
@@ -39,20 +36,22 @@ def follow_others(
     scheme: AnyScheme | str,
     *,
     group: ProcessGroup | None = None,
-    outer: MakeOptimizer | None = None,
-    within: ProcessGroup | None = None,
+    outer_optimizer: MakeOptimizer | None = None,
+    node_group: ProcessGroup | None = None,
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
     on_drift: OnDrift = "warn",
     drift_every: int = 100,
-) -> Following:
+) -> Follower:
     """What laconic.follow() does, whose options it takes, for a scheme that was chosen."""
     scheme = _checked(model, scheme)
-    if not isinstance(scheme, OuterScheme) and (outer is not None or within is not None or on_host or servers):
-        raise SchemeError(f"{scheme} has no outer steps; leave outer=, within=, on_host= and servers= out")
-    if servers and within is not None:
-        raise SchemeError("servers answer single processes, and within= makes nodes of several; give one of the two")
+    if scheme.of_what == "models" and (outer_optimizer or node_group is not None or on_host or servers):
+        raise SchemeError(
+            f"{scheme} has no outer steps; leave outer_optimizer=, node_group=, on_host= and servers= out"
+        )
+    if servers and node_group is not None:
+        raise SchemeError("servers answer single processes, and node_group= joins several; give one of the two")
     if servers:
         served_scheme(scheme)  # refused before anyone waits
     is_sharded = check_replicas(model, group)
@@ -61,34 +60,33 @@ def follow_others(
     check_common(model, scheme, group, device)
     meeting = Group(own_group(group, device, timeout_s), device)
     begin_alike_(model, group, meeting, device)
-    if isinstance(scheme, OuterScheme):
-        inside = None
-        if within is not None:
-            inside = Group(own_group(within, device, timeout_s), device)
-            meeting.close()
-            meeting = Group(counterparts(group, within, device, timeout_s), device)
-        end = _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S)
-        home = torch.device("cpu") if on_host else None
-        follower = OuterFollower(
-            model,
-            optimizer,
-            scheme,
-            end,
-            outer=outer,
-            within=inside,
-            home=home,
-            on_drift=on_drift,
-            drift_every=drift_every,
-            shard=shard_of(model),
-        )
-        follower.everyone = Everyone(world() if is_sharded else group)
-        if strangers := ranks_that_differ(group, device, follower.outer):
-            follower.close()
-            raise SchemeError(f"rank {strangers[0]} gave another outer=; give the same optimizer on all ranks")
+    if scheme.of_what == "models":
+        follower = gossip_among(model, optimizer, scheme, meeting, timeout_s or TIMEOUT_S)
+        follower.everyone = Everyone(group)
         return follower
-    gossiper = gossip_among(model, optimizer, scheme, meeting, timeout_s or TIMEOUT_S)
-    gossiper.everyone = Everyone(group)
-    return gossiper
+    node = None
+    if node_group is not None:
+        node = Group(own_group(node_group, device, timeout_s), device)
+        meeting.close()
+        meeting = Group(counterparts(group, node_group, device, timeout_s), device)
+    policy = OuterRounds(
+        model,
+        optimizer,
+        scheme,
+        _end(model, scheme, meeting, servers, timeout_s or TIMEOUT_S),
+        outer_optimizer=outer_optimizer,
+        node=node,
+        home=torch.device("cpu") if on_host else None,
+        on_drift=on_drift,
+        drift_every=drift_every,
+        shard=shard_of(model),
+    )
+    if others := ranks_that_differ(group, device, policy.outer_optimizer):
+        policy.close()
+        raise SchemeError(f"rank {others[0]} gave another outer_optimizer=; give the same one on all ranks")
+    follower = Follower(policy)
+    follower.everyone = Everyone(world() if is_sharded else group)
+    return follower
 
 
 def gossip_among(
@@ -98,27 +96,27 @@ def gossip_among(
     meeting: Group,
     timeout_s: float = TIMEOUT_S,
 ) -> Follower:
-    """One of a gossip among all who meet there, whose model begins as it is; a call that all of them make."""
+    """A follower in a gossip among all ranks of a group, whose model begins as it is; a call that all of them make."""
     end: Group | TcpMailbox = meeting
     if scheme.exchange.mode != "matched":
         longest = longest_message(tensors_of(model))
         end = open_mailbox(meeting, scheme.exchange.patience, timeout_s, longest)
         meeting.close()
-    return Follower(model, optimizer, scheme, end)
+    return Follower(policy_for(model, optimizer, scheme, end))
 
 
 def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:
     """The scheme, if it is one of models and this model can follow."""
     if isinstance(scheme, str):
         scheme = parse(scheme)
-    if not isinstance(scheme, GossipScheme | OuterScheme):
+    if scheme.of_what == "gradients":
         raise SchemeError(
             f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "
             "streaming or gossip"
         )
     if hasattr(model, "register_comm_hook"):
         raise SchemeError("follow takes the bare model, not a DistributedDataParallel; give its .module")
-    if isinstance(scheme, GossipScheme) and any(hasattr(p, "to_local") for p in model.parameters()):
+    if scheme.of_what == "models" and any(hasattr(p, "to_local") for p in model.parameters()):
         raise SchemeError(f"{scheme} takes whole models, and this one is sharded; use one like streaming")
     if next(model.parameters(), None) is None:
         raise SchemeError("the model has no parameters; follow one that has")

@@ -31,7 +31,7 @@ def attach_to_shards(
     drift_every: int = 100,
 ) -> "FsdpAdapter":
     """What laconic.attach() does for a model under fully_shard(), each of whose shards meets its replicas, `group`."""
-    if isinstance(scheme, TorchHook):
+    if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is a hook of DDP's; give FSDP2 a scheme like 'topk:rho=0.01'")
     check_replicas(model, group)
     assert group is not None

@@ -14,7 +14,7 @@ from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
 from laconic.adapters.switch import unwrapped
 from laconic.errors import SchemeError, StateError
-from laconic.scheme import AnyScheme, Scheme, TorchHook
+from laconic.scheme import AnyScheme, Scheme
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, own_group, world
 
@@ -37,7 +37,7 @@ def hook(
     DDP's first buckets: a state then fits the same model with the same bucket_cap_mb. Servers need attach().
     """
     scheme = of_gradients(scheme)
-    if isinstance(scheme, TorchHook):
+    if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
     check_options(
         scheme, options.get("grad_scaler"), options.get("on_nonfinite", "nan"), options.get("on_drift", "warn")

@@ -9,7 +9,7 @@ from laconic.errors import SchemeError
 from laconic.layout import Layout
 from laconic.paths import bits_per_entry
 from laconic.recipes import RECIPES, parse
-from laconic.scheme import COMPOSED, PARTS, AnyScheme, GossipScheme, OuterScheme, TorchHook
+from laconic.scheme import COMPOSED, PARTS, AnyScheme
 
 _BUCKET = Layout.of(["weight"], [(1000, 1000)])  # large enough for headers not to show
 
@@ -51,13 +51,12 @@ def _print_all(num_workers: int) -> None:
 
 def _bits(scheme: AnyScheme, num_workers: int) -> str:
     """What a scheme takes of the wire; PyTorch's hooks do not tell beforehand."""
-    if isinstance(scheme, TorchHook):
+    if scheme.is_torch_hook:
         return "-"
-    if isinstance(scheme, GossipScheme):
+    if scheme.of_what == "models":
         return f"{scheme.bits_per_entry(_BUCKET, num_workers):.4g}"
-    if isinstance(scheme, OuterScheme):
-        return f"{bits_per_entry(scheme.said, _BUCKET, num_workers) / scheme.trigger.every:.4g}"
-    return f"{bits_per_entry(scheme, _BUCKET, num_workers):.4g}"
+    every = scheme.when.every if scheme.of_what == "drift" else 1
+    return f"{bits_per_entry(scheme.exchanged, _BUCKET, num_workers) / every:.4g}"
 
 
 def _parameters(name: str) -> str:

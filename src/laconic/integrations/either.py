@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.adapters import Attached, Following, follow_others, unwrapped
+from laconic.adapters import Attached, follow_others, unwrapped
 from laconic.api import attach
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
+from laconic.replicas import Follower
+from laconic.scheme import AnyScheme
 
-Either = Attached | Following
+Either = Attached | Follower
 
 
 def attach_or_follow(
@@ -37,7 +38,7 @@ def _either(
 ) -> Either:
     scheme = parse(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme
     ddp = unwrapped(ddp)
-    if not isinstance(scheme, GossipScheme | OuterScheme) or not isinstance(ddp, DistributedDataParallel):
+    if isinstance(scheme, str) or scheme.of_what == "gradients" or not isinstance(ddp, DistributedDataParallel):
         return attach(ddp, scheme, **options)
     options.pop("grad_scaler", None)  # what a model is, it is in unscaled units
     attach(ddp, "silent")

@@ -9,7 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from laconic.errors import SchemeError
-from laconic.integrations.either import Either, Following, attach_or_follow
+from laconic.integrations.either import Either, attach_or_follow
+from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
 
 _KEY = "laconic"  # in a checkpoint
@@ -42,7 +43,7 @@ class LaconicStrategy(DDPStrategy):
         self.session = attach_or_follow(
             self.model, self.optimizers[0], self._scheme, self.session, grad_scaler=scaler, **self._options
         )
-        if isinstance(self.session, Following) and len(self.optimizers) > 1:
+        if isinstance(self.session, Follower) and len(self.optimizers) > 1:
             raise SchemeError(f"there are {len(self.optimizers)} optimizers; a model that follows others has one")
         if saved is not None:
             self.session.scatter_state(saved)
@@ -50,13 +51,13 @@ class LaconicStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, and let a model that follows others do so."""
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if isinstance(self.session, Following):
+        if isinstance(self.session, Follower):
             self.session.step()
         return result
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's, which all ranks have alike."""
-        if isinstance(self.session, Following):
+        if isinstance(self.session, Follower):
             self.session.average_()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state

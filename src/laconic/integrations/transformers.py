@@ -8,7 +8,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from laconic.integrations.either import Either, Following, attach_or_follow
+from laconic.integrations.either import Either, attach_or_follow
+from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
 
 _FILE = "laconic.pt"  # in a checkpoint's folder
@@ -69,12 +70,12 @@ class _Exchange(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let a model that follows others do so."""
-        if isinstance(self.session, Following):
+        if isinstance(self.session, Follower):
             self.session.step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All ranks have the model alike that is saved next."""
-        if control.should_save and isinstance(self.session, Following):
+        if control.should_save and isinstance(self.session, Follower):
             self.session.average_()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -71,7 +71,7 @@ def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Pa
         assert isinstance(scheme.exchange, AllReduce) and isinstance(transport, Collectives)
         carrier = carrier_for(grid.levels, transport.num_workers, scheme.exchange.stages)
         return IntegerSum(transport, clock, selection, grid, carrier)
-    is_plain = select.density == 1 and not selection.keeps
+    is_plain = select.sends_all and not selection.keeps
     return PlainSum(*ends, scheme.float_code) if is_plain else FloatSum(*ends, selection, scheme.float_code)
 
 

@@ -16,7 +16,6 @@ from laconic.planning.penalties import Penalty, penalty_of
 from laconic.planning.prediction import predict
 from laconic.planning.rates import rate_text
 from laconic.planning.rehearsal import Rehearsal
-from laconic.scheme import OuterScheme, Scheme
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
@@ -76,8 +75,8 @@ class Measured:
 
 def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
     scheme = asked.scheme
-    if isinstance(scheme, Scheme | OuterScheme):
-        return sum(bytes_out(scheme.said, layout, num_workers) for layout in layouts)
+    if scheme.of_what != "models":
+        return sum(bytes_out(scheme.exchanged, layout, num_workers) for layout in layouts)
     return 1  # a gossip's do not depend on how many there are
 
 

@@ -24,10 +24,7 @@ from laconic.planning.link_costs import slowest
 from laconic.planning.penalties import kind_of, optimizer_name
 from laconic.planning.rehearsals import measure_exchanges
 from laconic.recipes import parse
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
-from laconic.replicas.outer.fragments import bucket_layouts, trained_of
-from laconic.scheme import Scheme
+from laconic.replicas import Follower, bucket_layouts
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
@@ -64,15 +61,13 @@ class AutoSession(SavedTogether):
         self._choice: str | None = None  # None while it is open
         self._next: str | None = None  # what the next step begins with
         self._plain_s = 0.0  # of a step under bf16
-        self._landed_at = 0.0  # when the last step's gradient was there
+        self._applied_at = 0.0  # when the last step's gradient was there
         self._begin()
-        HookSwitch.of(ddp).listener = self._heard
+        HookSwitch.of(ddp).listener = self._submit
 
     def _adapted(self, named: Mapping[str, Tensor], text: str, **options: Any) -> DdpAdapter:
         """An adapter under the scheme that a text names."""
-        scheme = parse(text)
-        assert isinstance(scheme, Scheme)
-        return DdpAdapter(named, scheme, self.transport, self.everyone, self._device, **options)
+        return DdpAdapter(named, parse(text).exchanged, self.transport, self.everyone, self._device, **options)
 
     def _begin(self) -> None:
         """Count steps anew."""
@@ -80,45 +75,45 @@ class AutoSession(SavedTogether):
         self._arrivals: list[float] = []  # of this step's buckets, since the last step's gradient was there
         self._arrivals_by_step: list[list[float]] = []
         self._step_s: list[float] = []
-        self._under_way: list[Future[Tensor]] = []
+        self._in_flight: list[Future[Tensor]] = []
         self._gradients: list[tuple[Layout, Tensor]] = []
 
-    def _heard(self, bucket: GradBucket) -> Future[Tensor]:
+    def _submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Pass a bucket on, and note when it came; before the last one of a certain step, plan."""
         if not self._arrivals and self._next is not None:
             self._turn_to(self._next)
         plans = self._choice is None and self._steps == _PLANS_AT
         if self._choice is None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # when it is there, not when it was asked for
-        self._arrivals.append(time.perf_counter() - self._landed_at)
+        self._arrivals.append(time.perf_counter() - self._applied_at)
         if plans:
             parameters = bucket.parameters()
             layout = Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
             self._gradients.append((layout, bucket.buffer().detach().float().clone()))
         if plans and bucket.is_last():
             self._plan()
-        landed = self._adapter.submit(bucket)
-        self._under_way.append(landed)
+        outcome = self._adapter.submit(bucket)
+        self._in_flight.append(outcome)
         if bucket.is_last():
-            self._end_step(landed)
-        return landed
+            self._end_step(outcome)
+        return outcome
 
     def _end_step(self, last: Future[Tensor]) -> None:
-        begun_at = self._landed_at
+        begun_at = self._applied_at
         settled = self._steps >= _UNSETTLED
         if settled and self._choice is None:
             self._arrivals_by_step.append(self._arrivals)
         steps_s = self._step_s
 
-        def landed(_: Future[Tensor]) -> None:
-            self._landed_at = time.perf_counter()
+        def note_applied(_: Future[Tensor]) -> None:
+            self._applied_at = time.perf_counter()
             if settled:
-                steps_s.append(self._landed_at - begun_at)
+                steps_s.append(self._applied_at - begun_at)
                 del steps_s[:-_RECENT]
 
-        last.add_done_callback(landed)
+        last.add_done_callback(note_applied)
         self._arrivals = []
-        self._under_way = []
+        self._in_flight = []
         self._steps += 1
         if self._steps == _JUDGES_AT and self._plain_s:
             last.wait()
@@ -126,10 +121,9 @@ class AutoSession(SavedTogether):
 
     def _plan(self) -> None:
         """Measure and choose, between two buckets, when nothing is on its way."""
-        for landed in self._under_way:
-            landed.wait()
-        asked = [candidate(text) for text in AUTOMATIC]
-        asked = [one for one in asked if isinstance(one.scheme, Scheme)]
+        for outcome in self._in_flight:
+            outcome.wait()
+        candidates = [each for each in map(candidate, AUTOMATIC) if each.scheme.of_what == "gradients"]
         # Who trains what is not known here; most train transformers so.
         optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
@@ -138,7 +132,7 @@ class AutoSession(SavedTogether):
             # The optimizer's step, forward and backward lie between two exchanges.
             compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
             measured = measure_exchanges(
-                asked, self._gradients, self._model, optimizer, compute, self.transport, self._group
+                candidates, self._gradients, self._model, optimizer, compute, self.transport, self._group
             )
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
         measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
@@ -206,7 +200,7 @@ class AutoSession(SavedTogether):
         self._adapter.close()
 
 
-class AutoFollower(SavedTogether):
+class AutoFollower(Follower):
     """What follow(model, optimizer, "auto") returns: averages at first, and after the first of them what pays."""
 
     def __init__(
@@ -214,9 +208,10 @@ class AutoFollower(SavedTogether):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: ProcessGroup,
-        make: Callable[[str], Follower | OuterFollower],
+        make: Callable[[str], Follower],
         device: torch.device,
     ) -> None:
+        super().__init__(make(_FIRST_DRIFT).policy)
         self.plan: Plan | None = None  # once there is one
         self.everyone = Everyone(group)
         self._model = model
@@ -224,17 +219,10 @@ class AutoFollower(SavedTogether):
         self._group = group
         self._make = make
         self._device = device
-        self._follower = make(_FIRST_DRIFT)
         self._choice: str | None = None
-        self._begin_at = self._follower.read()
-        self._steps = 0
+        self._begin_at = self.vector.read()
         self._left_at = time.perf_counter()
         self._alone_s: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._follower, name)  # all that is not of choosing
 
     def step(self) -> None:
         """Count a step; after the first agreement, plan, and go on under the choice."""
@@ -242,8 +230,7 @@ class AutoFollower(SavedTogether):
             torch.cuda.synchronize(self._device)  # a plan needs each step's own time; later many even out
         self._alone_s.append(time.perf_counter() - self._left_at)
         del self._alone_s[:-_RECENT]
-        self._follower.step()
-        self._steps += 1
+        super().step()
         if self._choice is None and self._steps == _steps_of(_FIRST_DRIFT):
             self._plan()
         self._left_at = time.perf_counter()
@@ -251,14 +238,13 @@ class AutoFollower(SavedTogether):
     def _plan(self) -> None:
         """Measure and choose; after an agreement all models are the same."""
         drift = self._drifts()
-        asked = [candidate(text) for text in AUTOMATIC]
-        asked = [one for one in asked if one.scheme.of_what != "gradients"]
+        candidates = [each for each in map(candidate, AUTOMATIC) if each.scheme.of_what != "gradients"]
         transport = Group(own_group(self._group, self._device), self._device)
         try:
             alone_s = slowest(transport, statistics.median(self._alone_s[_UNSETTLED:]))
             compute = _compute(alone_s, [alone_s] * len(drift), drift, self._device)
             measured = measure_exchanges(
-                asked, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
+                candidates, drift, self._model, optimizer_name(self._optimizer), compute, transport, self._group
             )
         finally:
             transport.close()
@@ -269,38 +255,34 @@ class AutoFollower(SavedTogether):
 
     def _drifts(self) -> list[tuple[Layout, Tensor]]:
         """How far the model came since the beginning, in buckets."""
-        drift = (self._begin_at - self._follower.read()).to(self._device)
-        found = []
+        drift = (self._begin_at - self.vector.read()).to(self._device)
+        drifts = []
         start = 0
-        for layout in bucket_layouts(trained_of(self._model)):
-            found.append((layout, drift[start : start + layout.num_entries].clone()))
+        for layout in bucket_layouts(self.vector.parameter_spans):
+            drifts.append((layout, drift[start : start + layout.num_entries].clone()))
             start += layout.num_entries
-        return found
+        return drifts
 
     def _turn_to(self, text: str) -> None:
         self._choice = text
-        self._follower.close()
-        self._follower = self._make(text)
+        self.policy.close()
+        self._begin(self._make(text).policy)
         self._alone_s = []
 
     def advice(self) -> str:
         """One line where steps have become so slow that another scheme would pay now; else nothing."""
-        stats = self._follower.stats()
+        stats = self.stats()
         waited = stats.seconds["exchange"] / stats.steps_here
         return _advice(self.plan, self._choice, [alone_s + waited for alone_s in self._alone_s])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"auto": self._choice, "chosen": self._follower.state_dict()}
+        return {**super().state_dict(), "auto": self._choice}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        choice, states = _chosen(saved)
+        choice, _ = _chosen(saved)
         if choice is not None and choice != self._choice:
             self._turn_to(choice)
-        self._follower.load_state_dict(states)
-        self._steps = self._follower.stats().steps
-
-    def close(self) -> None:
-        self._follower.close()
+        super().load_state_dict(saved)
 
 
 def _compute(
@@ -319,15 +301,15 @@ def _compute(
 
 
 def _steps_of(text: str) -> int:
-    return int(parse(text).trigger.every)  # type: ignore[union-attr]
+    return int(parse(text).when.every)  # type: ignore[union-attr]
 
 
 def _chosen(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:
-    """(the choice, None if it was open, and the states under it)."""
+    """(the choice, None if it was open, and a session's states under it)."""
     states = [saved] if isinstance(saved, Mapping) else list(saved)
     if not states or any("auto" not in state for state in states):
         raise StateError(f"the state is of another scheme; {_AGREED_ON}")
-    chosen = [state["chosen"] for state in states]
+    chosen = [state.get("chosen") for state in states]
     return states[0]["auto"], chosen[0] if isinstance(saved, Mapping) else chosen
 
 
@@ -342,10 +324,10 @@ def _advice(plan: Plan | None, choice: str | None, step_s: Sequence[float]) -> s
     waits_ms = max(row.waits_ms, 0.01 * row.step_ms)
     rate = plan.measured.links.bits_per_s * waits_ms / (waits_ms + now_ms - row.step_ms)
     other = plan.what_if(bits_per_s=rate)
-    said = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
+    slower = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
     if other.pick == choice:
-        return f"{said}; {choice} still seems best; see `laconic doctor`"
-    return f"{said}; if the links have become slower, {other.pick} would pay now: {other.line}"
+        return f"{slower}; {choice} still seems best; see `laconic doctor`"
+    return f"{slower}; if the links have become slower, {other.pick} would pay now: {other.line}"
 
 
 def _say(rank: int, text: str) -> None:
@@ -356,4 +338,6 @@ def _say(rank: int, text: str) -> None:
 def check_auto(*given: object) -> None:
     """SchemeError where an option leaves auto no choice."""
     if any(given):
-        raise SchemeError("auto chooses among what workers do by themselves; leave servers=, outer= and within= out")
+        raise SchemeError(
+            "auto chooses among what workers do by themselves; leave servers=, outer_optimizer= and node_group= out"
+        )

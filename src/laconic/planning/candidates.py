@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from laconic.errors import SchemeError
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, TorchHook
+from laconic.scheme import AnyScheme
 
 CANDIDATES: tuple[str, ...] = (
     "dense",
@@ -53,7 +53,7 @@ def candidate(text: str) -> Candidate:
         if words[1] != "--accumulate" or len(words) != 3 or not words[2].isdecimal() or int(words[2]) < 1:
             raise SchemeError(f"{text!r} is no candidate; give a scheme, or one like 'bf16 --accumulate 4'")
         accumulate = int(words[2])
-    if isinstance(scheme, TorchHook):
+    if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook, which cannot be rehearsed; try it with `laconic compare`")
     if accumulate > 1 and scheme.of_what != "gradients":
         raise SchemeError(f"{scheme} exchanges no gradients that could add up; leave --accumulate out")

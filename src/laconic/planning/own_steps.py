@@ -22,7 +22,7 @@ from laconic.planning.answer import Plan
 from laconic.planning.candidates import Candidate, candidate
 from laconic.planning.compute import Compute
 from laconic.planning.link_costs import meet, slowest
-from laconic.replicas.outer.fragments import bucket_layouts
+from laconic.replicas import bucket_layouts
 from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group
 
@@ -110,11 +110,11 @@ class OwnSteps:
         order = sorted(foretold.rows, key=lambda row: row.scheme != "bf16")  # stable: the soonest first
         for row in order:
             asked = candidate(row.scheme)
-            if not isinstance(asked.scheme, Scheme) or asked.accumulate > 1:
+            if asked.scheme.of_what != "gradients" or asked.accumulate > 1:
                 continue
             expected_s = (_FIRST_STEPS + _LEAST_TRIED) * row.step_ms / 1e3
             if slowest(self._transport, time.perf_counter() + expected_s - until) < 0:
-                tried[asked] = self._try(asked.scheme, row.step_ms / 1e3)
+                tried[asked] = self._try(asked.scheme.exchanged, row.step_ms / 1e3)
         for asked, _ in foretold.measured.rehearsals:
             once = Candidate(asked.scheme)
             if asked.accumulate > 1 and once in tried:
@@ -194,7 +194,8 @@ class OwnSteps:
         by_name = {self._names[p]: gradient for p, gradient in self._gradient.items()}
         shapes = {name: p.shape for p, name in self._names.items()}
         found = []
-        for layout in self._layouts or bucket_layouts({name: p for p, name in reversed(self._names.items())}):
+        backwards = Layout.of(list(reversed(shapes)), list(reversed(shapes.values())))
+        for layout in self._layouts or bucket_layouts(backwards.spans):
             parts = [by_name.get(name, torch.zeros(shapes[name].numel(), device=self._device)) for name in layout.names]
             found.append((layout, torch.cat(parts)))
         return found

@@ -54,7 +54,7 @@ def _(scheme: Scheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -
 @_step.register
 def _(scheme: OuterScheme, compute: Compute, rehearsal: Rehearsal, accumulate: int) -> tuple[float, float, float]:
     """Drift: a round of all fragments every H steps, each of which may travel for `delay` steps unnoticed."""
-    rounds = scheme.trigger
+    rounds = scheme.when
     fixed_s = rehearsal.fixed_s / rehearsal.num_buckets  # a fragment is a bucket of its own
     fragment_talk_s = fixed_s + (rehearsal.talk_s - rehearsal.fixed_s) / rounds.fragments
     hidden_s = rounds.delay * compute.alone_s
@@ -119,4 +119,4 @@ def _(scheme: Scheme) -> int:
 
 @_num_vectors.register
 def _(scheme: OuterScheme) -> int:
-    return len(scheme.memory.kinds) + 1 + bool(getattr(scheme.outer, "momentum", 0.0))
+    return len(scheme.exchanged.memory.kinds) + 1 + bool(scheme.then.momentum)

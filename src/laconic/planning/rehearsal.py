@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.layout import Bucket, Layout
 from laconic.paths import bytes_out
 from laconic.planning.link_costs import LinkCosts, Messages, left_so_far, meet, slowest
-from laconic.scheme import OuterScheme, Scheme
+from laconic.scheme import Scheme
 from laconic.session import PHASES, Session
 from laconic.transport import Collectives
 
@@ -36,7 +36,7 @@ class Rehearsal:
     busy_talk_s: float  # what messages take longer while all workers compute
     num_buckets: int
     num_entries: int
-    adds: bool  # whether the network adds what is said
+    adds: bool  # whether the network adds the messages
 
     @property
     def work_s(self) -> float:
@@ -57,7 +57,7 @@ class Rehearsal:
 
 
 def rehearse(
-    scheme: Scheme | OuterScheme,
+    scheme: Scheme,
     gradients: Sequence[tuple[Layout, Tensor]],
     transport: Collectives,
     links: LinkCosts,
@@ -71,18 +71,17 @@ def rehearse(
     proportion: its stations by entries, its talk by what the link takes for the bytes, and for each bucket what the
     part took beside that. Where a scheme adds integers in two stages they go to all as frames do: the part tells.
     """
-    said = scheme.said
     num_entries = sum(layout.num_entries for layout, _ in gradients)
-    num_bytes = _bytes_out(said, gradients, transport.num_workers)
-    link = links.sums if said.exchange.adds_in_flight else links.frames
+    num_bytes = _bytes_out(scheme, gradients, transport.num_workers)
+    link = links.sums if scheme.exchange.adds_in_flight else links.frames
     expected_s = num_bytes / link.bytes_per_s
     parts = gradients if expected_s <= _AFFORDABLE_S else part_of(gradients, num_entries * _AFFORDABLE_S / expected_s)
-    spent, sent, messages = _timed(said, parts, transport, most_s)
+    spent, sent, messages = _timed(scheme, parts, transport, most_s)
     entries_share = sum(layout.num_entries for layout, _ in parts) / num_entries
-    bytes_share = _bytes_out(said, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
+    bytes_share = _bytes_out(scheme, parts, transport.num_workers) / num_bytes if num_bytes else 1.0
     talk_s = spent["exchange"]
     if parts is not gradients:
-        if said.exchange.adds_in_flight:
+        if scheme.exchange.adds_in_flight:
             link = min(links.sums, links.frames, key=lambda one: abs(talk_s - one.seconds(sent, messages)))
         beside_s = talk_s - link.seconds(sent, messages)
         messages = messages * len(gradients)  # as many for each bucket
@@ -99,12 +98,12 @@ def rehearse(
         busy_talk_s=messages.count * (link.busy_latency_s - link.latency_s),
         num_buckets=len(gradients),
         num_entries=num_entries,
-        adds=said.exchange.adds_in_flight,
+        adds=scheme.exchange.adds_in_flight,
     )
 
 
-def _bytes_out(said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], num_workers: int) -> int:
-    return sum(bytes_out(said, layout, num_workers) for layout, _ in gradients)
+def _bytes_out(scheme: Scheme, gradients: Sequence[tuple[Layout, Tensor]], num_workers: int) -> int:
+    return sum(bytes_out(scheme, layout, num_workers) for layout, _ in gradients)
 
 
 def part_of(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> list[tuple[Layout, Tensor]]:
@@ -128,10 +127,10 @@ def part_of(gradients: Sequence[tuple[Layout, Tensor]], num_entries: float) -> l
 
 
 def _timed(
-    said: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, most_s: float
+    scheme: Scheme, gradients: Sequence[tuple[Layout, Tensor]], transport: Collectives, most_s: float
 ) -> tuple[dict[str, float], float, Messages]:
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
-    session = Session(said, transport, undoes=True)
+    session = Session(scheme, transport, undoes=True)
     found: list[dict[str, float]] = []
     sent: list[Counter[str]] = []  # bytes by kind
     messages: list[Counter[str]] = []

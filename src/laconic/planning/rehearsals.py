@@ -18,7 +18,7 @@ from laconic.planning.compute import Compute
 from laconic.planning.link_costs import LinkCosts, Messages, measure_link_costs, slowest
 from laconic.planning.penalties import kind_of
 from laconic.planning.rehearsal import Rehearsal, part_of, rehearse
-from laconic.scheme import GossipScheme, OuterScheme, Scheme
+from laconic.scheme import GossipScheme
 from laconic.transport import Group, ProcessGroup, own_group
 
 _OUTER_PASSES = 10  # over the model in an outer step: drift, anchor, momentum, model
@@ -75,15 +75,13 @@ def _rehearse_all(
     pass_s = slowest(transport, _pass_s(gradients))
     for asked in candidates:
         scheme = asked.scheme
-        if isinstance(scheme, GossipScheme):
+        if scheme.of_what == "models":
             found[asked] = _rehearse_gossip(scheme, gradients, model, compute, transport, links, group)
             continue
-        assert isinstance(scheme, Scheme | OuterScheme)
-        said = scheme.said
-        key = said.select, said.quantize, said.memory, said.exchange, said.trigger
+        key = scheme.exchanged
         if key not in known:
             most_s = (until - time.perf_counter()) / (len(candidates) - len(found))
-            known[key] = rehearse(scheme, gradients, transport, links, most_s)
+            known[key] = rehearse(scheme.exchanged, gradients, transport, links, most_s)
         found[asked] = known[key]
         if scheme.of_what == "drift":
             outer_s = _OUTER_PASSES * pass_s

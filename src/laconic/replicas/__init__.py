@@ -1,4 +1,7 @@
-"""Models that train apart: in outer rounds or by gossip."""
+"""Models that train apart: outer rounds among all or in pairs, and gossip, behind one Follower."""
 
-from laconic.replicas.gossip import Follower, FollowerStats
-from laconic.replicas.outer import MakeOptimizer, OuterFollower, OuterStats
+from laconic.replicas.follower import Follower, FollowerStats, consensus, gather, policy_for, server_stats
+from laconic.replicas.fragments import bucket_layouts
+from laconic.replicas.policy import Policy
+from laconic.replicas.rounds import MakeOptimizer, OuterRounds
+from laconic.replicas.vector import ModelVector

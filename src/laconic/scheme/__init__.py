@@ -6,8 +6,7 @@ from laconic.errors import SchemeError, nearest
 from laconic.scheme.gossip import GossipScheme
 from laconic.scheme.outer import OuterScheme
 from laconic.scheme.parts import COMPOSED, PARTS, RECIPES, build, pairs, part, recipe, score_name, write_part
-from laconic.scheme.scheme import Scheme
-from laconic.scheme.torch_hook import TorchHook
+from laconic.scheme.scheme import Scheme, TorchHook
 
 AnyScheme = Scheme | GossipScheme | OuterScheme | TorchHook
 
@@ -43,12 +42,14 @@ def parse(text: AnyScheme | str) -> AnyScheme:
 
 def compose(**answers: Any) -> Scheme | GossipScheme | OuterScheme:
     """A scheme from its answers, as texts or parts, of the kind that they make it; those left out are the defaults."""
-    made = {question: part(question, text) for question, text in answers.items()}
-    of_what = made["exchange"].of_what if "exchange" in made else "gradients"
-    if "outer" in made or of_what == "drift" or ("trigger" in made and made["trigger"].in_rounds):
-        return OuterScheme(**made)
+    parts = {question: part(question, answer) for question, answer in answers.items()}
+    of_what = parts["exchange"].of_what if "exchange" in parts else "gradients"
+    trigger = parts.get("trigger")
+    if "outer" in parts or of_what == "drift" or (trigger is not None and "drift" in trigger.of_what):
+        others = {name: parts.pop(key) for key, name in (("trigger", "when"), ("outer", "then")) if key in parts}
+        return OuterScheme(exchanged=Scheme(**parts), **others)
     if of_what == "gradients":
-        return Scheme(**made)
-    if "memory" in made:
+        return Scheme(**parts)
+    if "memory" in parts:
         raise SchemeError("gossip keeps its models, and nothing besides; leave memory out")
-    return GossipScheme(**made)
+    return GossipScheme(**parts)

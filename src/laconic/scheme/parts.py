@@ -13,14 +13,14 @@ from laconic.memory import MEMORIES
 from laconic.outer import OUTERS
 from laconic.quantize import GRIDS, MODULO_CODES, QUANTIZERS
 from laconic.select import SCORES, SELECTORS, Score
-from laconic.trigger import TRIGGERS
+from laconic.trigger import GOSSIP_TRIGGERS, ROUNDS, SCHEDULES
 
 PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "select": SELECTORS,
     "quantize": {**QUANTIZERS, **GRIDS, **MODULO_CODES},
     "memory": MEMORIES,
     "exchange": PATTERNS,
-    "trigger": TRIGGERS,
+    "trigger": {**SCHEDULES, **GOSSIP_TRIGGERS, **ROUNDS},
     "outer": OUTERS,
 }
 RECIPES: dict[str, Callable[..., Any]] = {}

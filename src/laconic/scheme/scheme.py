@@ -1,33 +1,75 @@
 """The frozen half: five answers, checked together when they are composed."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllReduce, Pattern, Server
 from laconic.memory import Memory, Nothing
-from laconic.quantize import Exact, FloatCode, Grid, ModuloCode, Quantizer, Sign
-from laconic.scheme.base import SchemeBase
-from laconic.scheme.parts import read_parts
+from laconic.quantize import BF16, FP16, Exact, FloatCode, Grid, ModuloCode, Quantizer, Sign
+from laconic.scheme.parts import COMPOSED, PARTS, read_parts, write_pairs, write_part
 from laconic.select import Everything, Selector
-from laconic.trigger import EveryStep, Speech, Trigger
+from laconic.trigger import EveryStep, Schedule
+
+_FLOATS = (Exact(), BF16(), FP16())
+_TORCH_HOOKS = ("fp16", "powersgd")
+
+
+class SchemeBase:
+    """A scheme of any kind; str() gives a text that `laconic.parse` reads back: the recipe's own form, or all answers.
+
+    `of_what` is the vector that is exchanged: gradients (`attach`), drift or models (`follow`).
+    """
+
+    of_what: ClassVar[str]
+    is_torch_hook: ClassVar[bool] = False
+
+    exchange: Pattern
+    label = ""  # set by a recipe; no field, so that dataclasses.replace() cannot carry it to another composition
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """Its parts, by the question that each answers."""
+        return {question: getattr(self, question) for question in PARTS if hasattr(self, question)}
+
+    @property
+    def exchanged(self) -> Scheme:
+        """How all workers exchange one vector, the gradient or the drift."""
+        raise SchemeError(f"{self} exchanges no vector among all workers")
+
+    @property
+    def talks(self) -> bool:
+        """Whether anything is sent at all."""
+        return self.exchange.talks
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether entries have owners who answer for them, and who may be servers."""
+        return self.exchange.has_owners
+
+    def __str__(self) -> str:
+        return self.label or f"{COMPOSED}:" + write_pairs({q: write_part(q, part) for q, part in self.answers.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme(SchemeBase):
     """What is sent, how it is written, what is kept, where it goes, and when."""
 
-    says_drift = False  # of a model, as if it were a gradient
+    of_what: ClassVar[Literal["gradients"]] = "gradients"
+    is_torch_hook: ClassVar[Literal[False]] = False
 
     select: Selector = Everything()
     quantize: Quantizer | Grid = Exact()
     memory: Memory = Nothing()
     exchange: Pattern = AllReduce()
-    trigger: Trigger = EveryStep()
+    trigger: Schedule = EveryStep()
 
     def __post_init__(self) -> None:
         read_parts(self)
-        self._check_of_gradients()
-        sends_some = self.select.density < 1
+        self._check_kinds()
+        sends_some = not self.select.sends_all
         if self.exchange.adds_in_flight and not self.select.is_shared:
             raise SchemeError(
                 f"AllReduce adds position by position, but {type(self.select).__name__} picks other positions on every "
@@ -63,20 +105,23 @@ class Scheme(SchemeBase):
         elif isinstance(self.exchange, AllReduce) and self.exchange.stages == 2:
             raise SchemeError("two stages round integer codes again, and these are none; use stages=0 or MaxNorm()")
 
-    def _check_of_gradients(self) -> None:
-        if self.exchange.in_pairs and not self.says_drift:
-            raise SchemeError(
-                "Pairs let workers differ, and gradients must be the same on all; use AllReduce(), or OuterScheme(...)"
-            )
-        if self.of_what == "models":
+    def _check_kinds(self) -> None:
+        """SchemeError where a part is made for exchanges of another kind."""
+        if self.exchange.of_what == "models":
             raise SchemeError("Gossip exchanges models; use GossipScheme(...), or laconic.parse('gossip')")
-        if isinstance(self.trigger, Speech):
-            name = type(self.trigger).__name__
-            raise SchemeError(f"{name} says when a worker gossips, and all workers must send together; use EveryStep()")
-        if self.trigger.in_rounds:
-            raise SchemeError("Rounds are for models that train alone in between; use OuterScheme(...), or EveryStep()")
+        name = type(self.trigger).__name__
+        if "models" in self.trigger.of_what and "gradients" not in self.trigger.of_what:
+            raise SchemeError(f"{name} times a gossip, and all workers must send together; use EveryStep()")
+        if "drift" in self.trigger.of_what:
+            raise SchemeError("Rounds are for models that train apart; use OuterScheme(...), or EveryStep()")
         if isinstance(self.quantize, ModuloCode):
             raise SchemeError("ModuloCode is for models that are nearly alike, which gradients are not; use Gossip()")
+        sends_floats = self.select == Everything() and self.memory == Nothing() and self.quantize in _FLOATS
+        if self.exchange.in_pairs and not sends_floats:
+            raise SchemeError(
+                "pairs send each other everything and keep nothing; use select=Everything(), quantize=BF16(), FP16() "
+                "or Exact(), and memory=Nothing()"
+            )
 
     def _check_factors(self) -> None:
         if not isinstance(self.quantize, FloatCode):
@@ -106,8 +151,7 @@ class Scheme(SchemeBase):
             raise SchemeError(f"{name} of one level loses too much to be kept; use levels=2 or more, or Nothing()")
 
     @property
-    def said(self) -> "Scheme":
-        """How a gradient is said: a scheme of drift has another one for that."""
+    def exchanged(self) -> Scheme:
         return self
 
     @property
@@ -135,3 +179,28 @@ class Scheme(SchemeBase):
         if not self.has_owners or self.server.votes or not self.memory.refunds:
             return False
         return self.server.down_rho > 0 or self.quantize != Exact()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchHook(SchemeBase):
+    """One of PyTorch's own DDP hooks behind the same face: a control to compare with, not a composition."""
+
+    of_what: ClassVar[Literal["gradients"]] = "gradients"
+    is_torch_hook: ClassVar[Literal[True]] = True
+    exchange = AllReduce()
+
+    hook: str
+    rank: int = 1  # PowerSGD's
+    start: int = 2  # PowerSGD: plain all-reduce before this step; PyTorch refuses less than 2 with error feedback
+
+    def __post_init__(self) -> None:
+        if self.hook not in _TORCH_HOOKS:
+            raise SchemeError(f"TorchHook.hook is {self.hook!r}; give one of {', '.join(_TORCH_HOOKS)}")
+        if self.rank < 1:
+            raise SchemeError(f"rank is {self.rank}; give 1 or more")
+        if self.start < 2:
+            raise SchemeError(f"start is {self.start}; give 2 or more")
+
+    def __str__(self) -> str:
+        own = f":rank={self.rank},start={self.start}" if self.hook == "powersgd" else ""
+        return self.label or f"torch-{self.hook}{own}"

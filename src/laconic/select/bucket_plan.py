@@ -51,6 +51,11 @@ class Selector(Protocol):
         """The share of entries it aims to send, in (0, 1]."""
 
     @property
+    def sends_all(self) -> bool:
+        """Whether every entry goes at every step."""
+        return self.density == 1
+
+    @property
     def per_parameter(self) -> bool:
         """Whether each parameter is selected from by itself, so that buckets do not matter."""
         return False

@@ -21,6 +21,7 @@ class Everything(SharedSelector, Chooser):
     """All entries go, at every step: x = r."""
 
     is_shared = True
+    sends_all = True
     dense_below = 0
 
     @property
@@ -106,6 +107,7 @@ class LowRank(Selector):
     """
 
     is_shared = True
+    sends_all = False
     factors = True
 
     rank: int = 4  # columns of each factor

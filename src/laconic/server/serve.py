@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.errors import FrameError, SchemeError
 from laconic.layout import Layout
 from laconic.recipes import parse
-from laconic.scheme import AnyScheme, OuterScheme, Scheme
+from laconic.scheme import AnyScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
@@ -85,11 +85,9 @@ def serve(
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
     """The scheme, if dedicated servers can answer it."""
     made = parse(scheme) if isinstance(scheme, str) else scheme
-    if isinstance(made, OuterScheme):
-        made = made.said
-    if not isinstance(made, Scheme) or not made.has_owners:
+    if not made.has_owners:
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
-    return made
+    return made.exchanged
 
 
 def check_wait(scheme: AnyScheme | str, wait_s: float | None, num_servers: int) -> None:
@@ -97,7 +95,7 @@ def check_wait(scheme: AnyScheme | str, wait_s: float | None, num_servers: int) 
     if wait_s is None:
         return
     made = parse(scheme) if isinstance(scheme, str) else scheme
-    if not isinstance(made, OuterScheme):
+    if made.of_what != "drift":
         raise SchemeError(f"{made} has no outer steps, and a gradient cannot come later; leave the wait budget out")
     if not 0 <= wait_s < math.inf:
         raise SchemeError(f"the wait budget is {wait_s}; give seconds, 0 to wait for nobody")

@@ -1,15 +1,14 @@
-"""When it goes: how much may be sent at a given step, or whether a worker exchanges at all."""
+"""When it goes: one table for each contract, since gradients, models and drifts ask different questions."""
 
+from laconic.trigger.gossip import Change, GossipTrigger, Period, TargetRate
 from laconic.trigger.rounds import Rounds
-from laconic.trigger.schedule import EveryStep, Ramp, Trigger, WarmUp
-from laconic.trigger.speech import Change, Period, Speech, TargetRate
+from laconic.trigger.schedule import EveryStep, Ramp, Schedule, Trigger, WarmUp
 
-TRIGGERS: dict[str, type[Trigger]] = {
+SCHEDULES: dict[str, type[Schedule]] = {"every-step": EveryStep, "warm-up": WarmUp, "ramp": Ramp}
+GOSSIP_TRIGGERS: dict[str, type[Trigger]] = {
     "every-step": EveryStep,
-    "warm-up": WarmUp,
-    "ramp": Ramp,
     "period": Period,
     "change": Change,
     "target-rate": TargetRate,
-    "rounds": Rounds,
 }
+ROUNDS: dict[str, type[Rounds]] = {"rounds": Rounds}

@@ -1,4 +1,4 @@
-"""When workers that train alone agree: after so many steps, a fragment of the model at a time, waiting or not."""
+"""When workers that train apart agree: after so many steps, a fragment of the model at a time, waiting or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from laconic.trigger.schedule import Trigger
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Trigger):
-    """Each fragment of the model goes every `every` steps, and what came of it is applied `delay` steps later.
+    """Each fragment of the model goes every `every` steps, and its result is applied `delay` steps later.
 
-    Fragments take turns, every/fragments steps apart, so that the link is busy evenly (Streaming DiLoCo, Douillard et
-    al., 2501.18512). A result that comes late moves a model by what all agreed on, and keeps what it learned meanwhile:
+    Fragments go every/fragments steps apart, so that the link is busy evenly (Streaming DiLoCo, Douillard et al.,
+    2501.18512). A delayed result moves a model by what all agreed on, and keeps what it learned meanwhile:
     x += anchor - x as sent (ours); with `mix` x = mix*x + (1-mix)*anchor instead (theirs).
     """
 
-    in_rounds = True
+    of_what = ("drift",)
 
     every: int = 16
     fragments: int = 1
@@ -37,12 +37,12 @@ class Rounds(Trigger):
             raise SchemeError(f"Rounds.warmup is {self.warmup}; give 0 or more steps")
 
     def fragments_due(self, steps: int) -> Sequence[int]:
-        """Those that go after so many steps; the last one's turn ends a period."""
+        """The fragments that go after so many steps; the last one ends a period."""
         if steps <= self.warmup:
             return range(self.fragments)
         place = (steps - self.warmup - 1) % self.every + 1
         return [f for f in range(self.fragments) if (f + 1) * self.every // self.fragments == place]
 
-    def lateness(self, steps: int) -> int:
-        """How many steps later the result of a turn after so many steps is applied."""
+    def delay_at(self, steps: int) -> int:
+        """How many steps later the result of what goes after so many steps is applied."""
         return 0 if steps <= self.warmup else self.delay

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from laconic.errors import SchemeError
 
@@ -10,10 +11,17 @@ _STAGE_FACTOR = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Trigger:
-    """The frozen answer to *when*; a pure function of the step, so all workers agree without a word."""
+    """The frozen answer to *when*."""
 
-    thins_out = False  # whether it lowers the share that is sent step by step
-    in_rounds = False  # whether it says when models that train alone agree
+    of_what: ClassVar[tuple[str, ...]]  # the vectors whose exchange it times: gradients, models or drift
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Trigger):
+    """A density for each step: a pure function, so all workers agree on it without a message."""
+
+    of_what: ClassVar[tuple[str, ...]] = ("gradients",)
+    thins_out: ClassVar[bool] = False  # whether it lowers the share that is sent step by step
 
     def density(self, step: int, target: float) -> float:
         """The share of entries that goes at `step` (from 0) when the selector aims at `target`."""
@@ -21,35 +29,36 @@ class Trigger:
 
 
 class ByClock:
-    """When a worker of a gossip speaks whatever has changed: every `steps` steps, by the clock."""
+    """An exchange every `steps` steps, whatever has changed; of the whole model where models gossip."""
 
     steps: float
 
-    per = "model"  # what speaks on its own
-    measure = None  # what says how far a group has moved, where that decides
+    per = "model"
+    measure = None  # no measurement of how far a model has moved decides
 
-    def speaks(self, step: int, gap: int, phase: float) -> bool:
-        """Whether a group speaks, `gap` steps after its last exchange; a worker's own `phase` is in [0, 1)."""
+    def exchanges(self, step: int, gap: int, phase: float) -> bool:
+        """Whether a group is exchanged, `gap` steps after its last time; a worker's own `phase` is in [0, 1)."""
         return math.floor((step + 1) / self.steps + phase) > math.floor(step / self.steps + phase)
 
-    def turns(self, step: int) -> range:
-        """The turns, by number, that come with this step by the clock that all workers share."""
+    def pair_rounds(self, step: int) -> range:
+        """The rounds of pairs, by number, that come with this step by the clock that all workers share."""
         return range(math.floor(step / self.steps), math.floor((step + 1) / self.steps))
 
-    def messages_per_step(self, per_turn: float, per_model: float) -> float:
-        """What leaves a worker, of `per_turn` messages at a turn, each 1/`per_model` of a model; NaN: not known."""
-        return per_turn / self.steps
+    def messages_per_step(self, per_exchange: float, per_model: float) -> float:
+        """The messages that leave a worker: `per_exchange` each time, each 1/`per_model` of a model; NaN: not known."""
+        return per_exchange / self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class EveryStep(ByClock, Trigger):
-    """The same share at every step; in gossip a worker speaks at each."""
+class EveryStep(ByClock, Schedule):
+    """The same share at every step; in gossip an exchange at each."""
 
+    of_what = ("gradients", "models")
     steps = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmUp(Trigger):
+class WarmUp(Schedule):
     """The first `steps` steps go dense, while the network changes fastest."""
 
     steps: int
@@ -63,7 +72,7 @@ class WarmUp(Trigger):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp(Trigger):
+class Ramp(Schedule):
     """25 %, 6.25 %, 1.6 %, 0.4 %, ... for `steps` steps each, down to the target (Lin et al., ICLR 2018)."""
 
     thins_out = True

@@ -22,8 +22,8 @@ import torch._dynamo  # DDP imports it when it is first built
 
 from laconic import cli
 from laconic.paths import Exchange
-from laconic.replicas.gossip import Follower
-from laconic.replicas.gossip.side import Side
+from laconic.replicas import Follower
+from laconic.replicas.gossip import GossipPolicy
 from laconic.server.serve import _RequestHandler
 from laconic.session import Session
 from laconic.transport import TcpMailbox
@@ -120,7 +120,7 @@ def _plan(case: Case, struck: Path) -> None:
         _before(Follower, "step", begin)
         _before(TcpMailbox, "ask", lambda *_: meet("encode"))
         _before(TcpMailbox, "ask", lambda *_: threading.Timer(0.002, meet, ("talk",)).start())
-        _before(Side, "move_", lambda *_: meet("apply"))
+        _before(GossipPolicy, "move_", lambda *_: meet("apply"))
     else:
         _before(Session, "begin", begin)
         _after(Session, "begin", lambda *_: meet("encode"))

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from laconic.errors import LaconicError, LaunchError
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse, topk
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower, policy_for
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.session import Session
 from laconic.transport import (
@@ -160,10 +159,7 @@ class _FollowingWorker:
         self._rank = end.rank
         self._network = _model(0)
         optimizer = torch.optim.SGD(self._network.parameters(), lr=_LR)
-        if isinstance(scheme, OuterScheme):
-            self._follower: Any = OuterFollower(self._network, optimizer, scheme, end, in_background=False)
-        else:
-            self._follower = Follower(self._network, optimizer, scheme, end)
+        self._follower = Follower(policy_for(self._network, optimizer, scheme, end, in_background=False))
 
     def step(self, number: int, at: Callable[[str], None]) -> None:
         at("choose")
@@ -178,7 +174,7 @@ class _FollowingWorker:
             self._follower.average_()
 
     def read(self) -> Tensor:
-        read: Tensor = self._follower.read()
+        read: Tensor = self._follower.vector.read()
         return read
 
     def state(self) -> dict[str, Any]:
@@ -340,15 +336,15 @@ def _check_gossip(case: Case, scheme: GossipScheme) -> Outcome:
         ends = (undisturbed, mine) if befalls_replies else (mine, undisturbed)
         box = FaultyMailbox(boxes[rank], *ends)
         network = _model(rank)
-        follower = Follower(network, torch.optim.SGD(network.parameters(), lr=_LR), scheme, box)
-        before[rank] = follower.read()
+        follower = Follower(policy_for(network, torch.optim.SGD(network.parameters(), lr=_LR), scheme, box))
+        before[rank] = follower.vector.read()
         try:
             for _ in range(2 * STEPS):
                 follower.step()
             follower.settle()
-            after[rank] = follower.read()
+            after[rank] = follower.vector.read()
             follower.average_()
-            averages[rank] = follower.read()
+            averages[rank] = follower.vector.read()
         except BaseException as error:
             errors.append(error)
         finally:

@@ -9,17 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from laconic.planning import AutoFollower
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower, consensus, gather, server_stats
 from laconic.session import Stats
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent, measured
 from laconic_lab.train.worker_group import EndFacts
 
-AnyFollower = Follower | OuterFollower | AutoFollower
-Followed = Callable[[nn.Module, torch.optim.Optimizer], AnyFollower]  # makes a model follow the others
+Followed = Callable[[nn.Module, torch.optim.Optimizer], Follower]  # makes a model follow the others
 
 
 class FollowingWorkers:
@@ -27,7 +24,7 @@ class FollowingWorkers:
 
     shares_clock: ClassVar[bool] = False
 
-    def __init__(self, follower: AnyFollower) -> None:
+    def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self.place = follower.rank
         self.num_living = follower.num_workers
@@ -37,7 +34,7 @@ class FollowingWorkers:
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        rows = self._follower.gather([self._follower.rank, *mine])
+        rows = gather(self._follower, [self._follower.rank, *mine])
         alive = [int(row[0]) for row in rows]
         self.place = alive.index(self._follower.rank)
         self.num_living = len(alive)
@@ -47,10 +44,9 @@ class FollowingWorkers:
         """Buffers travel with the models."""
 
     def end_facts(self) -> EndFacts:
-        if isinstance(self._follower, OuterFollower):
-            servers = self._follower.server_stats()
-            return EndFacts(servers, servers[0]["lost"] if servers else {})
-        return EndFacts(lost_workers={str(rank): why for rank, why in self._follower.stats().lost.items()})
+        servers = server_stats(self._follower)
+        lost = {str(rank): why for rank, why in self._follower.stats().lost.items()}
+        return EndFacts(servers, servers[0]["lost"] if servers else lost)
 
 
 class FollowingLearner:
@@ -87,7 +83,7 @@ class FollowingLearner:
 
     def finish_(self) -> Spent:
         """One global average; how far apart and how good the replicas were is noted before."""
-        self._before_average = self._replicas(self.session.consensus()[1])
+        self._before_average = self._replicas(consensus(self.session)[1])
         with measured() as spent:
             self.session.average_()
         return spent
@@ -107,15 +103,15 @@ class FollowingLearner:
 
         After the last average all replicas are equal: then they are told as they were before it.
         """
-        mean, distance = self.session.consensus()
+        mean, distance = consensus(self.session)
         replicas = self._before_average if is_last else self._replicas(distance)
-        own = self.session.read()
-        self.session.write_(mean)
+        own = self.session.vector.read()
+        self.session.vector.write_(mean)
         rows: list[list[float]] = []
         while not sum(row[2] for row in rows):  # again where whoever had all of a small test has died meanwhile
             self.group.gather([])  # who is there for a part of the test
             rows = self.group.gather(
                 self.course.score(self.model, self._device, self.group.place, self.group.num_living)
             )
-        self.session.write_(own)
+        self.session.vector.write_(own)
         return [sum(column) for column in zip(*rows, strict=True)], {**replicas, "alive": len(rows)}

@@ -11,7 +11,7 @@ from torch import nn
 
 from laconic.adapters import Attached
 from laconic.recipes import parse
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower
 from laconic.scheme import AnyScheme, Scheme
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import TASKS
@@ -28,7 +28,7 @@ def save(loop: TrainingLoop) -> None:
     if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
         return
     learner = loop.learner
-    if isinstance(learner.session, Attached | OuterFollower):
+    if isinstance(learner.session, Attached | Follower):
         learner.session.check_replicas_()
     state: dict[str, Any] = {"session": learner.session.state_dict(), "bytes": loop.bytes_so_far()}
     if loop.group.place == 0 or learner.owns_model:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower, OuterRounds
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import Session, Stats
 from laconic.transport import InProcess, in_process
@@ -114,8 +114,8 @@ def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[
     interrupted = threading.Event()
 
     def work(transport: InProcess) -> T:
-        def followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> OuterFollower:
-            return OuterFollower(model, optimizer, scheme, transport, in_background=False)
+        def followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Follower:
+            return Follower(OuterRounds(model, optimizer, scheme, transport, in_background=False))
 
         course = Course(job, data, transport.rank, transport.num_workers)
         learner = _VirtualFollower(job, course, copy.deepcopy(first), followed, interrupted)
