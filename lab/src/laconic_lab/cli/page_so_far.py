@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from laconic_lab.compare import compare_so_far
 from laconic_lab.errors import TaskError
 from laconic_lab.measures import MEASURES
 from laconic_lab.report import write_report_so_far
+
+_SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, use the same cores
 
 
 @dataclass
@@ -26,10 +29,15 @@ class PageSoFar:
     rounds: int
     link_bits_per_s: int | None
     told: str = ""
+    _due: float = 0.0
 
     def update(self) -> None:
-        """After an evaluation."""
-        self.write()
+        """After an evaluation, unless drawing would take more of the time than its share."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            self.write()
+            now = time.monotonic()
+            self._due = now + (now - begun) / _SHARE
 
     def break_off(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave a page that stays as it is, where an error ends the runs."""

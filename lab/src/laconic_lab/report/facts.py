@@ -15,8 +15,8 @@ from laconic_lab.compare import Comparison, Row, rounds_so_far
 from laconic_lab.errors import TaskError
 from laconic_lab.figures import pick
 from laconic_lab.measures import MEASURES, Measure
-
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+from laconic_lab.network import Link
+from laconic_lab.report.drawing import looks
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Sweep:
     @property
     def bits_per_s(self) -> float:
         """The link's rate; infinite where the link is as fast as the machine."""
-        rate = self.link.partition(",")[0]
-        return math.inf if rate == "none" else float(rate[:-4]) * _UNITS[rate[-4:]]
+        return Link.parse(self.link).bits_per_s or math.inf
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,13 @@ class Facts:
 
     @cached_property
     def schemes(self) -> tuple[str, ...]:
-        """Each scheme once, in the order of the records; its place is its colour in every figure."""
+        """Each scheme once, in the order of the records."""
         return tuple(dict.fromkeys([row.scheme for row in self.rows] + [point.scheme for point in self.sweep]))
+
+    @cached_property
+    def looks(self) -> dict[str, int]:
+        """The number of each scheme's colour, dash and marker in every figure."""
+        return looks(self.schemes)
 
 
 def read_facts(folder: Path) -> Facts:

@@ -8,15 +8,13 @@ from typing import Any
 
 from laconic_lab import records
 from laconic_lab.compare import Comparison
-from laconic_lab.errors import TaskError
+from laconic_lab.errors import LaconicError, TaskError
 from laconic_lab.measures import MEASURES
 from laconic_lab.report.facts import Facts, Setting, facts_so_far, read_facts
-from laconic_lab.report.figures import link_use, over_bytes, over_time, step_split
-from laconic_lab.report.fits import fits_page
-from laconic_lab.report.inspected import holds_inspection
+from laconic_lab.report.figures import link_use, over_bytes, over_links, over_time, step_split
+from laconic_lab.report.inspected import fits_page, holds_inspection
 from laconic_lab.report.markup import frame
 from laconic_lab.report.planned import PLAN, plan_page
-from laconic_lab.report.sweep import over_links
 from laconic_lab.report.table import other_figures, table
 from laconic_lab.report.unions import holds_unions, unions_page
 
@@ -64,7 +62,7 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
         half_written.replace(path)
     except TaskError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LaconicError, LookupError, OSError, TypeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise TaskError(f"{path} cannot be made from the records ({why}); run what wrote them again") from error
     return path
