@@ -14,10 +14,11 @@ import laconic
 
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
-    ("errors",),
+    ("errors", "fault_points"),
     ("layout",),
     ("kernels",),
     ("wire", "transport"),
+    ("testing",),
     ("select", "quantize", "memory", "trigger", "outer"),
     ("exchange",),
     ("scheme",),

@@ -36,7 +36,7 @@ from laconic_lab.records import RECORDS, make_writable, read
 from laconic_lab.tasks import TASKS
 from laconic_lab.train import Job
 from laconic_lab.train.mps import shared_gpu
-from laconic_lab.train.probe import smoothed, steps_to
+from laconic_lab.train.planning import smoothed, steps_to
 from results import RESULTS, this_machine, write_result
 
 NAME = "steps-to-target"

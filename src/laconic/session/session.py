@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from laconic import kernels
+from laconic.fault_points import fault_point
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger, Nothing
 from laconic.memory.undo import SetAside
@@ -78,17 +79,20 @@ class Session:
 
     def begin(self, bucket: Bucket) -> Talk:
         """Choose and encode, as far as the first message."""
+        fault_point("bucket.begin", bucket)
         work = self._open(bucket)
         path = self._path_of(work)
         if path.looks:
             self._look_(work, path)
         talk = Talk(work, path, path.speak(work))
         talk.go_on()
+        fault_point("bucket.encoded", bucket)
         return talk
 
     def say(self, talk: Talk) -> Any:
         """Send its next message; what all said."""
         assert talk.message is not None
+        fault_point("bucket.send", talk.work.bucket)
         with self._clock.time("exchange", self.transport.wire or talk.work.device):
             heard = talk.message()
         talk.was_late = self.transport.was_late
@@ -96,11 +100,13 @@ class Session:
 
     def end_(self, talk: Talk) -> None:
         """Apply what was heard; with the last bucket of a step the step ends."""
+        fault_point("bucket.apply", talk.work.bucket)
         talk.work.bucket.was_late = talk.was_late and talk.said is not None
         self._close_(talk.work, talk.path, talk.said)
         self._num_ended += 1
         if self._is_whole and self._num_ended == len(self._seen):
             self._end_step()
+        fault_point("bucket.applied", talk.work.bucket)
 
     def _open(self, bucket: Bucket) -> Work:
         """When, how much of it, and the account that it goes through."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import StateError
 from laconic.exchange import check_peers
+from laconic.fault_points import fault_point
 from laconic.quantize import is_residue
 from laconic.replicas.gossip.changed_entries import EntryMessages
 from laconic.replicas.gossip.free import Free
@@ -61,6 +62,7 @@ class Follower(SavedTogether):
     def step(self) -> None:
         """Move by what exchanges have brought and take part in those that are due, waiting as the mode says."""
         self._check_open()
+        fault_point("gossip.step")
         start = time.perf_counter()
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
         self._side.step(self._steps, lr)

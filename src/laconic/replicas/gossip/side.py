@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laconic.exchange import Gossip
+from laconic.fault_points import fault_point
 from laconic.replicas.gossip.messages import MessageWriter
 from laconic.replicas.gossip.momentum import Momentum
 from laconic.replicas.gossip.tracker import ChangeTracker
@@ -32,6 +33,7 @@ class Side:
 
     def move_(self) -> None:
         """Add what exchanges owe to the model; momentum and tracker hear of it."""
+        fault_point("gossip.apply")
         groups = sorted(self._owed.groups)
         moved = self.vector.add_(self._owed.whole, groups)
         self._owed.groups = set()
