@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from laconic_lab import records
-from laconic_lab.figures import Record, Values, median, of_rounds
-from laconic_lab.measures import MEASURES, Measure
+from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 

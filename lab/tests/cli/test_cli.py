@@ -23,7 +23,7 @@ from laconic import __version__, cli, recipes
 from laconic_lab.cli.train import advice
 from laconic_lab.compare import compare, round_of
 from laconic_lab.errors import TaskError
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES
 from laconic_lab.records import Recorder
 from laconic_lab.train import DIVERGED, Job, resume
 from laconic_lab.train.checkpoint import save_checkpoint
@@ -546,7 +546,7 @@ def test_a_jobs_arguments_make_it_again() -> None:
     job = Job(task="cifar10", model="resnet8", data=Path("/a b"), steps=7, lr=0.25, labels_per_worker=2, json=True)
     import argparse
 
-    from laconic_lab.cli.job_options import add_job_options, job_of
+    from laconic_lab.cli.jobs import add_job_options, job_of
 
     parser = argparse.ArgumentParser()
     add_job_options(parser)

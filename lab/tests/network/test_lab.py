@@ -34,9 +34,9 @@ from laconic_lab.network import (
     links,
     netlink,
     noted_signals,
-    register,
     run,
 )
+from laconic_lab.network import lab as register
 
 
 def _missing() -> str:
@@ -64,7 +64,8 @@ sys.exit(asked.run(asked))
 LAB_TO_KILL = """
 import sys
 from pathlib import Path
-from laconic_lab.network import Lab, LabSpec, register
+from laconic_lab.network import Lab, LabSpec
+from laconic_lab.network import lab as register
 register.directory = lambda: Path(sys.argv[1])
 lab = Lab.create(LabSpec(2))
 print(lab.id, lab.hosts[1].popen(["sleep", "1000"]).pid, flush=True)

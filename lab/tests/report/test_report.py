@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from laconic_lab import figures as declared
-from laconic_lab.cli import report
+from laconic_lab.cli import compare
 from laconic_lab.errors import TaskError
 from laconic_lab.report import write_report
 
@@ -294,7 +294,7 @@ def test_a_sweep_alone_is_a_report_too(tmp_path: Path) -> None:
 
 def test_the_command_prints_where_the_page_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
+    compare.add_report_parser(parser.add_subparsers())
     asked = parser.parse_args(["report", str(folder)])
     assert asked.run(asked) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"

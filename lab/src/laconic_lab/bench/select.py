@@ -10,8 +10,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.select import SEARCHES
-from laconic_lab.bench.clock import median_seconds
-from laconic_lab.bench.gradients import DISTRIBUTIONS
+from laconic_lab.bench.common import DISTRIBUTIONS, median_seconds
 
 _STEPS_BEFORE = {"cpu": 8, "cuda": 100}  # until the residual is in its stride; on a CPU nothing depends on it
 _COPY_BYTES, _FLOOR_BYTES = 8, 12  # an entry: read and write; read gradient and residual, write the residual

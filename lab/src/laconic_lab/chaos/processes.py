@@ -15,8 +15,7 @@ from typing import Any
 
 from laconic.errors import LaunchError
 from laconic_lab.chaos.mass import keeps_all, mass_lost
-from laconic_lab.chaos.outcome import Outcome
-from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case
+from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case, Outcome
 from laconic_lab.network import Lab
 from laconic_lab.train.job import Job
 from laconic_lab.train.launch import local_store, rank_variables, store_variables
@@ -165,8 +164,7 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
             (home / f"{name}-{rank}").unlink(missing_ok=True)
         variables = {**common, **rank_variables(rank, num_ranks, rank)}
         namespace = lab.hosts[rank].namespace if lab else ""
-        asked = (rank, variables, job.arguments(), home, case, namespace)
-        processes.append(_CONTEXT.Process(target=be_rank, args=asked))
+        processes.append(_CONTEXT.Process(target=be_rank, args=(rank, variables, job, home, case, namespace)))
         processes[-1].start()
     try:
         codes = _wait(processes, _deadline_s(job), case, home / "struck", lab)

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from laconic.errors import LaconicError, LaunchError
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse, topk
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower, OuterFollower
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.session import Session
-from laconic.transport import (
-    Collectives,
+from laconic.testing import (
     Fault,
     Faults,
     FaultyCollectives,
@@ -32,8 +30,8 @@ from laconic.transport import (
     in_process,
     open_mailbox,
 )
-from laconic_lab.chaos.outcome import Outcome
-from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, NUM_WORKERS, STEPS, Case
+from laconic.transport import Collectives
+from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, NUM_WORKERS, STEPS, Case, Outcome
 
 DEADLINE_S = 60.0
 _LAYOUTS = (Layout.of(["a", "b"], [(30, 40), (10,)]), Layout.of(["c"], [(700,)]))

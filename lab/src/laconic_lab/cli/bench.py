@@ -13,8 +13,7 @@ import torch
 from laconic.cli import table
 from laconic.select import SCORES
 from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
-from laconic_lab.cli.job_options import add_job_options, job_of
-from laconic_lab.cli.launching import say
+from laconic_lab.cli.jobs import add_job_options, job_of, say
 from laconic_lab.errors import TaskError
 from laconic_lab.inspect.unions import as_dicts, unions
 from laconic_lab.records import Recorder

@@ -1,33 +1,50 @@
-"""laconic compare: the same job under several schemes, a table, and a report."""
+"""laconic compare, report and demo: the same job under several schemes, a table, and a report."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from laconic.cli import number, table
+from laconic.cli import Commands, Parse, number, table
 from laconic.recipes import parse
-from laconic_lab.cli.job_options import add_job_options, job_of, setting
-from laconic_lab.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
-from laconic_lab.cli.live import Runs, watched
-from laconic_lab.cli.page_so_far import PageSoFar, open_in_browser
-from laconic_lab.cli.sweep import sweep, sweep_spec
+from laconic_lab.cli.jobs import (
+    add_job_options,
+    add_lab_options,
+    job_of,
+    lab_spec,
+    launcher,
+    link_bits_per_s,
+    num_workers,
+    setting,
+)
+from laconic_lab.cli.lab import roughness
+from laconic_lab.cli.live import PageSoFar, Runs, open_in_browser, watched
 from laconic_lab.cli.train import check_before_launch
-from laconic_lab.compare import Comparison, compare, conclusion, round_of
-from laconic_lab.errors import TaskError
-from laconic_lab.figures import Place, columns
-from laconic_lab.measures import MEASURES, Measure
-from laconic_lab.network import LabSpec
+from laconic_lab.compare import Comparison, Run, compare, conclusion, folder_of, quartiles, round_of
+from laconic_lab.errors import LabError, TaskError
+from laconic_lab.figures import MEASURES, Measure, Place, columns
+from laconic_lab.network import LabSpec, Link, netlink
 from laconic_lab.records import Recorder, to_json
 from laconic_lab.report import write_report
 from laconic_lab.train import Job
 
 _DEFAULT = ("dense", "bf16", "topk:rho=0.01")
+
+_RATES = ("10mbit", "100mbit", "1gbit", "none")
+_SWEEP_HOSTS = 4
+_SWEEP_STEPS = 16  # at 10mbit a dense step of the 1.2 M parameter net takes seven seconds
+
+_DEMO_LAB = ["--hosts", "2", "--link", "10mbit"]  # a core for each of them, on a machine of two
+_DEMO = "--scheme bf16 --scheme topk:rho=0.01 --steps 50 --batch 24 --momentum 0.8 --eval-every 5"
+_DEMO_END = "--target 0.7 --max-seconds 30"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -192,3 +209,129 @@ def _text(found: Comparison) -> str:
 def _or_more(value: float | None, more_than: float | None, form: str, unit: str = "") -> str:
     """A number, or the one that it is known to be above."""
     return f"> {more_than:{form}}{unit}" if value is None and more_than is not None else number(value, form, unit)
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
+
+    link: str
+    scheme: str
+    step_ms: float
+    step_ms_quartiles: tuple[float, float]
+    speedup: float | None
+    speedup_bf16: float | None
+
+
+def sweep_spec(job: Job, asked: argparse.Namespace) -> LabSpec:
+    """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
+    targets = (asked.target, asked.target_loss)
+    if asked.network or asked.link or asked.link_of or targets != (None, None) or hasattr(asked, "workers"):
+        raise TaskError(
+            "--suite links chooses the rates, times steps and puts a worker on each of --hosts; "
+            "leave --network, --link, --link-of, --target, --target-loss and --workers out"
+        )
+    if job.epochs is not None:
+        raise TaskError("--suite links times steps; give --steps instead of --epochs")
+    return LabSpec(_SWEEP_HOSTS if asked.hosts is None else asked.hosts)
+
+
+def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
+    """Time every scheme on every link; the table, or one JSON object."""
+    hosts = sweep_spec(job, asked).hosts
+    job = replace(job, steps=job.steps or _SWEEP_STEPS, eval_every=10**9)
+    points = []
+    with Recorder(out) as records:
+        steps = job.steps or _SWEEP_STEPS
+        what = setting(job, LabSpec(hosts), rounds=asked.rounds, steps=steps, target=None, measure=job.measure.name)
+        records.write("comparison", **{**what, "link": None})
+        for rate in _RATES:
+            shaped = replace(Link.parse(rate), **roughness(asked))
+            link = str(shaped)
+            step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
+            turns = range(1, asked.rounds + 1)
+            folders = {s: [out / link / folder_of(s) / f"round-{turn}" for turn in turns] for s in schemes}
+            runs = Runs(folders, job.steps or _SWEEP_STEPS, job.measure, shaped.bits_per_s)
+            with launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
+                for turn in turns:
+                    for scheme in schemes:
+                        if not is_shown:
+                            told = f"laconic: {scheme} at {link} (round {turn} of {asked.rounds})"
+                            print(told, file=sys.stderr, flush=True)
+                        folder = folders[scheme][turn - 1]
+                        start(replace(job, scheme=scheme, out=folder))
+                        step_ms[scheme] += [fact["ms"] for fact in Run.read(folder).steps]
+            for point in _points(link, step_ms):
+                records.write("sweep", **asdict(point))
+                points.append(point)
+            if job.out is not None:
+                page = write_report(out, running=f"Running, and done up to {link}.")
+                if asked.open and rate == _RATES[0]:
+                    open_in_browser(page)
+    return json.dumps({"points": [asdict(point) for point in points]}) if asked.json else _sweep_text(points)
+
+
+def _points(link: str, step_ms: dict[str, list[float]]) -> list[SweepPoint]:
+    medians = {scheme: statistics.median(times) for scheme, times in step_ms.items()}
+
+    def against(reference: str, scheme: str) -> float | None:
+        return medians[reference] / medians[scheme] if reference in medians else None
+
+    return [
+        SweepPoint(link, scheme, medians[scheme], quartiles(times), against("dense", scheme), against("bf16", scheme))
+        for scheme, times in step_ms.items()
+    ]
+
+
+def _sweep_text(points: list[SweepPoint]) -> str:
+    rows = [
+        [
+            point.scheme,
+            point.link,
+            f"{point.step_ms:.1f}",
+            "-".join(f"{quartile:.0f}" for quartile in point.step_ms_quartiles),
+            number(point.speedup, ".2f", "x"),
+            number(point.speedup_bf16, ".2f", "x"),
+        ]
+        for point in points
+    ]
+    return table(["scheme", "link", "step ms", "quartiles", "vs dense", "vs bf16"], rows)
+
+
+def add_report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `laconic report`."""
+    parser = commands.add_parser(
+        "report",
+        help="write DIR/report.html from the records of a comparison, or from a plan",
+        description="Write DIR/report.html from what `laconic compare` or `laconic plan` left there by --out DIR. "
+        "The page holds everything it needs and works offline.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what was given to --out")
+    parser.set_defaults(run=_write_page)
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    """Write the page and print where it is."""
+    print(write_report(args.folder), flush=True)
+    return 0
+
+
+def add_demo_parser(commands: Commands, parse: Parse) -> None:
+    """Add `laconic demo`; `parse` reads the words of the command that it stands for."""
+    parser = commands.add_parser("demo", help="show the point in two minutes: bf16 and topk on slow links")
+    parser.set_defaults(run=lambda _: run_demo(parse))
+
+
+def run_demo(parse: Parse) -> int:
+    """Compare in a lab; where none can be made, without times."""
+    where = _DEMO_LAB
+    try:
+        netlink.require()
+    except LabError as error:
+        print(f"laconic: {error}", file=sys.stderr)
+        print("laconic: without a slow link there is no speed-up to show; bytes and accuracy alone", file=sys.stderr)
+        where = ["--workers", "2"]
+    out = tempfile.mkdtemp(prefix="laconic-demo-")
+    words = ["compare", *where, *_DEMO.split(), *_DEMO_END.split(), "--out", out]
+    print(f"laconic: this is `laconic {shlex.join(words)}`", file=sys.stderr, flush=True)
+    return run(parse(words), is_timed=where is _DEMO_LAB)

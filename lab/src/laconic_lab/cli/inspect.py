@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cli import number, table
-from laconic_lab.cli.job_options import add_job_options, job_of
+from laconic_lab.cli.jobs import add_job_options, job_of
 from laconic_lab.errors import TaskError
 from laconic_lab.inspect import Look, inspect
 from laconic_lab.records import Recorder

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from laconic.cli import as_worker, is_worker
 from laconic.planning import CANDIDATES, Plan, candidate
-from laconic_lab.cli.job_options import add_job_options, given_options
-from laconic_lab.cli.launching import add_lab_options, lab_spec, launcher
+from laconic_lab.cli.jobs import add_job_options, add_lab_options, given_options, lab_spec, launcher
 from laconic_lab.errors import TaskError
 from laconic_lab.network.spec import Link
 from laconic_lab.records import RECORDS, make_writable, to_json
 from laconic_lab.report import write_report
 from laconic_lab.report.planned import PLAN
-from laconic_lab.train.planned import NOT_PLANNED, PlanJob
-from laconic_lab.train.probe import LEAST_STEPS
+from laconic_lab.train.planning import LEAST_STEPS, NOT_PLANNED, PlanJob
 from laconic_lab.train.worker import work_plan
 
 _DEFAULT_STEPS = 1000

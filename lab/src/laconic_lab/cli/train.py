@@ -12,12 +12,18 @@ from pathlib import Path
 from laconic.cli import as_worker, is_worker
 from laconic.recipes import parse
 from laconic.scheme import Scheme
-from laconic_lab.cli.job_options import add_job_options, job_of
-from laconic_lab.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
+from laconic_lab.cli.jobs import (
+    add_job_options,
+    add_lab_options,
+    job_of,
+    lab_spec,
+    launcher,
+    link_bits_per_s,
+    num_workers,
+)
 from laconic_lab.cli.live import Runs, can_show, watched
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import sentences
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES, sentences
 from laconic_lab.records import make_writable, to_json
 from laconic_lab.train import Job, work
 from laconic_lab.train.checkpoint import find_checkpoint

@@ -18,6 +18,8 @@ FEWEST = 64
 _LARGEST_SAMPLE = 1_000_000
 _SEED = 0
 
+_POINTS = 48
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -120,3 +122,19 @@ def _distances(ascending: Tensor, b: float, sigma: float) -> tuple[float, float]
     laplace = -b * torch.log1p(-u)
     gaussian = sigma * math.sqrt(2) * torch.erfinv(u)
     return float((ascending - laplace).abs().mean() / b), float((ascending - gaussian).abs().mean() / b)
+
+
+def tail(x: Tensor) -> list[tuple[float, float]]:
+    """(t / mean|x|, share of entries with |x| >= t) at about 48 ranks, spaced evenly on a logarithmic scale.
+
+    Ascending in t; zeros have no place there, so a tensor of zeros has no tail.
+    """
+    size = magnitudes(x)
+    descending = sample(size).flip(0)
+    m = descending.numel()
+    if m == 0 or float(descending[0]) == 0:
+        return []
+    ranks = sorted({round(m ** (i / (_POINTS - 1))) for i in range(_POINTS)}, reverse=True)
+    found = [(float(descending[rank - 1]), rank / m) for rank in ranks]
+    unit = float(size.mean())
+    return [(t / unit, share) for t, share in found if t > 0]

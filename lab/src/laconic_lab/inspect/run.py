@@ -15,8 +15,7 @@ from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import Session
 from laconic_lab.errors import TaskError
-from laconic_lab.inspect.fit import Fit, fit
-from laconic_lab.inspect.tail import tail
+from laconic_lab.inspect.fit import Fit, fit, tail
 from laconic_lab.train.job import Job
 from laconic_lab.train.loop import TrainingLoop
 from laconic_lab.train.virtual import run_virtual

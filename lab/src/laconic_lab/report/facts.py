@@ -13,8 +13,7 @@ from typing import Any
 from laconic_lab import figures, records
 from laconic_lab.compare import Comparison, Row, rounds_so_far
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import pick
-from laconic_lab.measures import MEASURES, Measure
+from laconic_lab.figures import MEASURES, Measure, pick
 from laconic_lab.network import Link
 from laconic_lab.report.drawing import looks
 

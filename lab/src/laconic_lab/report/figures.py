@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from laconic_lab.measures import Measure
+from laconic_lab.figures import Measure
 from laconic_lab.report.charts import Bar, Chart, Curve, Scale, bar_chart, line_chart
 from laconic_lab.report.drawing import COLOURS, colour
 from laconic_lab.report.facts import Facts, Point, ShownRow

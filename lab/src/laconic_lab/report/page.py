@@ -9,7 +9,7 @@ from typing import Any
 from laconic_lab import records
 from laconic_lab.compare import Comparison
 from laconic_lab.errors import LaconicError, TaskError
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES
 from laconic_lab.report.facts import Facts, Setting, facts_so_far, read_facts
 from laconic_lab.report.figures import link_use, over_bytes, over_links, over_time, step_split
 from laconic_lab.report.inspected import fits_page, holds_inspection

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from laconic_lab.figures import Figure, Place, columns
-from laconic_lab.measures import Measure
+from laconic_lab.figures import Figure, Measure, Place, columns
 from laconic_lab.report.facts import Facts, ShownRow
 from laconic_lab.report.markup import number, percent, quartiles, scroll_box, text
 

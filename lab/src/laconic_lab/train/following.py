@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.planning import AutoFollower
-from laconic.replicas.gossip import Follower
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import Follower, OuterFollower
 from laconic.session import Stats
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job

@@ -11,12 +11,11 @@ from typing import Any
 
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
-from laconic.server.serve import TIMEOUT_S, check_wait
+from laconic.server import TIMEOUT_S, check_wait
 from laconic_lab.errors import TaskError
-from laconic_lab.measures import MEASURES, Measure
+from laconic_lab.figures import MEASURES, Measure
 from laconic_lab.tasks import TASKS, Data, Training
-from laconic_lab.train.optimizer import OPTIMIZERS
-from laconic_lab.train.training import settled
+from laconic_lab.train.optimizer import OPTIMIZERS, settled
 
 DEFAULT_STEPS = 300
 SCHEDULES = ("cosine", "constant")

@@ -10,11 +10,21 @@ import torch
 from torch import nn
 
 from laconic.session import Stats
+from laconic.testing import FAULT_POINTS, fault_point
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent, measured, step_fact
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.worker_group import WorkerGroup
+
+FAULT_POINTS |= {
+    "train.step": "before a step of a job (loop)",
+    "train.evaluate": "before an evaluation (loop)",
+    "train.average": "after the last step, before models that trained apart are averaged (loop)",
+    "train.save": "before a checkpoint is written (loop)",
+    "train.resumed": "after a run was resumed (loop)",
+    "train.end": "after the last evaluation (loop)",
+}
 
 
 class StatefulSession(Protocol):
@@ -103,9 +113,11 @@ class TrainingLoop:
             observer.step(self.step_())
             self.is_out_of_time = self._next_would_be_late()
             if self._is_over():
+                fault_point("train.average", self)
                 self._spend_(self.learner.finish_())
             if self._is_over() or self.steps_done % self.job.eval_every == 0:
                 observer.evaluation(self.evaluate())
+        fault_point("train.end", self)
 
     def _next_would_be_late(self) -> bool:
         """Whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
@@ -116,6 +128,7 @@ class TrainingLoop:
 
     def step_(self) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
+        fault_point("train.step", self)
         before = self.learner.stats()
         with measured() as spent:
             self.learner.updater.set_rate_(self.course.rate(self.steps_done))
@@ -135,6 +148,7 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data; every worker gets the same figures."""
+        fault_point("train.evaluate", self)
         if self.job.device == "cuda":
             self.peak_memory_bytes = max(self.peak_memory_bytes, torch.cuda.max_memory_allocated())
         (right, loss, count), more = self.learner.score(is_last=self._is_over())

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from laconic.adapters import Attached
+from laconic import Attached
 from laconic.recipes import parse
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import OuterFollower
 from laconic.scheme import AnyScheme, Scheme
+from laconic.testing import fault_point
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import TASKS
 from laconic_lab.train.checkpoint import Checkpoint, find_checkpoint, other_steps, save_checkpoint
@@ -27,6 +28,7 @@ def save(loop: TrainingLoop) -> None:
     job = loop.job
     if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
         return
+    fault_point("train.save", loop)
     learner = loop.learner
     if isinstance(learner.session, Attached | OuterFollower):
         learner.session.check_replicas_()
@@ -65,6 +67,7 @@ def resume_(loop: TrainingLoop) -> None:
     found = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
     if len(found) > 1:
         raise other_steps(job.out, found)
+    fault_point("train.resumed", loop)
 
 
 def settings(job: Job) -> dict[str, Any]:

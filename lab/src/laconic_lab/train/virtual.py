@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.replicas.outer import OuterFollower
+from laconic.replicas import OuterFollower
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import Session, Stats
-from laconic.transport import InProcess, in_process
+from laconic.testing import InProcess, in_process
 from laconic_lab.figures import sentences
 from laconic_lab.records import Recorder
 from laconic_lab.tasks import Data

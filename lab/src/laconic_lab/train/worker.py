@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.api import follow
+from laconic import follow
 from laconic.planning import AUTOMATIC, Plan
 from laconic.server import serve
 from laconic.transport import own_group, place_of_texts, world, world_without
@@ -33,8 +33,7 @@ from laconic_lab.train.job import DEFAULT_STEPS, Job
 from laconic_lab.train.loop import NoObserver, TrainingLoop
 from laconic_lab.train.measured import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
-from laconic_lab.train.planned import plan_here
-from laconic_lab.train.probe import Losses, probe
+from laconic_lab.train.planning import Losses, plan_here, probe
 from laconic_lab.train.progress import Progress
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.resume import resume_, save
@@ -45,14 +44,17 @@ _PROBED = 1024  # examples of the test data, by which short runs are told apart
 _TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
 
 
-def work(job: Job, tell: Callable[[Result], None]) -> int:
-    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED."""
+def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> int:
+    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED.
+
+    `data` stands in for the task's own.
+    """
     _end_with_the_launcher()
     if int(os.environ["RANK"]) < job.servers:
         return _serve(job)
     torch.manual_seed(job.seed)
     device = device_of(job)
-    data = job.load_data()
+    data = data or job.load_data()
     with _process_group(job.backend):
         if job.auto:
             job = _chosen(job, data, device)

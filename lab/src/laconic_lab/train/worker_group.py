@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.server.client import ServerClient
+from laconic.server import ServerClient
 from laconic.transport import rows_of, silence_said
 
 

@@ -1,4 +1,4 @@
-"""What schemes cost in steps on a job itself: short runs from one beginning, bf16's beside each."""
+"""A job planned instead of trained: its own step, what would pay, and what schemes cost in steps by short runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from laconic.planning import Candidate, Penalty, Plan, answer, candidate
+import torch
+import torch.distributed as dist
+
+from laconic.planning import Candidate, Penalty, Plan, answer, candidate, plan
+from laconic_lab.tasks import Data
+from laconic_lab.train.course import Course
+from laconic_lab.train.ddp import in_ddp
 from laconic_lab.train.job import Job
 
 Losses = list[tuple[float, float]]  # (step, validation loss), steps in micro-batches
@@ -18,6 +24,12 @@ _EVALUATIONS = 12
 _PROBED = 3  # candidates beside bf16
 _PROBE_S = 300.0  # for all runs together, as far as that is foreseen
 _JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
+
+# A job's options that no plan depends on.
+NOT_PLANNED = (
+    *("scheme", "auto", "servers", "server_timeout", "epochs", "max_seconds", "flipped", "in_process", "eval_every"),
+    *("no_pipeline", "no_checkpoint", "resume", "tensorboard", "quiet", "out"),
+)
 
 
 def probe(
@@ -113,3 +125,34 @@ def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | No
                 return before
             return before + (after - before) * (higher - target) / (higher - lower)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanJob(Job):
+    """A job of which only the plan is asked."""
+
+    more_words: tuple[str, ...] = ()  # of `laconic plan` alone
+
+    def words(self) -> list[str]:
+        return ["plan", *self.arguments(without=NOT_PLANNED), *self.more_words]
+
+
+def plan_here(
+    job: Job, data: Data, device: torch.device, group: dist.ProcessGroup | None, candidates: Sequence[str], steps: int
+) -> Plan:
+    """Plan this worker's share of a job; a call that all workers make."""
+    course = Course(job, data, dist.get_rank(group), dist.get_world_size(group))
+    model = course.model(device)
+    updater = course.updater(model)
+    ddp = in_ddp(model, group)
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        updater.optimizer.zero_grad()
+        loss = course.backward_(ddp, updater, taken, device, ddp.no_sync)
+        updater.apply_()
+        taken += 1
+        float(loss)  # as in training, where it is noted
+
+    return plan(ddp, updater.optimizer, step, schemes=candidates, steps=steps)
