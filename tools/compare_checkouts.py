@@ -1,6 +1,6 @@
 """Step times of two checkouts in one run: alternating rounds in the same lab settings, medians, one JSON row a scheme.
 
-    python tools/compare_checkouts.py ../before . --link 1gbit | python -m results add step-times ...
+    python tools/compare_checkouts.py ../before . --link 1gbit | python tools/results.py add step-times ...
 
 Each checkout's own Python runs its own code, or the one that --python names, with the checkout's src before all else.
 Without --link the workers are processes, not hosts of a lab. Ratios are what counts: a machine that others use too has

@@ -1,8 +1,8 @@
 """Predicted against measured: cells drawn by a seed, or declared, each planned and then trained a little in a lab.
 
-python -m foretold run --seed 0 --sites 12 --cells-each 5 --text FILE --images DIR --out LINES
-python -m foretold run --declared --text FILE --out LINES
-python -m foretold summarize LINES... [--steps RECORD]
+python tools/foretold.py run --seed 0 --sites 12 --cells-each 5 --text FILE --images DIR --out LINES
+python tools/foretold.py run --declared --text FILE --out LINES
+python tools/foretold.py summarize LINES... [--steps RECORD]
 
 With the steps that recipes take to a target (a record of `penalties`, of other seeds than those that
 plans go by), `summarize` also says what the picks of the declared sites lose against the best.
@@ -168,7 +168,7 @@ def picks(cells: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> I
 
 def main() -> None:
     """Run or summarize."""
-    parser = argparse.ArgumentParser(prog="python -m foretold", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/foretold.py", description=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     runs = modes.add_parser("run")
     runs.add_argument("--seed", type=int, default=0)

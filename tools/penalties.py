@@ -1,7 +1,7 @@
 """How many more steps each recipe needs than bf16 to reach the same validation loss, by kind of model and optimizer.
 
-    python -m penalties run DIR --data TEXT
-    python -m penalties summarize DIR
+    python tools/penalties.py run DIR --data TEXT
+    python tools/penalties.py summarize DIR
 
 `run` trains each recipe in DIR/KIND/RECIPE/SEED with `laconic train`, at a constant rate so that a step does not depend
 on the run's length, ends a run that has reached the target, and passes over those that are there already. The target is
@@ -239,7 +239,7 @@ def _factors(ended: Sequence[tuple[float | None, float | None]]) -> Mapping[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, or write the record."""
-    parser = argparse.ArgumentParser(prog="python -m penalties", description="Steps to a target.")
+    parser = argparse.ArgumentParser(prog="python tools/penalties.py", description="Steps to a target.")
     parser.add_argument("deed", choices=("run", "summarize"))
     parser.add_argument("home", type=Path, help="folder of all runs")
     parser.add_argument("--kind", action="append", choices=KINDS, help="all, unless some are named")
@@ -267,7 +267,7 @@ def _run(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) ->
     if asked.device == "cuda":
         machine += f", {torch.cuda.get_device_name()}"
     make_writable(asked.home)
-    command = f"python -m penalties run DIR --data TEXT --device {asked.device} --seeds {asked.seeds}"
+    command = f"python tools/penalties.py run DIR --data TEXT --device {asked.device} --seeds {asked.seeds}"
     if asked.first_seed:
         command += f" --first-seed {asked.first_seed}"
     (asked.home / _ABOUT).write_text(json.dumps({"machine": machine, "command": command}), encoding="utf-8")

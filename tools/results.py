@@ -1,8 +1,8 @@
 """Figures that the documentation may link to: records under results/, and the page made from them.
 
-    laconic bench wire --json | python -m results add wire --what "..." --command "laconic bench wire"
-    python -m results run votes     # an experiment that results/claims.toml declares, and its record
-    python -m results page          # docs/results.md, and the figures in README.md and docs/
+    laconic bench wire --json | python tools/results.py add wire --what "..." --command "laconic bench wire"
+    python tools/results.py run votes     # an experiment that results/claims.toml declares, and its record
+    python tools/results.py page          # docs/results.md, and the figures in README.md and docs/
 
 A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
 "duration_s", the seconds that it took, "plot", the column that the site draws, and "sources", digests of the folders
@@ -40,7 +40,7 @@ PAGE = Path("docs/results.md")
 _FIGURE = re.compile(r"<!-- ([^;>]+); ([^>]+); ([^;>]+) -->.*?<!-- -->", re.S)
 _HEAD = """# Results
 
-Made from the records under `results/` by `python -m results page`; edit those, not this.
+Made from the records under `results/` by `python tools/results.py page`; edit those, not this.
 """
 _COLUMNS = ("scheme", "accuracy", "loss", "bytes_out", "bytes_both_ways", "server_bytes_out")
 _TIMES = ("seconds", "step_ms")
@@ -244,7 +244,7 @@ def _processor() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Add a record, or make the page."""
-    parser = argparse.ArgumentParser(prog="python -m results", description="Records and their page.")
+    parser = argparse.ArgumentParser(prog="python tools/results.py", description="Records and their page.")
     deeds = parser.add_subparsers(dest="deed", required=True)
     add = deeds.add_parser("add", help="write results/NAME.json from rows on stdin, one JSON object a line")
     add.add_argument("name")
