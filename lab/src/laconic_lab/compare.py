@@ -98,8 +98,8 @@ def compare_so_far(
     for scheme in schemes:
         shown = rounds_so_far(out, folder_of(scheme), rounds)
         begun = [Run.so_far(round_of(out, scheme, number)) for number in range(1, shown + 1)]
-        if found := [run for run in begun if run is not None]:
-            runs[scheme] = found
+        if comparison := [run for run in begun if run is not None]:
+            runs[scheme] = comparison
     return _side_by_side(runs, measure, target, link_bits_per_s)
 
 
@@ -188,13 +188,13 @@ def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
     return [[fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")]
 
 
-def conclusion(found: Comparison, *, is_timed: bool) -> str:
+def conclusion(comparison: Comparison, *, is_timed: bool) -> str:
     """What the fastest scheme, or without times the one that sent least, was worth beside bf16, in a sentence."""
-    bf16 = next((row for row in found.rows if row.scheme == "bf16"), None)
-    others = [row for row in found.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
-    if bf16 is None or not others or found.target is None:
+    bf16 = next((row for row in comparison.rows if row.scheme == "bf16"), None)
+    others = [row for row in comparison.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
+    if bf16 is None or not others or comparison.target is None:
         return ""
-    measure = MEASURES[found.measure]
+    measure = MEASURES[comparison.measure]
     row = min(others, key=lambda row: (row.seconds_to_target or math.inf, row.bytes_out))
     fewer = f"{bf16.bytes_out / row.bytes_out:.0f}x fewer bytes"
     if not is_timed:
@@ -203,7 +203,7 @@ def conclusion(found: Comparison, *, is_timed: bool) -> str:
     times, more_than = row.speedup_bf16, ""
     if times is None:
         times, more_than = row.speedup_bf16_more_than, "more than "
-    goal = measure.brief(found.target)
+    goal = measure.brief(comparison.target)
     if times is None:
         return f"{row.scheme} sent {fewer} than bf16, and one of them did not reach {goal}"
     return f"{row.scheme} reached {goal} {more_than}{times:.1f}x sooner than bf16, sending {fewer}"

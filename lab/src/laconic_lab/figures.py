@@ -41,8 +41,8 @@ def first(values: Sequence[float | None]) -> float | None:
 
 def median(values: Sequence[float | None]) -> float | None:
     """The median where all rounds have a value; what some round does not have, none has."""
-    found = [value for value in values if value is not None]
-    return statistics.median(found) if len(found) == len(values) else None
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
 def in_no_row(values: Sequence[float | None]) -> float | None:
@@ -254,11 +254,11 @@ def pick(kind: type, fact: Mapping[str, Any], noun: str) -> dict[str, Any]:
     return {field.name: fact[field.name] for field in fields(kind) if field.name in fact}
 
 
-def of_run(found: Mapping[Source, Mapping[str, Any]], servers: Sequence[Mapping[str, Any]]) -> Values:
+def of_run(known: Mapping[Source, Mapping[str, Any]], servers: Sequence[Mapping[str, Any]]) -> Values:
     """Every figure of one run, None where it has none."""
     totals = {key: [server[key] for server in servers if server.get(key) is not None] for key in _SERVER_KEYS}
     summed = {key: sum(values) if values else None for key, values in totals.items()}
-    everything = {**found, Source.SERVERS: summed}
+    everything = {**known, Source.SERVERS: summed}
     return {f.name: everything[f.source].get(f.key or f.name) for f in FIGURES if f.source in everything}
 
 
@@ -274,8 +274,8 @@ def of_rounds(results: Sequence[Mapping[str, Any]], steps: int) -> Values:
 
 def columns(rows: Sequence[Values], place: Place) -> list[Figure]:
     """The figures to show at a place: those that some row has, and those that come with them."""
-    there = {name for values in rows for name, value in values.items() if value is not None}
-    return [figure for figure in FIGURES if figure.place is place and (figure.shown_with or figure.name) in there]
+    present = {name for values in rows for name, value in values.items() if value is not None}
+    return [figure for figure in FIGURES if figure.place is place and (figure.shown_with or figure.name) in present]
 
 
 def sentences(values: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
     plain = _works(kernels.reference, n, rho, device, seed)
     source = torch.randn(n, device=device)
     target = torch.empty(n, device=device)
-    found = []
+    results = []
     for name, (work, num_bytes) in own.items():
         works: dict[str, Callable[[], object]] = {
             "own": work,
@@ -51,10 +51,10 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
         seconds = median_seconds(works, device, rounds)
         over_copy = seconds["own"] / seconds["copy"]
         over_floor = over_copy * 8 * n / num_bytes
-        found.append(
+        results.append(
             KernelBench(name, backend, 1e3 * seconds["own"], seconds["plain"] / seconds["own"], over_copy, over_floor)
         )
-    return found
+    return results
 
 
 _Works = dict[str, tuple[Callable[[], object], float]]  # a call, and the bytes that it must move
@@ -131,20 +131,20 @@ def _remainders(of: ModuleType, x: Tensor) -> _Works:
     n = x.numel()
     rolled = torch.roll(x, 1)
     steps = torch.full_like(kernels.reference.largest_changes(x, rolled)[0], 0.1)  # one of each block
-    told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
-    _, differences, _ = kernels.reference.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS)
-    asked = n * _RESIDUE_BITS / 8
-    answered = n * (_RESIDUE_BITS - 1) / 8
+    request = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
+    _, differences, _ = kernels.reference.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS)
+    request_bytes = n * _RESIDUE_BITS / 8
+    reply_bytes = n * (_RESIDUE_BITS - 1) / 8
     return {
         "largest_changes": (lambda: of.largest_changes(x, rolled), 8 * n),
-        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + asked),
+        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + request_bytes),
         "compare_residues": (
-            lambda: of.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS),
-            8 * n + asked + answered,
+            lambda: of.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS),
+            8 * n + request_bytes + reply_bytes,
         ),
         "decode_differences": (
             lambda: of.decode_differences(differences, steps, n, _RESIDUE_BITS - 1),
-            answered + 4 * n,
+            reply_bytes + 4 * n,
         ),
     }
 

@@ -90,6 +90,6 @@ def _stepper(
 
 def _equals_reference(residual: Tensor, gradient: Tensor, k: int, search: Tensor) -> bool:
     balances = residual.clone(), residual.clone()
-    found = kernels.withdraw_(balances[0], gradient, k, search.clone())
+    selected = kernels.withdraw_(balances[0], gradient, k, search.clone())
     expected = kernels.reference.withdraw_(balances[1], gradient, k, search.clone())
-    return all(torch.equal(a, b) for a, b in zip((*found, balances[0]), (*expected, balances[1]), strict=True))
+    return all(torch.equal(a, b) for a, b in zip((*selected, balances[0]), (*expected, balances[1]), strict=True))

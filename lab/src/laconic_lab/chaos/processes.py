@@ -34,7 +34,7 @@ class _Ended:
     """How the ranks of a job came to an end."""
 
     codes: list[int | None]  # None: not within the deadline
-    said: list[str]
+    printed: list[str]
     digests: list[str]
 
     @property
@@ -78,12 +78,12 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
     if any(code == 0 for code in ended.codes[servers:]):
         return broken + _left(out)
     resumes = any((out / "checkpoint").glob("step-*/manifest.json"))
-    deed = "resumed" if resumes else "started afresh"
+    action = "resumed" if resumes else "started afresh"
     again = _run(_job(case.family, case.scheme, out, num_ranks, timeout_s, resume=resumes), home, None, lab)
     if not again.is_done:
-        broken.append(f"a run can be {deed}: codes {again.codes}, {_last_words(again)}")
+        broken.append(f"a run can be {action}: codes {again.codes}, {_last_words(again)}")
     elif want and want not in again.digests:
-        broken.append(f"a run that was {deed} equals an undisturbed one")
+        broken.append(f"a run that was {action} equals an undisturbed one")
     if tallied:
         broken += mass_lost(home, out)
     return broken + _left(out)
@@ -97,10 +97,10 @@ def _common(ended: _Ended, job: Job) -> list[str]:
         broken.append(
             f"every process ends or goes on within {_deadline_s(job):g} s: not rank {late}, {_last_words(ended)}"
         )
-    for rank, (code, said) in enumerate(zip(ended.codes, ended.said, strict=True)):
-        told = [line for line in said.splitlines() if line.startswith("laconic: ")]
-        if code and code > 0 and (not told or "Traceback" in said):
-            broken.append(f"an error is one line: rank {rank} said {said[-300:]!r}")
+    for rank, (code, printed) in enumerate(zip(ended.codes, ended.printed, strict=True)):
+        error_lines = [line for line in printed.splitlines() if line.startswith("laconic: ")]
+        if code and code > 0 and (not error_lines or "Traceback" in printed):
+            broken.append(f"an error is one line: rank {rank} printed {printed[-300:]!r}")
     return broken
 
 
@@ -110,7 +110,7 @@ def _left(out: Path) -> list[str]:
 
 
 def _last_words(ended: _Ended) -> str:
-    return " / ".join(said.splitlines()[-1][:200] if said.strip() else "nothing said" for said in ended.said)
+    return " / ".join(text.splitlines()[-1][:200] if text.strip() else "nothing printed" for text in ended.printed)
 
 
 def _deadline_s(job: Job) -> float:

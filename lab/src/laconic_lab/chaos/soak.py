@@ -78,7 +78,7 @@ def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any
                 if sampled is not None:
                     samples.setdefault(name, []).append(sampled)
             time.sleep(_SAMPLE_S)
-    rows = [_judge(name, found) for name, found in samples.items()]
+    rows = [_judge(name, seen_samples) for name, seen_samples in samples.items()]
     for row in rows:
         say(_line(row))
     return {
@@ -157,8 +157,8 @@ def _judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    told = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
-    return f"{row['process']}: {told}: {'flat' if row['flat'] else 'it grows'}"
+    changes = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
+    return f"{row['process']}: {changes}: {'flat' if row['flat'] else 'it grows'}"
 
 
 def train_on(variables: dict[str, str], folder: str) -> None:

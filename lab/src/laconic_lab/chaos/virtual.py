@@ -240,8 +240,8 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         run.hit = what
 
     def work(transport: InProcess) -> tuple[Tensor, float]:
-        mine = case is not None and case.rank == transport.rank
-        faults = Faults(_by_number(case) if case is not None and mine else {}, delay_s=0.02)
+        is_struck = case is not None and case.rank == transport.rank
+        faults = Faults(_by_number(case) if case is not None and is_struck else {}, delay_s=0.02)
         end = _Recorded(transport, faults, hit)
         worker: _Worker = _GradientWorker(scheme, end) if isinstance(scheme, Scheme) else _following(scheme, end)
         if states is not None:
@@ -249,7 +249,7 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         for number in range(first, STEPS):
 
             def at(phase: str, number: int = number) -> None:
-                if case is not None and mine and (case.fault, case.phase, case.number) == ("die", phase, number):
+                if case is not None and is_struck and (case.fault, case.phase, case.number) == ("die", phase, number):
                     raise WorkerDiedError(f"rank {case.rank} was to die at {phase}")
 
             worker.step(number, at)
@@ -331,11 +331,11 @@ def _check_gossip(case: Case, scheme: GossipScheme) -> Outcome:
 
     def work(rank: int) -> None:
         undisturbed = Faults({})
-        mine = undisturbed
+        is_struck = undisturbed
         if rank == case.rank:
-            mine = Faults(by_number, delay_s=0.02)
-            planned.append(mine)
-        ends = (undisturbed, mine) if befalls_replies else (mine, undisturbed)
+            is_struck = Faults(by_number, delay_s=0.02)
+            planned.append(is_struck)
+        ends = (undisturbed, is_struck) if befalls_replies else (is_struck, undisturbed)
         box = FaultyMailbox(boxes[rank], *ends)
         network = _model(rank)
         follower = Follower(network, torch.optim.SGD(network.parameters(), lr=_LR), scheme, box)

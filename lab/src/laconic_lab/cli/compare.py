@@ -78,63 +78,63 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace, *, is_timed: bool = True) -> int:
+def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
     """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
-    schemes = [str(parse(text)) for text in asked.scheme or _DEFAULT]
-    _check(asked, schemes)
-    job, *_ = [job_of(asked, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
-    spec = sweep_spec(job, asked) if asked.suite is not None else lab_spec(asked)
+    schemes = [str(parse(text)) for text in args.scheme or _DEFAULT]
+    _check(args, schemes)
+    job, *_ = [job_of(args, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
+    spec = sweep_spec(job, args) if args.suite is not None else lab_spec(args)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
     num_steps = check_before_launch(job, num_workers(job, spec))
     with _folder(job.out) as out:
-        if asked.suite is not None:
-            printed = sweep(job, schemes, out, asked)
+        if args.suite is not None:
+            printed = sweep(job, schemes, out, args)
         else:
             bits_per_s = link_bits_per_s(job, spec)
-            measure, target = _goal(asked, job)
-            what = setting(job, spec, rounds=asked.rounds, steps=num_steps, target=target, measure=measure.name)
-            folders = {s: [round_of(out, s, turn) for turn in range(1, asked.rounds + 1)] for s in schemes}
-            page = PageSoFar(out, what, schemes, asked.rounds, bits_per_s) if job.out is not None else None
-            if page is not None and asked.open:
+            measure, target = _goal(args, job)
+            what = setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
+            folders = {s: [round_of(out, s, number) for number in range(1, args.rounds + 1)] for s in schemes}
+            page = PageSoFar(out, what, schemes, args.rounds, bits_per_s) if job.out is not None else None
+            if page is not None and args.open:
                 open_in_browser(page.write())
             _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
-            found = compare(out, schemes, asked.rounds, measure, target, bits_per_s, is_timed=is_timed)
+            comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s, is_timed=is_timed)
             with Recorder(out) as records:
-                records.write("comparison", **{**what, "steps": found.steps, "target": found.target})
-                for row in found.rows:
+                records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
+                for row in comparison.rows:
                     records.write("row", **row.as_dict())
-            printed = to_json(found.as_dict()) if asked.json else _text(found)
+            printed = to_json(comparison.as_dict()) if args.json else _text(comparison)
             # On one machine, without links, time says little of a scheme.
-            said = conclusion(found, is_timed=is_timed and spec is not None)
-            printed += f"\n\n{said}." * bool(said and not asked.json)
+            sentence = conclusion(comparison, is_timed=is_timed and spec is not None)
+            printed += f"\n\n{sentence}." * bool(sentence and not args.json)
         if job.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
     print(printed, flush=True)
     return 0
 
 
-def _check(asked: argparse.Namespace, schemes: list[str]) -> None:
+def _check(args: argparse.Namespace, schemes: list[str]) -> None:
     if len(set(schemes)) < len(schemes):
         raise TaskError("a scheme is given twice; give each once")
-    if asked.target is not None and not 0 < asked.target <= 1:
-        raise TaskError(f"--target is {asked.target}; give an accuracy between 0 and 1")
-    if asked.target_loss is not None and not asked.target_loss > 0:
-        raise TaskError(f"--target-loss is {asked.target_loss}; give a number above 0")
-    if asked.target is not None and asked.target_loss is not None:
+    if args.target is not None and not 0 < args.target <= 1:
+        raise TaskError(f"--target is {args.target}; give an accuracy between 0 and 1")
+    if args.target_loss is not None and not args.target_loss > 0:
+        raise TaskError(f"--target-loss is {args.target_loss}; give a number above 0")
+    if args.target is not None and args.target_loss is not None:
         raise TaskError("--target and --target-loss are two targets; give one")
-    if asked.rounds < 1:
-        raise TaskError(f"--rounds is {asked.rounds}; give 1 or more")
-    if asked.open and not hasattr(asked, "out"):
+    if args.rounds < 1:
+        raise TaskError(f"--rounds is {args.rounds}; give 1 or more")
+    if args.open and not hasattr(args, "out"):
         raise TaskError("--open shows the page of a comparison; give --out DIR too")
 
 
-def _goal(asked: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
+def _goal(args: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
     """What is timed, and to which target, None where a reference sets it."""
-    if asked.target_loss is not None:
-        return MEASURES["loss"], asked.target_loss
-    if asked.target is not None:
-        return MEASURES["accuracy"], asked.target
+    if args.target_loss is not None:
+        return MEASURES["loss"], args.target_loss
+    if args.target is not None:
+        return MEASURES["accuracy"], args.target
     return job.measure, None
 
 
@@ -145,14 +145,14 @@ def _run_all(job: Job, runs: Runs, page: PageSoFar | None, spec: LabSpec | None)
             stack.push(page.break_off)
         start = stack.enter_context(launcher(spec))
         is_shown = stack.enter_context(watched(runs, page.update if page is not None else None))
-        for turn in range(rounds):
+        for round_number in range(rounds):
             for place, (scheme, folders) in enumerate(runs.folders.items(), 1):
-                told = f"{scheme} ({place} of {len(runs.folders)}, round {turn + 1} of {rounds})"
+                run_name = f"{scheme} ({place} of {len(runs.folders)}, round {round_number + 1} of {rounds})"
                 if page is not None:
-                    page.told = told
+                    page.current = run_name
                 if not is_shown:
-                    print(f"laconic: {told}", file=sys.stderr, flush=True)
-                start(replace(job, scheme=scheme, out=folders[turn]))
+                    print(f"laconic: {run_name}", file=sys.stderr, flush=True)
+                start(replace(job, scheme=scheme, out=folders[round_number]))
 
 
 @contextmanager
@@ -165,18 +165,18 @@ def _folder(out: Path | None) -> Iterator[Path]:
             yield Path(scratch)
 
 
-def _text(found: Comparison) -> str:
-    figures = [row.figures for row in found.rows]
+def _text(comparison: Comparison) -> str:
+    figures = [row.figures for row in comparison.rows]
     beside_bytes = columns(figures, Place.BYTES)
     at_end = columns(figures, Place.END)
-    measure = MEASURES[found.measure]
+    measure = MEASURES[comparison.measure]
     head = [
-        *("scheme", measure.noun, f"s to {measure.text(found.target)}", "step ms", "quartiles", "select+encode"),
+        *("scheme", measure.noun, f"s to {measure.text(comparison.target)}", "step ms", "quartiles", "select+encode"),
         *("bytes out/step", "in/step", *(figure.head for figure in beside_bytes)),
         *("ratio", "vs dense", "vs bf16", *(figure.head for figure in at_end)),
     ]
     rows = []
-    for row in found.rows:
+    for row in comparison.rows:
         lower, upper = row.step_ms_quartiles
         worth = measure.text(getattr(row, measure.name))
         if row.diverged_at is not None:
@@ -223,42 +223,42 @@ class SweepPoint:
     speedup_bf16: float | None
 
 
-def sweep_spec(job: Job, asked: argparse.Namespace) -> LabSpec:
+def sweep_spec(job: Job, args: argparse.Namespace) -> LabSpec:
     """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
-    targets = (asked.target, asked.target_loss)
-    if asked.network or asked.link or asked.link_of or targets != (None, None) or hasattr(asked, "workers"):
+    targets = (args.target, args.target_loss)
+    if args.network or args.link or args.link_of or targets != (None, None) or hasattr(args, "workers"):
         raise TaskError(
             "--suite links chooses the rates, times steps and puts a worker on each of --hosts; "
             "leave --network, --link, --link-of, --target, --target-loss and --workers out"
         )
     if job.epochs is not None:
         raise TaskError("--suite links times steps; give --steps instead of --epochs")
-    return LabSpec(_SWEEP_HOSTS if asked.hosts is None else asked.hosts)
+    return LabSpec(_SWEEP_HOSTS if args.hosts is None else args.hosts)
 
 
-def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) -> str:
+def sweep(job: Job, schemes: list[str], out: Path, args: argparse.Namespace) -> str:
     """Time every scheme on every link; the table, or one JSON object."""
-    hosts = sweep_spec(job, asked).hosts
+    hosts = sweep_spec(job, args).hosts
     job = replace(job, steps=job.steps or _SWEEP_STEPS, eval_every=10**9)
     points = []
     with Recorder(out) as records:
         steps = job.steps or _SWEEP_STEPS
-        what = setting(job, LabSpec(hosts), rounds=asked.rounds, steps=steps, target=None, measure=job.measure.name)
+        what = setting(job, LabSpec(hosts), rounds=args.rounds, steps=steps, target=None, measure=job.measure.name)
         records.write("comparison", **{**what, "link": None})
         for rate in _RATES:
-            shaped = replace(Link.parse(rate), **roughness(asked))
+            shaped = replace(Link.parse(rate), **roughness(args))
             link = str(shaped)
             step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
-            turns = range(1, asked.rounds + 1)
-            folders = {s: [out / link / folder_of(s) / f"round-{turn}" for turn in turns] for s in schemes}
+            numbers = range(1, args.rounds + 1)
+            folders = {s: [out / link / folder_of(s) / f"round-{number}" for number in numbers] for s in schemes}
             runs = Runs(folders, job.steps or _SWEEP_STEPS, job.measure, shaped.bits_per_s)
             with launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
-                for turn in turns:
+                for number in numbers:
                     for scheme in schemes:
                         if not is_shown:
-                            told = f"laconic: {scheme} at {link} (round {turn} of {asked.rounds})"
-                            print(told, file=sys.stderr, flush=True)
-                        folder = folders[scheme][turn - 1]
+                            run_name = f"laconic: {scheme} at {link} (round {number} of {args.rounds})"
+                            print(run_name, file=sys.stderr, flush=True)
+                        folder = folders[scheme][number - 1]
                         start(replace(job, scheme=scheme, out=folder))
                         step_ms[scheme] += [fact["ms"] for fact in Run.read(folder).steps]
             for point in _points(link, step_ms):
@@ -266,9 +266,9 @@ def sweep(job: Job, schemes: list[str], out: Path, asked: argparse.Namespace) ->
                 points.append(point)
             if job.out is not None:
                 page = write_report(out, running=f"Running, and done up to {link}.")
-                if asked.open and rate == _RATES[0]:
+                if args.open and rate == _RATES[0]:
                     open_in_browser(page)
-    return json.dumps({"points": [asdict(point) for point in points]}) if asked.json else _sweep_text(points)
+    return json.dumps({"points": [asdict(point) for point in points]}) if args.json else _sweep_text(points)
 
 
 def _points(link: str, step_ms: dict[str, list[float]]) -> list[SweepPoint]:

@@ -46,23 +46,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Train, look, print a table for each look."""
-    job = job_of(asked, scheme=asked.scheme or f"topk:rho={asked.rho}")
-    at = _steps(asked.at) if asked.at else [asked.steps]
-    what = _setting(job, at, asked.rho)
-    with Recorder(asked.out) as records:
+    job = job_of(args, scheme=args.scheme or f"topk:rho={args.rho}")
+    at = _steps(args.at) if args.at else [args.steps]
+    what = _setting(job, at, args.rho)
+    with Recorder(args.out) as records:
         records.write("inspection", **what)
-        looks = inspect(job, at, asked.rho, lambda said: print(f"laconic: {said}", file=sys.stderr, flush=True))
+        looks = inspect(job, at, args.rho, lambda line: print(f"laconic: {line}", file=sys.stderr, flush=True))
         for look in looks:
             records.write("fit", **look.as_dict(), tail=look.tail)
-    if asked.out is not None:
-        print(f"laconic: wrote {write_report(asked.out)}", file=sys.stderr)
-    if asked.json:
+    if args.out is not None:
+        print(f"laconic: wrote {write_report(args.out)}", file=sys.stderr)
+    if args.json:
         print(json.dumps({**what, "fits": [look.as_dict() for look in looks]}), flush=True)
     else:
         groups = groupby(looks, lambda look: (look.step, look.of))
-        print("\n\n".join(_text(list(some), asked.rho) for _, some in groups), flush=True)
+        print("\n\n".join(_text(list(some), args.rho) for _, some in groups), flush=True)
     return 0
 
 

@@ -44,14 +44,14 @@ def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...]
             parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
 
 
-def job_of(asked: argparse.Namespace, **instead: Any) -> Job:
+def job_of(args: argparse.Namespace, **instead: Any) -> Job:
     """The job that was asked for, with some fields replaced."""
-    return Job(**{**given_options(asked), **instead})
+    return Job(**{**given_options(args), **instead})
 
 
-def given_options(asked: argparse.Namespace) -> dict[str, Any]:
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was said of a job, by the name of its field."""
-    return {option.name: getattr(asked, option.name) for option in fields(Job) if hasattr(asked, option.name)}
+    return {option.name: getattr(args, option.name) for option in fields(Job) if hasattr(args, option.name)}
 
 
 def setting(
@@ -81,17 +81,17 @@ def add_lab_options(parser: argparse.ArgumentParser) -> None:
     add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
 
 
-def lab_spec(asked: argparse.Namespace) -> LabSpec | None:
+def lab_spec(args: argparse.Namespace) -> LabSpec | None:
     """The lab that was asked for, if any."""
-    if asked.hosts is None:
-        if is_shaped(asked):
+    if args.hosts is None:
+        if is_shaped(args):
             raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
         return None
-    if getattr(asked, "in_process", False):
+    if getattr(args, "in_process", False):
         raise LabError("--in-process has no hosts; leave --hosts out")
-    if hasattr(asked, "workers"):
+    if hasattr(args, "workers"):
         raise LabError("--hosts puts one worker on each host; leave --workers out")
-    return spec_of(asked)
+    return spec_of(args)
 
 
 def num_workers(job: Job, spec: LabSpec | None) -> int:
@@ -150,23 +150,23 @@ def extend_doctor(parser: argparse.ArgumentParser) -> None:
     """Let the library's `laconic doctor` look at a lab too."""
     add_spec(parser, "of a lab to look at")
     look_here: Callable[[argparse.Namespace], int] = parser.get_default("run")
-    parser.set_defaults(run=lambda asked: _look(asked, look_here))
+    parser.set_defaults(run=lambda args: _look(args, look_here))
 
 
-def _look(asked: argparse.Namespace, look_here: Callable[[argparse.Namespace], int]) -> int:
-    if asked.hosts is not None:
-        return _in_a_lab(asked)
-    if is_shaped(asked):
+def _look(args: argparse.Namespace, look_here: Callable[[argparse.Namespace], int]) -> int:
+    if args.hosts is not None:
+        return _in_a_lab(args)
+    if is_shaped(args):
         raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
-    return look_here(asked)
+    return look_here(args)
 
 
-def _in_a_lab(asked: argparse.Namespace) -> int:
+def _in_a_lab(args: argparse.Namespace) -> int:
     """One rank on each host; links are to carry what the lab was asked for, unless --nominal says otherwise."""
-    spec = spec_of(asked)
-    nominal = asked.nominal or spec.link.bits_per_s
+    spec = spec_of(args)
+    nominal = args.nominal or spec.link.bits_per_s
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
-    words += ["--json"] * asked.json + ["--strict"] * asked.strict
+    words += ["--json"] * args.json + ["--strict"] * args.strict
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.hosts)))}
     with noted_signals() as signals, Lab.create(spec) as lab:
         command = ["sh", "-c", AS_RANK, sys.executable, "-m", "laconic", "doctor", *words]

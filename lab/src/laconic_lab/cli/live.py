@@ -228,7 +228,7 @@ class PageSoFar:
     schemes: Sequence[str]
     rounds: int
     link_bits_per_s: int | None
-    told: str = ""
+    current: str = ""
     _due: float = 0.0
 
     def update(self) -> None:
@@ -248,12 +248,12 @@ class PageSoFar:
         """Write it; None where that cannot be done, which ends no run."""
         measure = MEASURES[self.setting["measure"]]
         state = "Running" if is_running else "Broken off"
-        told = f"{state}: {self.told}." if self.told else f"{state}."
+        current = f"{state}: {self.current}." if self.current else f"{state}."
         try:
-            found = compare_so_far(
+            comparison = compare_so_far(
                 self.out, self.schemes, self.rounds, measure, self.setting["target"], self.link_bits_per_s
             )
-            return write_report_so_far(self.out, self.setting, found, told, is_running=is_running)
+            return write_report_so_far(self.out, self.setting, comparison, current, is_running=is_running)
         except TaskError:
             return None
 

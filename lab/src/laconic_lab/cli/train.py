@@ -43,16 +43,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Start the workers, or be one."""
-    job = job_of(asked)
+    job = job_of(args)
     if not is_worker():
         if job.servers and not job.asks_servers:
             raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
-        spec = lab_spec(asked)
+        spec = lab_spec(args)
         num_steps = check_before_launch(job, num_workers(job, spec))
-        if told := advice(job):
-            print(f"laconic: {told}", file=sys.stderr, flush=True)
+        if remarks := advice(job):
+            print(f"laconic: {remarks}", file=sys.stderr, flush=True)
         with ExitStack() as stack:
             start = stack.enter_context(launcher(spec, lambda result: _tell(result, job)))
             shown = job
@@ -119,6 +119,6 @@ def _text(result: Result, job: Job) -> str:
 
 def _told_figures(result: Result) -> str:
     """What there is to say beside what every run has."""
-    told = sentences(result.figures)
-    told += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
-    return "".join(f"; {text}" for text in told)
+    remarks = sentences(result.figures)
+    remarks += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
+    return "".join(f"; {text}" for text in remarks)

@@ -135,6 +135,6 @@ def tail(x: Tensor) -> list[tuple[float, float]]:
     if m == 0 or float(descending[0]) == 0:
         return []
     ranks = sorted({round(m ** (i / (_POINTS - 1))) for i in range(_POINTS)}, reverse=True)
-    found = [(float(descending[rank - 1]), rank / m) for rank in ranks]
+    places = [(float(descending[rank - 1]), rank / m) for rank in ranks]
     unit = float(size.mean())
-    return [(t / unit, share) for t, share in found if t > 0]
+    return [(t / unit, share) for t, share in places if t > 0]

@@ -33,14 +33,15 @@ def unions(
     """Train job.steps steps under each score among each number of virtual workers, with one server."""
     if job.steps is None or job.steps <= _FIRST_STEPS:
         raise TaskError(f"--steps is {job.steps}; give more than {_FIRST_STEPS}")
-    found = []
+    measured = []
     for workers in num_workers:
         for score in scores:
             scheme = f"overlap:rho={rho},score={score},strength=0,down_rho=0"  # what scores do, and no cut
             one = replace(job, scheme=scheme, workers=workers, servers=1, in_process=True, eval_every=10**9)
-            found.append(_union(one, rho, score))
-            say(f"{score} among {workers}: |U|/k {found[-1].union:.2f}, {found[-1].server_bytes_out:,} bytes a step")
-    return found
+            union = _union(one, rho, score)
+            measured.append(union)
+            say(f"{score} among {workers}: |U|/k {union.union:.2f}, {union.server_bytes_out:,} bytes a step")
+    return measured
 
 
 def _union(job: Job, rho: float, score: str) -> Union:
@@ -52,7 +53,7 @@ def _union(job: Job, rho: float, score: str) -> Union:
         up = stats.by_kind["up"].bytes_out
         seen.append((stats.num_answered, stats.num_pushed, stats.by_kind["down"].bytes_in, up))
 
-    work_in_process(job, results.append, lambda said: None, after_step)
+    work_in_process(job, results.append, lambda line: None, after_step)
     answered, sent, down, up = (last - first for last, first in zip(seen[-1], seen[_FIRST_STEPS - 1], strict=True))
     steps = len(seen) - _FIRST_STEPS
     return Union(
@@ -66,6 +67,6 @@ def _union(job: Job, rho: float, score: str) -> Union:
     )
 
 
-def as_dicts(found: Sequence[Union]) -> list[dict[str, Any]]:
+def as_dicts(measured: Sequence[Union]) -> list[dict[str, Any]]:
     """As plain values."""
-    return [asdict(one) for one in found]
+    return [asdict(one) for one in measured]

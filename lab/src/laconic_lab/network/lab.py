@@ -239,21 +239,21 @@ class Entry:
 
 def entries() -> list[Entry]:
     """Every lab of this user, of whatever process, oldest first."""
-    found = []
+    dated = []
     for path in directory().glob("*.json"):
         try:
-            found.append((path.stat().st_mtime, json.loads(path.read_text())))
+            dated.append((path.stat().st_mtime, json.loads(path.read_text())))
         except FileNotFoundError:  # its owner has just closed it
             continue
-    found.sort(key=lambda item: item[0])
+    dated.sort(key=lambda item: item[0])
     return [
         Entry(
-            told["id"],
-            tuple(told["links"]),
-            Process(**told["owner"]) if told["owner"] else None,
-            Process(**told["holder"]),
+            entry["id"],
+            tuple(entry["links"]),
+            Process(**entry["owner"]) if entry["owner"] else None,
+            Process(**entry["holder"]),
         )
-        for _, told in found
+        for _, entry in dated
     ]
 
 

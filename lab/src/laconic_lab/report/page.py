@@ -46,11 +46,11 @@ def write_report(folder: Path, *, running: str = "") -> Path:
 
 
 def write_report_so_far(
-    folder: Path, comparison: Mapping[str, Any], found: Comparison, told: str, *, is_running: bool
+    folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison, state: str, *, is_running: bool
 ) -> Path:
     """Write folder/report.html of a comparison that is not at its end; `told` says where it stands."""
     refresh_s = _REFRESH_S if is_running else None
-    return _write(folder, lambda: _page(facts_so_far(folder, comparison, found), told, refresh_s))
+    return _write(folder, lambda: _page(facts_so_far(folder, comparison, comparison_so_far), state, refresh_s))
 
 
 def _write(folder: Path, make: Callable[[], str]) -> Path:
@@ -76,9 +76,9 @@ def _page_of(folder: Path, running: str) -> str:
     return _page(read_facts(folder), running, _REFRESH_S if running else None)
 
 
-def _page(facts: Facts, told: str = "", refresh_s: int | None = None) -> str:
+def _page(facts: Facts, state: str = "", refresh_s: int | None = None) -> str:
     count = len(facts.schemes)
-    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared{' so far' * bool(told)}"
+    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared{' so far' * bool(state)}"
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE] if facts.rows else []
@@ -90,7 +90,7 @@ def _page(facts: Facts, told: str = "", refresh_s: int | None = None) -> str:
 <section class="figures">
 {_figures(facts)}
 </section>"""
-    sentence = f"{told} {_sentence(facts.setting)}" if told else _sentence(facts.setting)
+    sentence = f"{state} {_sentence(facts.setting)}" if state else _sentence(facts.setting)
     return frame(title, sentence, body, notes, refresh_s=refresh_s)
 
 

@@ -43,9 +43,9 @@ def plan_page(path: Path) -> str:
 
 
 def _answer(plan: Mapping[str, Any]) -> str:
-    said = list(plan["reasons"])
-    said += [f"with {name} it would be {other['pick']}" for name, other in plan.get("what_if", {}).items()]
-    lines = "".join(f"<li>{text(reason)}</li>" for reason in said)
+    reasons = list(plan["reasons"])
+    reasons += [f"with {name} it would be {other['pick']}" for name, other in plan.get("what_if", {}).items()]
+    lines = "".join(f"<li>{text(reason)}</li>" for reason in reasons)
     paste = f'<pre tabindex="0"><code>{text(plan["line"])}</code></pre>'
     return f'<section class="answer">{paste}<ul>{lines}</ul></section>'
 

@@ -64,8 +64,8 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
 
 def other_figures(rows: Sequence[ShownRow]) -> list[Figure]:
     """What some schemes have beside what a link carried, which has columns of its own."""
-    found = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
-    return [figure for figure in found if figure.name not in _ON_THE_LINK]
+    shown = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
+    return [figure for figure in shown if figure.name not in _ON_THE_LINK]
 
 
 def _figure(name: str) -> Callable[[ShownRow], float | None]:

@@ -26,11 +26,11 @@ def holds_unions(folder: Path) -> bool:
 
 def unions_page(folder: Path) -> str:
     """The page, from the records."""
-    asked = next(records.read(folder, _HEAD))
+    setting = next(records.read(folder, _HEAD))
     points = list(records.read(folder, "union"))
     sentence = (
-        f"{asked['task']}, {asked['steps']} steps of {asked['batch']} examples per worker, seed {asked['seed']}; each "
-        f"worker sends {brief_percent(asked['rho'])} of its entries."
+        f"{setting['task']}, {setting['steps']} steps of {setting['batch']} examples per worker, "
+        f"seed {setting['seed']}; each worker sends {brief_percent(setting['rho'])} of its entries."
     )
     rows = [
         [point["score"], str(point["workers"]), f"{point['union']:.2f}", f"{point['independent']:.2f}"]
@@ -53,7 +53,7 @@ def unions_page(folder: Path) -> str:
         ),
     ]
     body = '<section class="figures">\n' + "\n".join(figures) + "\n</section>"
-    return frame(f"{asked['task']}: how unions grow", sentence, body, _NOTES)
+    return frame(f"{setting['task']}: how unions grow", sentence, body, _NOTES)
 
 
 def _chart(points: Sequence[dict[str, Any]], quantity: str, name: str, form: Callable[[float], str]) -> str:

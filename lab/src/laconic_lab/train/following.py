@@ -35,8 +35,8 @@ class FollowingWorkers:
         rows = self.gather(tensor.flatten().tolist())
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        rows = self._follower.gather([self._follower.rank, *mine])
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        rows = self._follower.gather([self._follower.rank, *own])
         alive = [int(row[0]) for row in rows]
         self.place = alive.index(self._follower.rank)
         self.num_living = len(alive)

@@ -177,8 +177,8 @@ class Job:
         given = {option.name: getattr(self, option.name) for option in fields(Training)}
         if self.betas is not None:
             given["betas"] = _betas(self.betas)
-        asked = {name: value for name, value in given.items() if value is not None}
-        return settled(TASKS[self.task].model(self.model).training, asked, parse(self.scheme))
+        given_here = {name: value for name, value in given.items() if value is not None}
+        return settled(TASKS[self.task].model(self.model).training, given_here, parse(self.scheme))
 
     @property
     def measure(self) -> Measure:

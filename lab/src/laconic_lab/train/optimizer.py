@@ -81,7 +81,7 @@ def _adamw(trained: Sequence[Tensor], training: Training) -> torch.optim.Optimiz
 OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw}
 
 
-def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> Training:
+def settled(defaults: Training, given: Mapping[str, Any], scheme: AnyScheme) -> Training:
     """The settings of a run; `asked` are those that differ from the model's own.
 
     Where the scheme's memory carries momentum, the optimizer has none, and SGD's lr/(1-m) stays as it was. A vote is a
@@ -90,13 +90,13 @@ def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> 
     """
     votes = isinstance(scheme, Scheme) and scheme.exchange.votes
     if votes:
-        if asked.get("optimizer", "sgd") != "sgd":
+        if given.get("optimizer", "sgd") != "sgd":
             raise TaskError(f"{scheme} votes on the step itself; give --optimizer sgd, or another scheme")
-        if "clip_norm" in asked:
+        if "clip_norm" in given:
             raise TaskError(f"{scheme} votes, and all its votes have one norm; leave --clip-norm out")
         defaults = replace(defaults, optimizer="sgd", lr=_VOTE_LR, clip_norm=math.inf)
-    training = replace(defaults, **asked)
-    _check_settings(training, defaults, asked)
+    training = replace(defaults, **given)
+    _check_settings(training, defaults, given)
     if votes:
         return replace(training, momentum=0.0)
     carried = scheme.memory.momentum if isinstance(scheme, Scheme) else 0.0
@@ -107,14 +107,14 @@ def settled(defaults: Training, asked: Mapping[str, Any], scheme: AnyScheme) -> 
     return replace(training, lr=training.lr * (1 - carried) / (1 - training.momentum), momentum=0.0)
 
 
-def _check_settings(training: Training, defaults: Training, asked: Mapping[str, Any]) -> None:
+def _check_settings(training: Training, defaults: Training, given: Mapping[str, Any]) -> None:
     """Raise, with what to write, where settings do not fit together."""
     if training.optimizer not in OPTIMIZERS:
         raise TaskError(f"--optimizer is {training.optimizer!r}; give {' or '.join(OPTIMIZERS)}")
     for name, optimizer in _OPTION_OF.items():
-        if name in asked and training.optimizer != optimizer:
+        if name in given and training.optimizer != optimizer:
             raise TaskError(f"--{name} is for {optimizer}; leave it out, or give --optimizer {optimizer}")
-    if training.optimizer != defaults.optimizer and "lr" not in asked:
+    if training.optimizer != defaults.optimizer and "lr" not in given:
         raise TaskError(
             f"this model's learning rate, {defaults.lr:g}, is for {defaults.optimizer}; "
             f"give --lr with --optimizer {training.optimizer}"

@@ -34,10 +34,10 @@ NOT_PLANNED = (
 
 def probe(
     job: Job,
-    found: Plan,
+    planned: Plan,
     num_steps: int,
     train: Callable[[Job], Losses],
-    slowest: Callable[[float], float] = lambda mine: mine,
+    slowest: Callable[[float], float] = lambda own: own,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan again, with the steps factors of its soonest candidates taken from runs of so many steps of this job.
@@ -47,7 +47,7 @@ def probe(
     """
     start = time.perf_counter()
     plain = candidate("bf16")
-    step_s = {plain: _step_s(found)} | {candidate(row.scheme): row.step_ms / 1e3 for row in found.rows}
+    step_s = {plain: _step_s(planned)} | {candidate(row.scheme): row.step_ms / 1e3 for row in planned.rows}
     others = [one for one in step_s if one != plain]
     losses_of: dict[Candidate, Losses] = {}
     stretch = 1.0  # a run over its steps: what evaluating adds
@@ -57,29 +57,29 @@ def probe(
         if begun_s + stretch * foreseen_s > _PROBE_S:
             say(f"{one} is not probed: {num_steps} steps would take {stretch * foreseen_s:.0f} s; give --probe fewer")
             if one == plain:
-                return found
+                return planned
             continue
         losses_of[one] = _trained(job, one, num_steps, train)
         stretch = max(stretch, (slowest(time.perf_counter() - start) - begun_s) / max(foreseen_s, 1e-9))
     source = f"probed on this job, {num_steps} steps"
     probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
-    seconds = found.seconds + time.perf_counter() - start
-    return answer(replace(found.measured, probed=probed), steps=found.steps, seconds=seconds)
+    seconds = planned.seconds + time.perf_counter() - start
+    return answer(replace(planned.measured, probed=probed), steps=planned.steps, seconds=seconds)
 
 
-def _step_s(found: Plan) -> float:
+def _step_s(planned: Plan) -> float:
     """Of bf16, where the plan was not asked for it."""
-    compute = found.measured.compute
-    return compute.together_s + found.measured.links.sums.seconds(2 * sum(compute.num_entries))
+    compute = planned.measured.compute
+    return compute.together_s + planned.measured.links.sums.seconds(2 * sum(compute.num_entries))
 
 
-def _trained(job: Job, asked: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
+def _trained(job: Job, under: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
     """The losses of a short run under a candidate, at a constant rate, so that a step does not depend on its length."""
-    times = asked.accumulate
+    times = under.accumulate
     training = job.training
     short = replace(
         job,
-        scheme=str(asked.scheme),
+        scheme=str(under.scheme),
         steps=math.ceil(num_steps / times),
         batch=times * training.batch,
         accumulate=times * job.accumulate,
@@ -101,13 +101,13 @@ def factor_of(losses: Sequence[tuple[float, float]], plain: Sequence[tuple[float
     for steps, loss in smoothed(losses):
         if not lowest or loss < lowest[-1][1]:
             lowest.append((steps, loss))
-    found = []
+    planned = []
     for steps, loss in lowest[-_JUDGED:]:
         steps_of_plain = steps_to(loss, plain)
-        found.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
-    if not found or math.isinf(losses[-1][1]):  # it diverged
-        found = [math.inf]
-    return Penalty(max(1.0, statistics.median(found)), min(found), max(found), source)
+        planned.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
+    if not planned or math.isinf(losses[-1][1]):  # it diverged
+        planned = [math.inf]
+    return Penalty(max(1.0, statistics.median(planned)), min(planned), max(planned), source)
 
 
 def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

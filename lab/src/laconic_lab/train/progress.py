@@ -67,10 +67,10 @@ class Progress:
 
     def _text(self, fact: dict[str, Any]) -> str:
         beside = beside_dense(self._loop.learner.stats().ratio)
-        said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
+        sent = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
         rate = self._loop.tokens_per_s(fact["ms"])
         seen = f", {rate:,.0f} tokens/s" if rate else ""
-        return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {said}"
+        return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {sent}"
 
 
 def _bar() -> Bar | None:

@@ -62,11 +62,11 @@ def resume_(loop: TrainingLoop) -> None:
     learner.session.load_state_dict([state["session"] for state in states])
     loop.seconds = lead["seconds"]
     loop.steps_done = checkpoint.step
-    for way in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
-        loop.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
-    found = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
-    if len(found) > 1:
-        raise other_steps(job.out, found)
+    for direction in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
+        loop.bytes_before[direction] = round(sum(state["bytes"][direction] for state in states) / len(states))
+    steps = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
+    if len(steps) > 1:
+        raise other_steps(job.out, steps)
     fault_point("train.resumed", loop)
 
 

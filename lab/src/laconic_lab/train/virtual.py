@@ -170,8 +170,8 @@ class VirtualWorkers:
         rows = self.gather(tensor.flatten().tolist())
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        self._rows[self.place] = list(mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        self._rows[self.place] = list(own)
         self.wait()
         rows = list(self._rows)
         self.wait()  # nobody overwrites what another still reads
@@ -184,8 +184,8 @@ class VirtualWorkers:
         """A server's bytes are those that all workers heard."""
         if not self._has_servers:
             return EndFacts()
-        heard = self.gather([self._transport.traffic.bytes_in])
-        return EndFacts([{"bytes_out": round(sum(num_bytes for (num_bytes,) in heard))}])
+        received = self.gather([self._transport.traffic.bytes_in])
+        return EndFacts([{"bytes_out": round(sum(num_bytes for (num_bytes,) in received))}])
 
 
 class Replica:
@@ -269,10 +269,10 @@ class VirtualLearner:
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """The first scores all of the test data; the others wait."""
-        mine = [0.0, 0.0, 0.0]
+        own = [0.0, 0.0, 0.0]
         if self._group.place == 0:
-            mine = self._course.score(self.model, self._replica.device)
-        sums = self._group.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+            own = self._course.score(self.model, self._replica.device)
+        sums = self._group.total(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums, {"bytes_in": self.session.stats().bytes_in}
 
 

@@ -89,12 +89,12 @@ def work_plan(
     device = device_of(job)
     data = job.load_data()
     with _process_group(job.backend):
-        found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
+        planned = plan_here(job, data, device, own_group(world(), device), candidates, steps)
         if probe_steps:
             few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
-            found = probe(job, found, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
+            planned = probe(job, planned, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
         if dist.get_rank() == 0:
-            tell(found)
+            tell(planned)
     return 0
 
 
@@ -110,10 +110,10 @@ def _losses(job: Job, data: Data, device: torch.device) -> Losses:
     return observer.losses
 
 
-def _slowest(mine: float) -> float:
+def _slowest(own: float) -> float:
     """The largest of everyone's numbers, on all workers."""
     device = place_of_texts(world())
-    largest = torch.tensor([mine], dtype=torch.float64, device=device)
+    largest = torch.tensor([own], dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
@@ -139,10 +139,10 @@ def _chosen(job: Job, data: Data, device: torch.device) -> Job:
     if job.resume:
         assert job.out is not None
         return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
-    found = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
-    _say(f"auto picks {found.pick}: {found.reasons[0]}")
+    planned = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
+    _say(f"auto picks {planned.pick}: {planned.reasons[0]}")
     torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
-    return replace(job, scheme=found.pick, auto=False)
+    return replace(job, scheme=planned.pick, auto=False)
 
 
 def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:

@@ -38,7 +38,7 @@ class WorkerGroup(Protocol):
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all of them, on the CPU."""
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
         """The same numbers of all of them, by place."""
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
@@ -60,13 +60,13 @@ class ProcessWorkers:
         self.num_living = dist.get_world_size(group)
 
     def total(self, tensor: Tensor) -> Tensor:
-        there = tensor.to(self._device)
+        summed = tensor.to(self._device)
         with silence_said(self.place):
-            dist.all_reduce(there, group=self._group)
-        return there.cpu()
+            dist.all_reduce(summed, group=self._group)
+        return summed.cpu()
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         with silence_said(self.place):
@@ -96,8 +96,8 @@ class ServedWorkers:
     def total(self, tensor: Tensor) -> Tensor:
         return self._transport.total(tensor)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
