@@ -240,7 +240,7 @@ def _factors(ended: Sequence[tuple[float | None, float | None]]) -> Mapping[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, or write the record."""
     parser = argparse.ArgumentParser(prog="python tools/penalties.py", description="Steps to a target.")
-    parser.add_argument("deed", choices=("run", "summarize"))
+    parser.add_argument("action", choices=("run", "summarize"))
     parser.add_argument("home", type=Path, help="folder of all runs")
     parser.add_argument("--kind", action="append", choices=KINDS, help="all, unless some are named")
     parser.add_argument("--seeds", type=int, default=3)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from laconic_lab import records
 from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
+from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 
@@ -161,13 +162,9 @@ class Run:
             return cls.read(folder)
         if not evaluations or not evaluations[-1]["step"]:
             return None
-        timed = steps[records.WARM_UP_STEPS :] or steps
-        phases = [name for name in timed[0] if name.endswith("_ms")]
-        split = {name[:-3]: statistics.median(fact[name] for fact in timed) for name in phases}
-        compute = max(0.0, statistics.median(fact["ms"] for fact in timed) - sum(split.values()))
         sent = {name: sum(fact[name] for fact in steps) for name in ("bytes_out", "bytes_in")}
-        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": {"compute": compute, **split}}
-        return cls({**evaluations[-1], **sent, **last}, timed, evaluations)
+        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": median_times(steps)[1]}
+        return cls({**evaluations[-1], **sent, **last}, steps[records.WARM_UP_STEPS :] or steps, evaluations)
 
     def seconds_to(self, target: float | None, measure: Measure) -> float | None:
         """Training time until an evaluation reached the target; the one before any training does not count."""

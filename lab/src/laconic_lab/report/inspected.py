@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from laconic_lab import records
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import pick
 from laconic_lab.report.charts import Scale, draw_marks, name_axes, set_scales
 from laconic_lab.report.drawing import COLOURS, colour, new_figure, styled, to_svg
 from laconic_lab.report.markup import brief_percent, frame, keys, number, scroll_box, text
 
+Fit = Any  # a record of one tensor at one step, as laconic_lab.inspect.Fit wrote it; layer is None for all of them
 _HEAD = "inspection"  # the record that comes first
 _LAPLACE = 0  # the look of the law; the samples come after it
 _LAW_POINTS = 40
@@ -32,60 +33,17 @@ _NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What was run."""
-
-    task: str
-    model: str | None
-    scheme: str
-    workers: int
-    steps: int
-    batch: int
-    seed: int
-    rho: float
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One tensor at one step; layer is None for the whole model as one vector."""
-
-    step: int
-    of: str
-    layer: str | None
-    entries: int
-    zeros: int
-    mean_abs: float
-    rms: float
-    w1_laplace: float | None
-    w1_gaussian: float | None
-    closer: str | None
-    k: int
-    threshold_ratio: float | None
-    caught_ratio: float | None
-    tail: list[tuple[float, float]]
-
-    @property
-    def name(self) -> str:
-        return "the whole model as one vector" if self.layer is None else self.layer
-
-
 def holds_inspection(folder: Path) -> bool:
     """Whether the records are those of `laconic inspect`."""
     return next(records.read(folder, _HEAD), None) is not None
 
 
-def read_inspection(folder: Path) -> tuple[Inspection, list[Fit]]:
-    """What was run, and every tensor that was looked at."""
-    fits = [Fit(**pick(Fit, fact, "fit")) for fact in records.read(folder, "fit")]
-    if not fits:
-        raise TaskError(f"{folder / records.RECORDS} holds no fit; let `laconic inspect` end first")
-    return Inspection(**pick(Inspection, next(records.read(folder, _HEAD)), _HEAD)), fits
-
-
 def fits_page(folder: Path) -> str:
     """The page, from the records of an inspection."""
-    setting, fits = read_inspection(folder)
+    setting = SimpleNamespace(**next(records.read(folder, _HEAD)))
+    fits = [SimpleNamespace(**fact) for fact in records.read(folder, "fit")]
+    if not fits:
+        raise TaskError(f"{folder / records.RECORDS} holds no fit; let `laconic inspect` end first")
     model = f" {setting.model}" if setting.model else ""
     sentence = (
         f"{setting.task}{model}, trained by {setting.workers} virtual workers under {setting.scheme}: "
@@ -99,12 +57,16 @@ def fits_page(folder: Path) -> str:
     return frame(f"{setting.task}: which law the gradients follow", sentence, "\n".join(steps), _NOTES)
 
 
+def _name(fit: Fit) -> str:
+    return "the whole model as one vector" if fit.layer is None else str(fit.layer)
+
+
 def _section(step: int, fits: Sequence[Fit], rho: float) -> str:
     kinds = list(dict.fromkeys(fit.of for fit in fits))
     layers: dict[str | None, list[Fit]] = {}
     for fit in fits:
         layers.setdefault(fit.layer, []).append(fit)
-    panels = "\n".join(_panel(samples[0].name, samples, rho) for samples in layers.values())
+    panels = "\n".join(_panel(_name(samples[0]), samples, rho) for samples in layers.values())
     return (
         f"<section>\n<h2>Step {step}</h2>\n{_table(step, kinds, list(layers.values()))}\n"
         f'{_keys(kinds)}\n<div class="figures small">\n{panels}\n</div>\n</section>'
@@ -117,7 +79,7 @@ def _table(step: int, kinds: Sequence[str], layers: Sequence[Sequence[Fit]]) -> 
     )
     lower = "".join(f'<th scope="col">{text(name)}</th>' for name in _COLUMNS) * len(kinds)
     lines = [
-        f'<tr><th scope="row">{text(fits[0].name)}</th><td>{fits[0].entries:,}</td>{"".join(map(_cells, fits))}</tr>'
+        f'<tr><th scope="row">{text(_name(fits[0]))}</th><td>{fits[0].entries:,}</td>{"".join(map(_cells, fits))}</tr>'
         for fits in layers
     ]
     head = f"<thead><tr>{upper}</tr><tr>{lower}</tr></thead>"

@@ -183,7 +183,8 @@ class _LeadersLog:
         self.leads = self._loop.group.place == 0
         folder = self._job.out if self.leads else None
         self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
-        self._progress = self._open.enter_context(Progress(self._job, self._loop, shown=self.leads))
+        self._progress = Progress(self._job, self._loop, shown=self.leads)
+        self._open.callback(self._progress.close)
 
     def write(self, kind: str, **fact: Any) -> None:
         if not self.leads and self._loop.group.place == 0:
