@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from laconic_lab import records
 from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
+from laconic_lab.network import Link
 from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
@@ -41,6 +42,23 @@ class Row(Record):
     seconds_more_than: float | None = None  # that every round trained, out of time before it reached the target
     speedup_more_than: float | None = None  # where dense was out of time
     speedup_bf16_more_than: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
+
+    link: str
+    scheme: str
+    step_ms: float
+    step_ms_quartiles: tuple[float, float]
+    speedup: float | None
+    speedup_bf16: float | None
+
+    @property
+    def bits_per_s(self) -> float:
+        """The link's rate; infinite where the link is as fast as the machine."""
+        return Link.parse(self.link).bits_per_s or math.inf
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo  # an optimizer imports it when it is first made: seconds, which are no fault's
@@ -74,25 +74,8 @@ def _within_deadline(work: Callable[[], Outcome]) -> Outcome:
     return found[0] if found else Outcome(["a fault is an error of laconic's, in one line: the check itself failed"])
 
 
-class _Worker(Protocol):
-    """One virtual worker with a model, whatever it exchanges."""
-
-    def step(self, number: int, at: Callable[[str], None]) -> None:
-        """One step; `at` is told the phase that begins."""
-
-    def read(self) -> Tensor:
-        """The model."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, states: list[dict[str, Any]]) -> None: ...
-
-    def lost_mass(self, states: list[dict[str, Any]]) -> float:
-        """What is missing of all that all workers gave so far; 0 where that cannot be told."""
-
-
 class _GradientWorker:
-    """Exchanges made-up gradients."""
+    """A virtual worker that exchanges made-up gradients; `step` calls `at` with the phase that begins."""
 
     def __init__(self, scheme: Scheme, end: Collectives) -> None:
         self._session = Session(scheme, end)
@@ -141,6 +124,7 @@ class _GradientWorker:
         self._session.load_state_dict([state["session"] for state in states])
 
     def lost_mass(self, states: list[dict[str, Any]]) -> float:
+        """What is missing of all that all workers gave so far; 0 where that cannot be told."""
         if not self._keeps_all:
             return 0.0
         lost = 0.0
@@ -243,7 +227,8 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         is_struck = case is not None and case.rank == transport.rank
         faults = Faults(_by_number(case) if case is not None and is_struck else {}, delay_s=0.02)
         end = _Recorded(transport, faults, hit)
-        worker: _Worker = _GradientWorker(scheme, end) if isinstance(scheme, Scheme) else _following(scheme, end)
+        make: Any = _GradientWorker if isinstance(scheme, Scheme) else _FollowingWorker
+        worker: _GradientWorker | _FollowingWorker = make(scheme, end)
         if states is not None:
             worker.load(copy.deepcopy(states))
         for number in range(first, STEPS):
@@ -268,10 +253,6 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         run.error = error
     run.states = {done: [by[rank] for rank in sorted(by)] for done, by in saved.items() if _whole(saved, done)}
     return run
-
-
-def _following(scheme: Any, end: Collectives) -> _FollowingWorker:
-    return _FollowingWorker(scheme, end)
 
 
 def _whole(saved: Mapping[int, Mapping[int, Any]], done: int) -> bool:

@@ -15,7 +15,7 @@ from laconic.select import SCORES
 from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
 from laconic_lab.cli.jobs import add_job_options, job_of, say
 from laconic_lab.errors import TaskError
-from laconic_lab.inspect.unions import as_dicts, unions
+from laconic_lab.inspect.unions import unions
 from laconic_lab.records import Recorder
 from laconic_lab.report import write_report
 from laconic_lab.train import Job
@@ -82,9 +82,8 @@ def run_union(args: argparse.Namespace) -> int:
     what["batch"] = job.training.batch
     with Recorder(args.out) as records:
         records.write("unions", **what)
-        results = as_dicts(
-            unions(job, args.rho, args.scores.split(","), num_workers, lambda line: say(f"laconic: {line}"))
-        )
+        measured = unions(job, args.rho, args.scores.split(","), num_workers, lambda line: say(f"laconic: {line}"))
+        results = [asdict(one) for one in measured]
         for one in results:
             records.write("union", **one)
     if args.out is not None:

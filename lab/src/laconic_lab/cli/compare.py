@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from laconic.cli import Commands, Parse, number, table
@@ -28,7 +28,7 @@ from laconic_lab.cli.jobs import (
 from laconic_lab.cli.lab import roughness
 from laconic_lab.cli.live import PageSoFar, Runs, open_in_browser, watched
 from laconic_lab.cli.train import check_before_launch
-from laconic_lab.compare import Comparison, Run, compare, conclusion, folder_of, quartiles, round_of
+from laconic_lab.compare import Comparison, Run, SweepPoint, compare, conclusion, folder_of, quartiles, round_of
 from laconic_lab.errors import LabError, TaskError
 from laconic_lab.figures import MEASURES, Measure, Place, columns
 from laconic_lab.network import LabSpec, Link, netlink
@@ -182,20 +182,11 @@ def _text(comparison: Comparison) -> str:
         if row.diverged_at is not None:
             worth = f"diverged at step {row.diverged_at}"
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
+        seconds = _or_more(row.seconds_to_target, row.seconds_more_than, ".1f")
         rows.append(
             [
-                *(
-                    row.scheme,
-                    worth,
-                    _or_more(row.seconds_to_target, row.seconds_more_than, ".1f"),
-                    f"{row.step_ms:.1f}",
-                ),
-                *(
-                    f"{lower:.0f}-{upper:.0f}",
-                    number(preparing, ".1f", " %"),
-                    f"{row.bytes_out:,}",
-                    f"{row.bytes_in:,}",
-                ),
+                *(row.scheme, worth, seconds, f"{row.step_ms:.1f}", f"{lower:.0f}-{upper:.0f}"),
+                *(number(preparing, ".1f", " %"), f"{row.bytes_out:,}", f"{row.bytes_in:,}"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in beside_bytes),
                 number(row.ratio, ".1f", "x"),
                 _or_more(row.speedup, row.speedup_more_than, ".2f", "x"),
@@ -209,18 +200,6 @@ def _text(comparison: Comparison) -> str:
 def _or_more(value: float | None, more_than: float | None, form: str, unit: str = "") -> str:
     """A number, or the one that it is known to be above."""
     return f"> {more_than:{form}}{unit}" if value is None and more_than is not None else number(value, form, unit)
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
-
-    link: str
-    scheme: str
-    step_ms: float
-    step_ms_quartiles: tuple[float, float]
-    speedup: float | None
-    speedup_bf16: float | None
 
 
 def sweep_spec(job: Job, args: argparse.Namespace) -> LabSpec:

@@ -42,14 +42,8 @@ class Runs:
 
 
 def can_show() -> bool:
-    """Whether there is a terminal to show runs on, and what it takes."""
-    if not (sys.stderr.isatty() and os.isatty(2)) or os.environ.get("TERM") in ("dumb", "unknown"):
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    """Whether there is a terminal to show runs on."""
+    return sys.stderr.isatty() and os.isatty(2) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from laconic.session import Session
 from laconic_lab.errors import TaskError
@@ -65,8 +64,3 @@ def _union(job: Job, rho: float, score: str) -> Union:
         server_bytes_in=up * job.workers // steps,
         loss=results[0].loss,
     )
-
-
-def as_dicts(measured: Sequence[Union]) -> list[dict[str, Any]]:
-    """As plain values."""
-    return [asdict(one) for one in measured]

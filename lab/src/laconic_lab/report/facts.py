@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,10 +10,9 @@ from statistics import median
 from typing import Any
 
 from laconic_lab import figures, records
-from laconic_lab.compare import Comparison, Row, rounds_so_far
+from laconic_lab.compare import Comparison, Row, SweepPoint, rounds_so_far
 from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES, Measure, pick
-from laconic_lab.network import Link
 from laconic_lab.report.drawing import looks
 
 
@@ -71,29 +69,12 @@ class ShownRow(Row):
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """One scheme on one link; speed-up is of the step time, against dense on the same link."""
-
-    link: str
-    scheme: str
-    step_ms: float
-    step_ms_quartiles: list[float] | None
-    speedup: float | None
-    speedup_bf16: float | None
-
-    @property
-    def bits_per_s(self) -> float:
-        """The link's rate; infinite where the link is as fast as the machine."""
-        return Link.parse(self.link).bits_per_s or math.inf
-
-
-@dataclass(frozen=True)
 class Facts:
     """Everything a page shows."""
 
     setting: Setting
     rows: tuple[ShownRow, ...]
-    sweep: tuple[Sweep, ...]
+    sweep: tuple[SweepPoint, ...]
 
     @property
     def measure(self) -> Measure:
@@ -119,7 +100,7 @@ def read_facts(folder: Path) -> Facts:
         raise TaskError(f"{folder} holds {held}; give a folder that `laconic compare --out` wrote")
     setting = Setting(**pick(Setting, comparison, "setting"))
     rows = tuple(_row(folder, fact, setting.rounds) for fact in records.read(folder, "row"))
-    sweep = tuple(Sweep(**pick(Sweep, fact, "sweep")) for fact in records.read(folder, "sweep"))
+    sweep = tuple(SweepPoint(**pick(SweepPoint, fact, "sweep")) for fact in records.read(folder, "sweep"))
     if not rows and not sweep:
         raise TaskError(f"{folder / records.RECORDS} holds no row and no sweep; let `laconic compare` end first")
     return Facts(setting, rows, sweep)

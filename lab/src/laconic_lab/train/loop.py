@@ -64,24 +64,14 @@ class Learner(Protocol):
         """([right answers, summed loss, answers] on the test data, the same for all workers; more to be recorded)."""
 
 
-class Observer(Protocol):
-    """Who is told what was measured; every worker has one."""
+class Observer:
+    """Receives what is measured of one worker; this one, of a worker that does not lead, notes nothing."""
 
     def step(self, fact: dict[str, Any]) -> None:
         """After each step."""
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         """After each evaluation."""
-
-
-class NoObserver:
-    """Of a worker that leads nobody."""
-
-    def step(self, fact: dict[str, Any]) -> None:
-        """Nothing is noted."""
-
-    def evaluation(self, fact: dict[str, Any]) -> None:
-        """Nothing is noted."""
 
 
 class TrainingLoop:

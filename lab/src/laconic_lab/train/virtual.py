@@ -25,7 +25,7 @@ from laconic_lab.tasks import Data
 from laconic_lab.train.course import Course
 from laconic_lab.train.following import Followed, FollowingLearner
 from laconic_lab.train.job import Job
-from laconic_lab.train.loop import NoObserver, TrainingLoop
+from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import Spent
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.worker import device_of
@@ -52,7 +52,7 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
 
         def train(loop: TrainingLoop, session: Session | None = None) -> Result:
             leads = loop.group.place == 0
-            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else NoObserver())
+            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else Observer())
             return summarize(loop)
 
         if isinstance(scheme, Scheme):
@@ -276,7 +276,7 @@ class VirtualLearner:
         return sums, {"bytes_in": self.session.stats().bytes_in}
 
 
-class _VirtualObserver:
+class _VirtualObserver(Observer):
     """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
 
     def __init__(

@@ -30,7 +30,7 @@ from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import DdpLearner
 from laconic_lab.train.following import FollowingLearner
 from laconic_lab.train.job import DEFAULT_STEPS, Job
-from laconic_lab.train.loop import NoObserver, TrainingLoop
+from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
 from laconic_lab.train.planning import Losses, plan_here, probe
@@ -124,7 +124,7 @@ def _say(text: str) -> None:
         print(f"laconic: {text}", file=sys.stderr, flush=True)
 
 
-class _LossObserver(NoObserver):
+class _LossObserver(Observer):
     """Notes evaluations alone."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def _serve(job: Job) -> int:
     return 0
 
 
-class _LeadersLog:
+class _LeadersLog(Observer):
     """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
 
     def __init__(self, job: Job, loop: TrainingLoop) -> None:
