@@ -85,7 +85,7 @@ def folder_of(scheme: str) -> str:
 
 
 def round_of(out: Path, scheme: str, number: int) -> Path:
-    """Where the records of one run lie."""
+    """The folder of one run's records."""
     return out / folder_of(scheme) / f"round-{number}"
 
 
@@ -123,7 +123,7 @@ def compare_so_far(
 
 
 def rounds_so_far(out: Path, folder: str, rounds: int) -> int:
-    """How many rounds of a scheme are shown while a comparison goes on: those that ended, else the first."""
+    """The number of a scheme's rounds that are shown while a comparison goes on: those that ended, else the first."""
     paths = [out / folder / f"round-{number}" for number in range(1, rounds + 1)]
     begun = [path for path in paths if (path / records.RECORDS).exists()]
     return max(1, sum(any(records.read(path, "result")) for path in begun))
@@ -148,7 +148,7 @@ def _side_by_side(
 
 
 def _default_target(runs: Mapping[str, Sequence[Run]], measure: Measure) -> float | None:
-    """What the reference sets; None where all runs diverged."""
+    """The target that the reference sets; None where all runs diverged."""
     finals = {scheme: median([run.result[measure.name] for run in of]) for scheme, of in runs.items()}
     sound = {scheme: final for scheme, final in finals.items() if final is not None and not _diverged_at(runs[scheme])}
     if not sound:
@@ -204,7 +204,7 @@ def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def conclusion(comparison: Comparison, *, is_timed: bool) -> str:
-    """What the fastest scheme, or without times the one that sent least, was worth beside bf16, in a sentence."""
+    """One sentence on the fastest scheme, or without times the one that sent least, beside bf16."""
     bf16 = next((row for row in comparison.rows if row.scheme == "bf16"), None)
     others = [row for row in comparison.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
     if bf16 is None or not others or comparison.target is None:

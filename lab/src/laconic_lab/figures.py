@@ -1,4 +1,4 @@
-"""What a run is judged by, and the figures that only some runs have, each declared once.
+"""The measures that a run is judged by, and the figures that only some runs have, each declared once.
 
 A new figure is an entry of FIGURES: where it is found, how rounds combine, how it is shown. Results, rows, the table
 and the page carry and show whatever is declared and there.
@@ -17,7 +17,7 @@ Values = dict[str, float | None]
 
 
 class Source(Enum):
-    """Where a run's end finds a figure."""
+    """The source of a figure at the end of a run."""
 
     STATS = "the stats of the worker that leads"
     EVALUATION = "the last evaluation"
@@ -27,7 +27,7 @@ class Source(Enum):
 
 
 class Place(Enum):
-    """Where a column stands."""
+    """The place of a column."""
 
     BYTES = "beside the bytes"
     END = "at the end"
@@ -35,7 +35,7 @@ class Place(Enum):
 
 
 def first(values: Sequence[float | None]) -> float | None:
-    """Of the first round, for what is the same in all."""
+    """The value of the first round, for what is the same in all."""
     return values[0]
 
 
@@ -155,7 +155,7 @@ FIGURES = (
 
 
 class Record:
-    """What was measured: what every run has, as fields, and in `figures` what only some have; flat on disk."""
+    """A record: what every run has, as fields, and in `figures` what only some have; flat on disk."""
 
     noun: ClassVar[str]
 
@@ -205,7 +205,7 @@ def columns(rows: Sequence[Values], place: Place) -> list[Figure]:
 
 
 def sentences(values: Mapping[str, Any]) -> list[str]:
-    """What a line about a run tells of its figures."""
+    """The figures that a line about a run names."""
     return [f.sentence.format(values[f.name]) for f in FIGURES if f.sentence and values.get(f.name) is not None]
 
 
@@ -226,7 +226,7 @@ class Measure:
     unit: str = ""
 
     def reaches(self, value: float | None, target: float) -> bool:
-        """Whether a value is as good as the target; what is no number is not."""
+        """Return whether a value is as good as the target; what is no number is not."""
         return value is not None and self.best([value, target]) == value
 
     def text(self, value: float | None) -> str:
@@ -234,7 +234,7 @@ class Measure:
         return "-" if value is None else f"{self.factor * value:{self.form}}{self.unit}"
 
     def brief(self, value: float) -> str:
-        """With no more digits than it needs; it never breaks before the unit."""
+        """The value with no more digits than it needs; it never breaks before the unit."""
         return f"{self.factor * value:.4g}{self.unit}".replace(" ", "\N{NO-BREAK SPACE}")
 
 

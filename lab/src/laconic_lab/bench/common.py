@@ -1,4 +1,4 @@
-"""What benches share: gradients of several shapes, and a clock that rival pieces of work take turns at."""
+"""Shared by the benches: gradients of several shapes, and a clock that rival pieces of work take turns at."""
 
 from __future__ import annotations
 

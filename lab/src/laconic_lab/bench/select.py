@@ -1,4 +1,4 @@
-"""What a selection costs: against torch.topk, sampled selection, and a copy of the same size."""
+"""The cost of a selection, against torch.topk, sampled selection, and a copy of the same size."""
 
 from __future__ import annotations
 

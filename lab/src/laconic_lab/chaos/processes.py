@@ -31,7 +31,7 @@ _CONTINUES = ("pause", "slow", "trickle", "cut")  # after these a run goes on as
 
 @dataclass
 class _Ended:
-    """How the ranks of a job came to an end."""
+    """The end of a job's ranks: exit codes, lines and digests."""
 
     codes: list[int | None]  # None: not within the deadline
     printed: list[str]
@@ -43,7 +43,7 @@ class _Ended:
 
 
 def check(case: Case, timeout_s: float = TIMEOUT_S, lab: Lab | None = None) -> Outcome:
-    """What this fault led to, here or with one rank on each host of a lab; a worker waits `timeout_s` for others."""
+    """Let a fault befall processes here, or one on each host of a lab; a worker waits `timeout_s` for others."""
     with tempfile.TemporaryDirectory(prefix="laconic-chaos-") as folder:
         home = Path(folder)
         broken = _check(case, home, timeout_s, lab)
@@ -90,7 +90,7 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
 
 
 def _common(ended: _Ended, job: Job) -> list[str]:
-    """What holds after any fault."""
+    """Check what holds after any fault."""
     broken = []
     if None in ended.codes:
         late = [rank for rank, code in enumerate(ended.codes) if code is None]

@@ -1,4 +1,4 @@
-"""Which fault befalls whom, where and when, a pure function of a seed; and what it led to."""
+"""The schedule: a pure function of a seed draws which fault befalls whom, where and when."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _pause(pid: int, seconds: float) -> bool:
 
 
 def _sample(pid: int) -> dict[str, float] | None:
-    """What a process holds now; None where it has ended."""
+    """The resources that a process holds now; None where it has ended."""
     home = Path(f"/proc/{pid}")
     try:
         status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())

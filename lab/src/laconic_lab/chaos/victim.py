@@ -1,4 +1,4 @@
-"""What one rank of a job does here: train as ever, and meet its fault at the phase and step that were drawn.
+"""One rank of a job: it trains as ever, and meets its fault at the phase and step that were drawn.
 
 Imported once by the process that ranks are forked from, with all that a rank needs: torch alone takes 4 s of a core.
 """

@@ -56,7 +56,7 @@ def _is_free(scheme: object) -> bool:
 
 
 def check(case: Case) -> Outcome:
-    """What this fault led to."""
+    """Let a fault befall virtual workers, and check what is promised."""
     scheme = parse(case.scheme)
     if isinstance(scheme, GossipScheme) and _is_free(scheme):
         return _within_deadline(lambda: _check_gossip(case, scheme))
@@ -64,7 +64,7 @@ def check(case: Case) -> Outcome:
 
 
 def _within_deadline(work: Callable[[], Outcome]) -> Outcome:
-    """What `work` finds; a thread that hangs is left behind."""
+    """Run `work`; a thread that hangs is left behind."""
     found: list[Outcome] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -124,7 +124,7 @@ class _GradientWorker:
         self._session.load_state_dict([state["session"] for state in states])
 
     def lost_mass(self, states: list[dict[str, Any]]) -> float:
-        """What is missing of all that all workers gave so far; 0 where that cannot be told."""
+        """The part that is missing of all that all workers gave so far; 0 where that cannot be told."""
         if not self._keeps_all:
             return 0.0
         lost = 0.0
@@ -205,7 +205,7 @@ class _Recorded(FaultyCollectives):
 
 @dataclass
 class _Run:
-    """What became of one."""
+    """The end of one run."""
 
     models: list[Tensor] = field(default_factory=list)
     states: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by steps done, of all ranks or it is none

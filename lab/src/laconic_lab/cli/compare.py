@@ -130,7 +130,7 @@ def _check(args: argparse.Namespace, schemes: list[str]) -> None:
 
 
 def _goal(args: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
-    """What is timed, and to which target, None where a reference sets it."""
+    """The measure that is timed, and to which target, None where a reference sets it."""
     if args.target_loss is not None:
         return MEASURES["loss"], args.target_loss
     if args.target is not None:

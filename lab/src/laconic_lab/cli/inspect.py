@@ -74,7 +74,7 @@ def _steps(text: str) -> list[int]:
 
 
 def _setting(job: Job, at: Sequence[int], rho: float) -> dict[str, Any]:
-    """What was run, as a fact for the records."""
+    """The setting of an inspection, as a fact for the records."""
     names = ("task", "model", "scheme", "workers", "steps", "seed")
     return {**{name: getattr(job, name) for name in names}, "batch": job.training.batch, "at": list(at), "rho": rho}
 

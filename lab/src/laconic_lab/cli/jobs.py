@@ -50,7 +50,7 @@ def job_of(args: argparse.Namespace, **instead: Any) -> Job:
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said of a job, by the name of its field."""
+    """The options of a job that were given, by the name of its field."""
     return {option.name: getattr(args, option.name) for option in fields(Job) if hasattr(args, option.name)}
 
 
@@ -95,7 +95,7 @@ def lab_spec(args: argparse.Namespace) -> LabSpec | None:
 
 
 def num_workers(job: Job, spec: LabSpec | None) -> int:
-    """How many workers a job has: one on each host that does not serve, or as many as it says."""
+    """The number of a job's workers: one on each host that does not serve, or as many as it says."""
     if spec is not None and spec.hosts <= job.servers:
         raise LabError(f"{spec.hosts} hosts are no more than --servers {job.servers}; give --hosts more than that")
     return spec.hosts - job.servers if spec else job.workers

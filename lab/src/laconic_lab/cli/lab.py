@@ -171,7 +171,7 @@ def add_spec(parser: argparse.ArgumentParser, use: str) -> None:
 
 
 def is_shaped(args: argparse.Namespace) -> bool:
-    """Whether something is asked of links."""
+    """Return whether something is asked of links."""
     return bool(args.network or args.link or args.link_of or roughness(args))
 
 

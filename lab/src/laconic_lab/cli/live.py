@@ -33,7 +33,7 @@ _SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, u
 
 @dataclass(frozen=True)
 class Runs:
-    """What is looked at: the folders of each scheme's runs."""
+    """The runs that are looked at: the folders of each scheme's runs."""
 
     folders: Mapping[str, Sequence[Path]]
     num_steps: int  # of one run
@@ -42,7 +42,7 @@ class Runs:
 
 
 def can_show() -> bool:
-    """Whether there is a terminal to show runs on."""
+    """Return whether there is a terminal to show runs on."""
     return sys.stderr.isatty() and os.isatty(2) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
@@ -158,7 +158,7 @@ def frame(runs: Runs, tails: Mapping[str, Sequence[Tail]], width: int) -> Render
 
 
 def _link(steps: Sequence[Mapping[str, Any]], bits_per_s: int | None) -> str:
-    """How much of the link the last steps used, by its own count where there is one, or else bytes a second."""
+    """The share of the link that the last steps used, by its own count where there is one, or else bytes a second."""
     recent = steps[-_RECENT:]
     seconds = sum(fact["ms"] for fact in recent) / 1e3
     per_s = sum(fact.get("link_bytes_out", fact["bytes_out"]) for fact in recent) / seconds if seconds else 0.0

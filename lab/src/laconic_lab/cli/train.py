@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def advice(job: Job) -> str:
-    """What is worth a line before a job starts; nothing where there is none."""
+    """A line of advice before a job starts; nothing where there is none."""
     scheme = parse(job.scheme)
     if job.training.optimizer != "adamw" or not isinstance(scheme, Scheme):
         return ""
@@ -118,7 +118,7 @@ def _text(result: Result, job: Job) -> str:
 
 
 def _told_figures(result: Result) -> str:
-    """What there is to say beside what every run has."""
+    """The figures that not every run has, in words."""
     remarks = sentences(result.figures)
     remarks += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
     return "".join(f"; {text}" for text in remarks)

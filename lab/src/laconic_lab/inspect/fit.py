@@ -1,4 +1,4 @@
-"""How well a Laplace and a Gaussian law describe the entries of a tensor: a diagnostic, never on the path of a step."""
+"""The fit of a Laplace and a Gaussian law to the entries of a tensor: a diagnostic, never on the path of a step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Fit:
 
     @property
     def caught_ratio(self) -> float | None:
-        """What t0 catches over what was wanted."""
+        """The entries that t0 catches over those that were wanted."""
         return None if self.caught is None else self.caught / self.k
 
     def as_dict(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _look(step: int, session: Session, layout: Layout, gradient: Tensor, rho: fl
 
 
 def _balance(session: Session, layout: Layout, gradient: Tensor) -> Tensor | None:
-    """What the selector will rank in this step, from a copy of the accounts."""
+    """The values that the selector will rank in this step, from a copy of the accounts."""
     memory = session.scheme.memory
     if not memory.kinds:
         return None

@@ -1,4 +1,4 @@
-"""How large the union of the workers' choices grows with their number, by score, on a real training run."""
+"""The union of the workers' choices: how it grows with their number, by score, on a real training run."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def remove_abandoned() -> list[str]:
 
 
 def directory() -> Path:
-    """Where this user's labs are written down; made where it is not there."""
+    """The folder of this user's register; made where it is missing."""
     path = Path("/run" if netlink.has_root() else "/tmp") / f"laconic-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.lstat().st_uid != os.geteuid():
@@ -217,7 +217,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is written down of a lab: enough to find it, use it and remove it."""
+    """A lab's entry in the register: enough to find it, use it and remove it."""
 
     id: str
     links: tuple[str, ...]

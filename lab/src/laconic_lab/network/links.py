@@ -1,4 +1,4 @@
-"""What the links of a lab are really like: rate and loss by UDP, delay by echo, and what TCP makes of it.
+"""The links of a lab, measured: rate and loss by UDP, delay by echo, and what TCP makes of it.
 
 Its path is also the program that the hosts run for it, on the standard library alone.
 """
@@ -51,7 +51,7 @@ def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
 
 
 def _between(pairs: list[tuple[Host, Host]], server: str, client: str, size: float) -> list[dict[str, Any]]:
-    """What the side that measures has seen: the client of an echo, and else the server."""
+    """The measurements of one side: the client of an echo, and else the server."""
 
     def start(host: Host, *words: str) -> subprocess.Popen[str]:
         return host.popen([sys.executable, "-I", "-S", __file__, *words], stdout=subprocess.PIPE)

@@ -69,7 +69,7 @@ def require() -> None:
 
 
 def has_root() -> bool:
-    """Whether this process may make namespaces and links in its own user namespace."""
+    """Return whether this process may make namespaces and links in its own user namespace."""
     return {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= _capabilities()
 
 
@@ -112,7 +112,7 @@ def pids(namespace: str) -> list[int]:
 
 
 def holds(namespace: str, pid: int) -> bool:
-    """Whether a process is inside `namespace`."""
+    """Return whether a process is inside `namespace`."""
     try:
         return os.path.samefile(f"/proc/{pid}/ns/net", namespace)
     except OSError:  # one of the two has just ended
@@ -215,7 +215,7 @@ def switch(namespace: str, device: str, state: Literal["up", "down"]) -> None:
 
 
 def is_up(namespace: str, device: str) -> bool:
-    """Whether `device` is switched on."""
+    """Return whether `device` is switched on."""
 
     def look(kernel: Any) -> bool:
         (shown,) = kernel.get_links(_index(kernel, device))
@@ -273,7 +273,7 @@ def _packet_socket(device: str) -> int:
 
 
 def _ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
-    """What `act` makes of a netlink socket inside `namespace`."""
+    """Call `act` with a netlink socket inside `namespace`."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -293,7 +293,7 @@ def _ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
 
 
 def _in_a_child(act: Callable[[], T]) -> T:
-    """What `act` returns or raises in a child of one thread: who has more may not join a user namespace."""
+    """Call `act` in a child of one thread, and return or raise as it does: others may join no user namespace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, whose locks the child does not ask
         read, write = os.pipe()

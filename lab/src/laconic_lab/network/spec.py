@@ -1,4 +1,4 @@
-"""What a lab is asked to be: how many hosts, on which links."""
+"""The specification of a lab: how many hosts, on which links."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Link:
 
     @property
     def loss_each_way(self) -> float:
-        """Of packets that pass either way of either end's link: two of them lose what the link says."""
+        """The share of packets lost on either way of either end's link: two of them lose what the link says."""
         return 1 - math.sqrt(1 - self.loss)
 
     @property

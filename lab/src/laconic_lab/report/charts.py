@@ -49,7 +49,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a line chart shows beside its curves: levels of y, of which one may shade what is below, and one of x."""
+    """A line chart: curves, levels of y, of which one may shade what is below, and one of x."""
 
     label: str
     x: Scale
@@ -169,7 +169,7 @@ def _draw_levels(axes: Axes, chart: Chart) -> None:
 
 
 def _ends(chart: Chart) -> list[float]:
-    """Where along x the curves end, in pixels, before there is a figure."""
+    """The places along x at which the curves end, in pixels, before there is a figure."""
     _, axes = new_figure(WIDTH, _HEIGHT, _LEFT, _RIGHT, 0, _HEIGHT)
     every = [place for curve in chart.curves for run in (curve.points, *curve.thin) for place in run]
     set_scales(axes, chart.x, chart.y, [place[0] for place in every], [place[1] for place in every])

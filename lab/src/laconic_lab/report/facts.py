@@ -18,7 +18,7 @@ from laconic_lab.report.drawing import looks
 
 @dataclass(frozen=True)
 class Setting:
-    """What was run; hosts and link are None outside a lab."""
+    """The setting of a comparison; hosts and link are None outside a lab."""
 
     task: str
     model: str | None
@@ -78,7 +78,7 @@ class Facts:
 
     @property
     def measure(self) -> Measure:
-        """What the schemes are judged by."""
+        """The measure that schemes are judged by."""
         return MEASURES[self.setting.measure]
 
     @cached_property

@@ -24,7 +24,7 @@ _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast on
 
 
 def over_time(facts: Facts) -> str:
-    """What schemes are judged by against training seconds."""
+    """The figure of accuracy or loss against training seconds."""
     ends = [row.middle[-1].seconds for row in facts.rows]
     is_log = max(ends) > _LOG_FROM * min(ends)
     thin = f" Thin lines are the {facts.setting.rounds} rounds, bold ones their median." * (facts.setting.rounds > 1)
@@ -38,7 +38,7 @@ def over_time(facts: Facts) -> str:
 
 
 def over_bytes(facts: Facts) -> str:
-    """What schemes are judged by against the bytes a worker sent."""
+    """The figure of accuracy or loss against the bytes that a worker sent."""
     silent = [row.scheme for row in facts.rows if not any(point.bytes_out for point in row.middle)]
     left_out = f" Left out, since it sent nothing: {', '.join(silent)}." * bool(silent)
     return figure(
@@ -50,7 +50,7 @@ def over_bytes(facts: Facts) -> str:
 
 
 def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
-    """What schemes are judged by, over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
+    """The chart of accuracy or loss over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
     measure = facts.measure
 
     def places(points: Sequence[Point], scheme: str) -> list[tuple[float, float, str]]:
@@ -109,7 +109,7 @@ def _evaluations(facts: Facts, quantity: str, form: str) -> str:
 
 
 def step_split(facts: Facts) -> str:
-    """Where a step's time goes, in milliseconds and in shares."""
+    """The figure of where a step's time goes, in milliseconds and in shares."""
     phases = list(dict.fromkeys(phase for row in facts.rows for phase in row.split_ms))
     longest = max(sum(row.split_ms.values()) for row in facts.rows)
     rows = [
@@ -145,7 +145,7 @@ def _split_bar(facts: Facts, row: ShownRow, phases: Sequence[str], is_share: boo
 
 
 def link_use(facts: Facts) -> str:
-    """How much of the link's rate was used while exchanging."""
+    """The figure of how much of the link's rate was used while exchanging."""
     used = [(row.scheme, use) for row in facts.rows if (use := row.figures["link_use"]) is not None]
     bars = [
         Bar(scheme, facts.looks[scheme], [(use, colour(facts.looks[scheme]), percent(use))], f"{100 * use:.1f} %")

@@ -34,7 +34,7 @@ _NOTES = (
 
 
 def holds_inspection(folder: Path) -> bool:
-    """Whether the records are those of `laconic inspect`."""
+    """Return whether the records are those of `laconic inspect`."""
     return next(records.read(folder, _HEAD), None) is not None
 
 
@@ -100,7 +100,7 @@ def _cells(fit: Fit) -> str:
 
 
 def _keys(kinds: Sequence[str]) -> str:
-    """What each line of the panels is."""
+    """The names of the panels' lines."""
     lines = [("line", f"s{place}", kind) for place, kind in enumerate(kinds, 1)]
     lines.append(("line", f"s{_LAPLACE}", "Laplace of either"))
     return keys(lines + [("dashed", f"s{place}", f"Gaussian of the {kind}") for place, kind in enumerate(kinds, 1)])

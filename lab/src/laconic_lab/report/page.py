@@ -102,7 +102,7 @@ def _figures(facts: Facts) -> str:
 
 
 def _sentence(setting: Setting) -> str:
-    """What was run, in one sentence."""
+    """One sentence on what was run."""
     model = f" {setting.model}" if setting.model else ""
     where = "one machine"
     if setting.hosts is not None:

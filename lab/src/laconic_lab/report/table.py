@@ -63,7 +63,7 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
 
 
 def other_figures(rows: Sequence[ShownRow]) -> list[Figure]:
-    """What some schemes have beside what a link carried, which has columns of its own."""
+    """The figures that some schemes have beside what a link carried, which has columns of its own."""
     shown = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
     return [figure for figure in shown if figure.name not in _ON_THE_LINK]
 
@@ -81,7 +81,7 @@ def _more_in(row: ShownRow) -> str:
 
 
 def _more(seen: float | None, counted: float) -> str:
-    """What the interface saw beyond what was counted."""
+    """The bytes that the interface saw beyond those that were counted."""
     return number(100 * (seen / counted - 1) if seen is not None and counted else None, "+.1f", " %")
 
 

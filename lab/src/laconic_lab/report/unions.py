@@ -20,7 +20,7 @@ _NOTES = (
 
 
 def holds_unions(folder: Path) -> bool:
-    """Whether the records are those of `laconic bench union`."""
+    """Return whether the records are those of `laconic bench union`."""
     return next(records.read(folder, _HEAD), None) is not None
 
 

@@ -129,7 +129,7 @@ def _generations(home: Path) -> list[tuple[int, Path]]:
 
 
 def _damage(checkpoint: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
-    """What is wrong with a checkpoint's files; nothing where they are as they were written."""
+    """The first damage of a checkpoint's files, in words; nothing where they are as they were written."""
     if about.get("format") != _FORMAT:
         return f"{checkpoint} is of laconic {about.get('laconic')}, whose format this version does not read"
     files = list(about["files"].items())
@@ -155,7 +155,7 @@ def _is_whole(part: Path, fact: Mapping[str, Any]) -> bool:
 
 
 def other_steps(folder: Path, steps: Collection[int]) -> TaskError:
-    """What to say where not all workers find the same."""
+    """The error where not all workers find the same step."""
     return TaskError(f"workers find other steps in {folder}: {sorted(steps)}; give an --out that all hosts share")
 
 
@@ -171,7 +171,7 @@ def _keep_two(home: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """What a manifest vouches for goes, and nothing else."""
+    """Remove the files that a manifest vouches for, and nothing else."""
     if not (checkpoint / _MANIFEST).is_file():
         return
     about = _read_manifest(checkpoint)
@@ -224,7 +224,7 @@ def _write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What it says; None if it is not there, or not as it was written."""
+    """The contents of a manifest; None if it is missing, or not as it was written."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         about: dict[str, Any] = manifest["about"]
@@ -258,7 +258,7 @@ def _part(rank: int) -> str:
 
 
 def _row(rank: int, fact: Mapping[str, Any]) -> list[float]:
-    """What a worker tells of its file: its length is 0 where it could not be written."""
+    """A worker's numbers of its file: the length is 0 where it could not be written."""
     return [rank, fact.get("bytes", 0), *_CHECKSUM.unpack(bytes.fromhex(fact.get("sha256", "00" * _CHECKSUM.size)))]
 
 

@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Course:
-    """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
+    """The data, model and schedule of rank `rank` of `num_workers`; nothing in it exchanges anything."""
 
     def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
         self._job = job

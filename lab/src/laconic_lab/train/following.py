@@ -92,7 +92,7 @@ class FollowingLearner:
         return spent
 
     def _replicas(self, distance: float) -> dict[str, float]:
-        """What the worst replica is worth, and the root mean square of their distances to the mean."""
+        """The accuracy or loss of the worst replica, and the root mean square of their distances to the mean."""
         right, loss, count = self.course.score(self.model, self._device)
         worth = {"accuracy": right / count, "loss": loss / count}[self._measure.name]
         rows = self.group.gather([worth, distance])

@@ -1,4 +1,4 @@
-"""What is asked of a training run; each field is an option of the command line."""
+"""A training run as it is asked for; each field is an option of the command line."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Job:
 
     @cached_property
     def training(self) -> Training:
-        """How the model is trained: its own settings, unless they are given here or the scheme asks for others."""
+        """The settings of training: the model's own, unless they are given here or the scheme asks for others."""
         given = {option.name: getattr(self, option.name) for option in fields(Training)}
         if self.betas is not None:
             given["betas"] = _betas(self.betas)
@@ -182,7 +182,7 @@ class Job:
 
     @property
     def measure(self) -> Measure:
-        """What the task's models are judged by."""
+        """The measure that the task's models are judged by."""
         return MEASURES[TASKS[self.task].measure]
 
     def load_data(self) -> Data:

@@ -85,12 +85,12 @@ def verdict(codes: Sequence[int | None], job: Job) -> int:
 
 
 def rank_variables(rank: int, num_ranks: int, local_rank: int) -> dict[str, str]:
-    """What torch.distributed looks for in a process's environment, but for where rank 0 is."""
+    """The variables that torch.distributed looks for in a process's environment, but for where rank 0 is."""
     return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(local_rank)}
 
 
 def store_variables(store: TCPStore) -> dict[str, str]:
-    """What ranks that are all here meet by, as under torchrun: no rank makes a store of its own."""
+    """The variables by which ranks of one machine meet, as under torchrun: no rank makes a store of its own."""
     return {
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
@@ -100,12 +100,12 @@ def store_variables(store: TCPStore) -> dict[str, str]:
 
 
 def worker_command(job: Job) -> list[str]:
-    """What a rank runs."""
+    """The command of a rank."""
     return [sys.executable, "-c", _WORKER, *job.words()]
 
 
 def local_store() -> TCPStore:
-    """Where workers that are all here meet: on the loopback alone, where torch's own would listen to all the world.
+    """The store at which workers of one machine meet: on the loopback alone, where torch's would listen to all.
 
     Their secret comes with their environment, which other users cannot read.
     """
@@ -140,7 +140,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | 
 
 
 def first_failure(codes: Sequence[int | None], job: Job) -> str:
-    """Which process failed, and how: one that was killed, if any, and rather a worker than its server.
+    """The line that names the process that failed: one that was killed, if any, and rather a worker than its server.
 
     Its peers fail for want of it.
     """

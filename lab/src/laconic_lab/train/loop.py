@@ -28,7 +28,7 @@ FAULT_POINTS |= {
 
 
 class StatefulSession(Protocol):
-    """What a checkpoint asks of a session, whatever it exchanges."""
+    """The part of a session that a checkpoint needs, whatever it exchanges."""
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state."""
@@ -38,7 +38,7 @@ class StatefulSession(Protocol):
 
 
 class Learner(Protocol):
-    """How one worker's model learns from a batch, and how it is judged: what differs by the kind of worker."""
+    """One worker's model: how it learns from a batch, and how it is judged, by the kind of worker."""
 
     owns_model: ClassVar[bool]  # whether each worker's model and optimizer are its own
 
@@ -58,7 +58,7 @@ class Learner(Protocol):
         """Find the gradient of a step's examples, exchange, apply; the loss."""
 
     def finish_(self) -> Spent:
-        """What comes after the last step, on the clock."""
+        """Do what comes after the last step, on the clock."""
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """([right answers, summed loss, answers] on the test data, the same for all workers; more to be recorded)."""
@@ -110,7 +110,7 @@ class TrainingLoop:
         fault_point("train.end", self)
 
     def _next_would_be_late(self) -> bool:
-        """Whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
+        """Return whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
         if self.job.max_seconds is None or self.steps_done == self.course.num_steps:
             return False
         then = self.group.total(torch.tensor([self.seconds + self.facts[-1]["ms"] / 1e3], dtype=torch.float64))
@@ -157,12 +157,12 @@ class TrainingLoop:
         return self.last_evaluation
 
     def tokens_per_s(self, step_ms: float) -> float | None:
-        """What all workers together see in a step of so many ms; None where examples are not made of tokens."""
+        """The tokens that all workers together see in a second; None where examples are not made of tokens."""
         context = self.job.training.context
         return None if context is None else 1e3 * context * self.course.batch * self.group.num_living / step_ms
 
     def bytes_so_far(self) -> dict[str, int]:
-        """What this worker sent and heard since the first step, and what dense would have sent."""
+        """The bytes that this worker sent and received since the first step, and dense would have sent."""
         stats = self.learner.stats()
         return {
             "out": self.bytes_before["out"] + stats.bytes_out,

@@ -29,7 +29,7 @@ sys.exit(f"CUDA error {code}" if code else 0)
 
 
 def uses_mps(job: Job) -> bool:
-    """Whether this process, a worker of the job or its launcher, shares a GPU through MPS, whoever started that."""
+    """Return whether this process, a worker of the job or its launcher, shares a GPU through MPS."""
     return job.device == "cuda" and _VARIABLES[0] in os.environ
 
 

@@ -1,4 +1,4 @@
-"""How a job's model is trained: its settings, and what becomes of a gradient once it is exchanged."""
+"""The training of a job's model: its settings, and what becomes of a gradient once it is exchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Updater:
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """Who scales the loss, if anyone does."""
+        """The scaler of the loss, if there is one."""
         return self._scaler if self._scaler.is_enabled() else None
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def probe(
 
 
 def _step_s(planned: Plan) -> float:
-    """Of bf16, where the plan was not asked for it."""
+    """The step time of bf16, where the plan was not asked for it."""
     compute = planned.measured.compute
     return compute.together_s + planned.measured.links.sums.seconds(2 * sum(compute.num_entries))
 
@@ -118,7 +118,7 @@ def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | None:
-    """Where the smoothed loss first reaches a target, between two evaluations; None where it does not."""
+    """The step at which the smoothed loss first reaches a target, between two evaluations; None where it does not."""
     for (before, higher), (after, lower) in pairwise(smoothed(losses)):
         if lower <= target:
             if higher <= target:

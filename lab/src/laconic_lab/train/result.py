@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run."""
 
 from __future__ import annotations
 

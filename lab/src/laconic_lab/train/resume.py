@@ -71,7 +71,7 @@ def resume_(loop: TrainingLoop) -> None:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """What decides how a run goes, defaults filled in, by the name of its option."""
+    """The settings that decide how a run goes, defaults filled in, by the name of its option."""
     training = asdict(job.training)
     return {
         "task": job.task,
@@ -134,7 +134,7 @@ def remark(job: Job, states: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the worker that led wrote down."""
+    """The settings that the worker that led wrote down."""
     return next((dict(state["settings"]) for state in states if "settings" in state), {})
 
 

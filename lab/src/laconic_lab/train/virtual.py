@@ -277,7 +277,7 @@ class VirtualLearner:
 
 
 class _VirtualObserver(Observer):
-    """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
+    """The observer of the worker that leads: it records, prints, and lets another look at the session."""
 
     def __init__(
         self, loop: TrainingLoop, session: Session | None, records: Recorder, say: Say, after_step: AfterStep | None

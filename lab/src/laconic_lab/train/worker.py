@@ -170,7 +170,7 @@ def _serve(job: Job) -> int:
 
 
 class _LeadersLog(Observer):
-    """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
+    """The log of the worker that leads: records and progress; another takes over where that one has died."""
 
     def __init__(self, job: Job, loop: TrainingLoop) -> None:
         self._job = job
@@ -216,7 +216,7 @@ def _end_with_the_launcher() -> None:
 
 
 def device_of(job: Job) -> torch.device:
-    """Where this process computes; an error where there is no such device."""
+    """The device that this process computes on; an error where there is no such device."""
     if job.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the workers of a job tell each other outside the exchange of gradients: sums, and who is there."""
+"""The workers of a job outside the exchange of gradients: sums over them, and who is alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from laconic.transport import rows_of, silence_said
 
 @dataclass(frozen=True)
 class EndFacts:
-    """What is known of others than the workers that came to the end."""
+    """Facts of others than the workers that came to the end."""
 
     servers: list[dict[str, Any]] = field(default_factory=list)  # what each dedicated server counted
     lost_workers: dict[str, str] = field(default_factory=dict)  # by rank, and how they died
@@ -29,11 +29,11 @@ class WorkerGroup(Protocol):
 
     @property
     def place(self) -> int:
-        """Which of them this one is, from 0; the first leads: it writes and prints."""
+        """The number of this one among them, from 0; the first leads: it writes and prints."""
 
     @property
     def num_living(self) -> int:
-        """How many there are."""
+        """The number of them."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all of them, on the CPU."""
@@ -45,7 +45,7 @@ class WorkerGroup(Protocol):
         """Make a model's buffers the same everywhere."""
 
     def end_facts(self) -> EndFacts:
-        """What servers counted, and who has died."""
+        """The counts of servers, and who has died."""
 
 
 class ProcessWorkers:
