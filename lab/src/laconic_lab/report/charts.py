@@ -103,8 +103,10 @@ def _linear(scale: Scale, values: Sequence[float]) -> tuple[float, float, list[f
     from matplotlib.ticker import MaxNLocator
 
     ends = [*values, *scale.reaches]
-    found = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(min(ends), max(ends))
-    ticks = [round(float(tick), 12) for tick in found]
+    low, high = min(ends), max(ends)
+    high = high if high > low else low + (abs(low) or 1.0)
+    places = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
+    ticks = [round(float(tick), 12) for tick in places]
     return ticks[0], ticks[-1], ticks
 
 
@@ -118,8 +120,8 @@ def _logarithmic(scale: Scale, values: Sequence[float]) -> tuple[float, float, l
     for subs in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         if len(ticks) >= 4 or scale.ticks:
             break
-        found = LogLocator(subs=subs, numticks=99).tick_values(low, high)
-        ticks = [float(f"{tick:.6g}") for tick in found if low <= tick <= high]
+        places = LogLocator(subs=subs, numticks=99).tick_values(low, high)
+        ticks = [float(f"{tick:.6g}") for tick in places if low <= tick <= high]
     return low, high, ticks
 
 
