@@ -326,7 +326,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--scheme", "bf16 --accumulate 0"], "one like 'bf16 --accumulate 4'"),
         (["plan", "--if-workers", "1"], "--if-workers is 1; give 2 or more"),
         (["plan", "--probe", "3"], "give 24 or more steps"),
-        (["plan", "--if-link", "fast"], "'fast' is no rate"),
+        (["plan", "--if-link", "fast"], "'fast' is no link"),
         (["plan", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--scheme", "auto", "--servers", "1"], "leave --servers and --in-process out"),
         (["bench", "wire", "--n", "0"], "--n is 0"),
