@@ -227,7 +227,7 @@ def test_another_text_says_what_to_write(text: str) -> None:
         (["run", "--hosts", "0", "--", "true"], "give 1 to 250"),
         (["run", "--hosts", "2", "--link-of", "2=1gbit", "--", "true"], "hosts are 0 to 1"),
         (["run", "--hosts", "2", "--link-of", "1gbit", "--", "true"], "3=50mbit"),
-        (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write a rate like 10mbit"),
+        (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write one like 10mbit"),
         (["run", "--hosts", "2"], "-- torchrun"),
         (["run", "--link", "1gbit", "--", "true"], "give --hosts"),
         (["run", "--delay", "1ms", "--", "true"], "give --hosts"),
