@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic.session import PHASES, Stats
-from laconic_lab.cli.job_options import add_job_options, job_of
+from laconic_lab.cli.jobs import add_job_options, job_of
 from laconic_lab.train import Job
 from laconic_lab.train.course import Course
 from laconic_lab.train.launch import rank_variables

@@ -25,7 +25,7 @@ from laconic.session import background
 from laconic.transport import Push
 from laconic.wire import Bitmap, EliasFano, FrameShape
 from laconic_lab.bench import bench_wire
-from laconic_lab.bench.echo import Echo
+from laconic_lab.bench.step import Echo
 from laconic_lab.train import Job, work_in_process
 from laconic_lab.train.result import Result
 from tests import virtual

@@ -15,10 +15,11 @@ import laconic
 
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
-    ("errors",),
+    ("errors", "fault_points"),
     ("layout",),
     ("kernels",),
     ("wire", "transport", "optim"),
+    ("testing",),
     ("select", "quantize", "memory", "trigger", "outer"),
     ("exchange",),
     ("scheme",),

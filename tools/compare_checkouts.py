@@ -1,6 +1,6 @@
 """Step times of two checkouts in one run: alternating rounds in the same lab settings, medians, one JSON row a scheme.
 
-    python tools/compare_checkouts.py ../before . --link 1gbit | python -m results add step-times ...
+    python tools/compare_checkouts.py ../before . --link 1gbit | python tools/results.py add step-times ...
 
 Each checkout's own Python runs its own code, or the one that --python names, with the checkout's src before all else.
 Without --link the workers are processes, not hosts of a lab. Ratios are what counts: a machine that others use too has
@@ -31,16 +31,16 @@ def main() -> None:
     parser.add_argument("--python", default=".venv/bin/python", help="from a checkout's folder")
     parser.add_argument("--steps", default="40")
     parser.add_argument("--scheme", action="append")
-    asked = parser.parse_args()
-    schemes = asked.scheme or list(SCHEMES)
+    args = parser.parse_args()
+    schemes = args.scheme or list(SCHEMES)
     times: dict[tuple[str, str], list[float]] = {}
-    for number in range(asked.rounds):
+    for number in range(args.rounds):
         order = ("before", "after") if number % 2 == 0 else ("after", "before")
         for which in order:
-            checkout: Path = getattr(asked, which)
-            for scheme, step_ms in _round(checkout, schemes, asked).items():
+            checkout: Path = getattr(args, which)
+            for scheme, step_ms in _round(checkout, schemes, args).items():
                 times.setdefault((which, scheme), []).append(step_ms)
-        print(f"round {number + 1} of {asked.rounds} is over", file=sys.stderr, flush=True)
+        print(f"round {number + 1} of {args.rounds} is over", file=sys.stderr, flush=True)
     for scheme in schemes:
         before = statistics.median(times["before", scheme])
         after = statistics.median(times["after", scheme])
@@ -49,10 +49,10 @@ def main() -> None:
         print(json.dumps({**row, "smallest of rounds": min(rounds), "largest": max(rounds)}))
 
 
-def _round(checkout: Path, schemes: list[str], asked: argparse.Namespace) -> dict[str, float]:
+def _round(checkout: Path, schemes: list[str], args: argparse.Namespace) -> dict[str, float]:
     """The median step of each scheme, in ms."""
-    where = ["--hosts", asked.workers, "--link", asked.link] if asked.link else ["--workers", asked.workers]
-    command = [asked.python, "-m", "laconic", "compare", *where, "--steps", asked.steps, "--eval-every", asked.steps]
+    where = ["--hosts", args.workers, "--link", args.link] if args.link else ["--workers", args.workers]
+    command = [args.python, "-m", "laconic", "compare", *where, "--steps", args.steps, "--eval-every", args.steps]
     command += ["--json", *(word for scheme in schemes for word in ("--scheme", scheme))]
     env = {**os.environ, "PYTHONPATH": str((checkout / "src").resolve())}
     ran = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)

@@ -1,8 +1,8 @@
 """Predicted against measured: cells drawn by a seed, or declared, each planned and then trained a little in a lab.
 
-python -m foretold run --seed 0 --sites 12 --cells-each 5 --text FILE --images DIR --out LINES
-python -m foretold run --declared --text FILE --out LINES
-python -m foretold summarize LINES... [--steps RECORD]
+python tools/foretold.py run --seed 0 --sites 12 --cells-each 5 --text FILE --images DIR --out LINES
+python tools/foretold.py run --declared --text FILE --out LINES
+python tools/foretold.py summarize LINES... [--steps RECORD]
 
 With the steps that recipes take to a target (a record of `penalties`, of other seeds than those that
 plans go by), `summarize` also says what the picks of the declared sites lose against the best.
@@ -114,8 +114,8 @@ def run(site: Site, recipes: Sequence[str], words: Sequence[str]) -> Iterator[di
         scheme = parse(row["scheme"])
         steps = max(_STEPS, _FEW + 2 * scheme.when.every) if scheme.of_what == "drift" else _STEPS
         with tempfile.TemporaryDirectory() as folder:
-            asked = [*words, "--scheme", row["scheme"], "--steps", str(steps), "--no-checkpoint", "--out", folder]
-            if _laconic("train", [*asked, "--eval-every", "1000"]) is not None:
+            args = [*words, "--scheme", row["scheme"], "--steps", str(steps), "--no-checkpoint", "--out", folder]
+            if _laconic("train", [*args, "--eval-every", "1000"]) is not None:
                 yield cell | _measured(Path(folder), scheme)
 
 
@@ -168,7 +168,7 @@ def picks(cells: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> I
 
 def main() -> None:
     """Run or summarize."""
-    parser = argparse.ArgumentParser(prog="python -m foretold", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/foretold.py", description=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     runs = modes.add_parser("run")
     runs.add_argument("--seed", type=int, default=0)
@@ -182,17 +182,17 @@ def main() -> None:
     sums = modes.add_parser("summarize")
     sums.add_argument("lines", type=Path, nargs="+")
     sums.add_argument("--steps", type=Path, help="a record of steps to a target")
-    asked = parser.parse_args()
-    if asked.mode == "summarize":
-        cells = [json.loads(line) for path in asked.lines for line in path.read_text().splitlines()]
+    args = parser.parse_args()
+    if args.mode == "summarize":
+        cells = [json.loads(line) for path in args.lines for line in path.read_text().splitlines()]
         print(json.dumps(summarize(cells)))
-        for pick in picks(cells, json.loads(asked.steps.read_text())["rows"]) if asked.steps else ():
+        for pick in picks(cells, json.loads(args.steps.read_text())["rows"]) if args.steps else ():
             print(json.dumps(pick))
         return
-    drawn = draw(asked.seed, asked.sites, asked.cells_each, asked.models.split(","))
-    with asked.out.open("a") as out:
-        for site, recipes in DECLARED if asked.declared else drawn:
-            for cell in run(site, recipes, site.words(asked.text, asked.images)):
+    drawn = draw(args.seed, args.sites, args.cells_each, args.models.split(","))
+    with args.out.open("a") as out:
+        for site, recipes in DECLARED if args.declared else drawn:
+            for cell in run(site, recipes, site.words(args.text, args.images)):
                 out.write(json.dumps(cell) + "\n")
                 out.flush()
                 print(

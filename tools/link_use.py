@@ -45,31 +45,31 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=190_000, help="of a frame")
     parser.add_argument("--frames", type=int, default=14, help="one after the other")
     parser.add_argument("--rounds", type=int, default=7)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(os.environ["LACONIC_HOST"]), world_size=int(os.environ["LACONIC_HOSTS"]))
     cpu = torch.device("cpu")
     group = Group(own_group(world(), cpu), cpu)
-    frames = [torch.randint(0, 256, (asked.bytes,), dtype=torch.uint8) for _ in range(asked.frames)]
+    frames = [torch.randint(0, 256, (args.bytes,), dtype=torch.uint8) for _ in range(args.frames)]
     ways: dict[str, Callable[[], object]] = {
         "Gloo's all-gather": lambda: _by_ring(frames),
         "Gloo's messages": lambda: _by_messages(frames),
         "connections of our own": lambda: [group.all_gather(frame, "frame") for frame in frames],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(asked.rounds):
+    for _ in range(args.rounds):
         for name, move in ways.items():
             dist.barrier()
             start = time.perf_counter()
             move()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-    num_bytes = asked.bytes * asked.frames * (dist.get_world_size() - 1)
-    wire_s = 8 * num_bytes / (0.95e6 * asked.mbit)
+    num_bytes = args.bytes * args.frames * (dist.get_world_size() - 1)
+    wire_s = 8 * num_bytes / (0.95e6 * args.mbit)
     if dist.get_rank() == 0:
         for name, taken in seconds.items():
             median = statistics.median(taken)
-            row = {"way": name, "hosts": dist.get_world_size(), "bytes of a frame": asked.bytes}
+            row = {"way": name, "hosts": dist.get_world_size(), "bytes of a frame": args.bytes}
             print(json.dumps(row | {"ms": 1e3 * median, "link use": wire_s / median}))
     group.close()
     dist.destroy_process_group()

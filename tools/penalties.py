@@ -1,7 +1,7 @@
 """How many more steps each recipe needs than bf16 to reach the same validation loss, by kind of model and optimizer.
 
-    python -m penalties run DIR --data TEXT
-    python -m penalties summarize DIR
+    python tools/penalties.py run DIR --data TEXT
+    python tools/penalties.py summarize DIR
 
 `run` trains each recipe in DIR/KIND/RECIPE/SEED with `laconic train`, at a constant rate so that a step does not depend
 on the run's length, ends a run that has reached the target, and passes over those that are there already. The target is
@@ -36,7 +36,7 @@ from laconic_lab.records import RECORDS, make_writable, read
 from laconic_lab.tasks import TASKS
 from laconic_lab.train import Job
 from laconic_lab.train.mps import shared_gpu
-from laconic_lab.train.probe import smoothed, steps_to
+from laconic_lab.train.planning import smoothed, steps_to
 from results import RESULTS, this_machine, write_result
 
 NAME = "steps-to-target"
@@ -239,8 +239,8 @@ def _factors(ended: Sequence[tuple[float | None, float | None]]) -> Mapping[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, or write the record."""
-    parser = argparse.ArgumentParser(prog="python -m penalties", description="Steps to a target.")
-    parser.add_argument("deed", choices=("run", "summarize"))
+    parser = argparse.ArgumentParser(prog="python tools/penalties.py", description="Steps to a target.")
+    parser.add_argument("action", choices=("run", "summarize"))
     parser.add_argument("home", type=Path, help="folder of all runs")
     parser.add_argument("--kind", action="append", choices=KINDS, help="all, unless some are named")
     parser.add_argument("--seeds", type=int, default=3)
@@ -251,38 +251,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--only", default="", help="a regular expression: recipes that it finds")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="after which runs are cut short")
-    asked = parser.parse_args(arguments)
-    kinds = [KINDS[name] for name in asked.kind or KINDS]
-    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    if asked.deed == "run":
-        _run(asked, kinds, seeds)
+    args = parser.parse_args(arguments)
+    kinds = [KINDS[name] for name in args.kind or KINDS]
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    if args.action == "run":
+        _run(args, kinds, seeds)
     else:
-        _summarize(asked, kinds, seeds)
+        _summarize(args, kinds, seeds)
     return 0
 
 
-def _run(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
-    wanted = [run for run in runs(kinds, seeds) if re.search(asked.only, f"{run.scheme}-x{run.accumulate}")]
+def _run(args: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
+    wanted = [run for run in runs(kinds, seeds) if re.search(args.only, f"{run.scheme}-x{run.accumulate}")]
     machine = this_machine()
-    if asked.device == "cuda":
+    if args.device == "cuda":
         machine += f", {torch.cuda.get_device_name()}"
-    make_writable(asked.home)
-    command = f"python -m penalties run DIR --data TEXT --device {asked.device} --seeds {asked.seeds}"
-    if asked.first_seed:
-        command += f" --first-seed {asked.first_seed}"
-    (asked.home / _ABOUT).write_text(json.dumps({"machine": machine, "command": command}), encoding="utf-8")
-    deadline = time.monotonic() + asked.max_seconds
-    one = partial(train, home=asked.home, data=asked.data, device=asked.device, seeds=seeds, deadline=deadline)
-    job = Job(device=asked.device)
-    with shared_gpu(job, asked.jobs, partial(print, file=sys.stderr)), ThreadPoolExecutor(asked.jobs) as pool:
+    make_writable(args.home)
+    command = f"python tools/penalties.py run DIR --data TEXT --device {args.device} --seeds {args.seeds}"
+    if args.first_seed:
+        command += f" --first-seed {args.first_seed}"
+    (args.home / _ABOUT).write_text(json.dumps({"machine": machine, "command": command}), encoding="utf-8")
+    deadline = time.monotonic() + args.max_seconds
+    one = partial(train, home=args.home, data=args.data, device=args.device, seeds=seeds, deadline=deadline)
+    job = Job(device=args.device)
+    with shared_gpu(job, args.jobs, partial(print, file=sys.stderr)), ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, wanted))
 
 
-def _summarize(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
-    rows = summary(kinds, seeds, asked.home)
+def _summarize(args: argparse.Namespace, kinds: Sequence[ModelCase], seeds: range) -> None:
+    rows = summary(kinds, seeds, args.home)
     if not rows:
-        raise TaskError(f"{asked.home} holds no whole runs of {_BASE}; `penalties run {asked.home}` makes them")
-    about = json.loads((asked.home / _ABOUT).read_text(encoding="utf-8"))
+        raise TaskError(f"{args.home} holds no whole runs of {_BASE}; `penalties run {args.home}` makes them")
+    about = json.loads((args.home / _ABOUT).read_text(encoding="utf-8"))
     lengths = ", ".join(f"{kind.steps} of {kind.name}" for kind in kinds)
     what = (
         f"Steps to {_BASE}'s own validation loss (its mean after {lengths}) over {_BASE}'s, 4 workers: the median "
@@ -290,7 +290,7 @@ def _summarize(asked: argparse.Namespace, kinds: Sequence[ModelCase], seeds: ran
         f"micro-batches; - is more than {LONGEST} times as many. Where there are fewer steps than seeds, the others "
         "were not tried. sign trains by a vote of its own, without AdamW."
     )
-    print(write_result(RESULTS, asked.name, what=what, rows=rows, **about))
+    print(write_result(RESULTS, args.name, what=what, rows=rows, **about))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Figures that the documentation may link to: records under results/, and the page made from them.
 
-    laconic bench wire --json | python -m results add wire --what "..." --command "laconic bench wire"
-    python -m results run votes     # an experiment that results/claims.toml declares, and its record
-    python -m results page          # docs/results.md, and the figures in README.md and docs/
+    laconic bench wire --json | python tools/results.py add wire --what "..." --command "laconic bench wire"
+    python tools/results.py run votes     # an experiment that results/claims.toml declares, and its record
+    python tools/results.py page          # docs/results.md, and the figures in README.md and docs/
 
 A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
 "duration_s", the seconds that it took, "plot", the column that the site draws, and "sources", digests of the folders
@@ -40,7 +40,7 @@ PAGE = Path("docs/results.md")
 _FIGURE = re.compile(r"<!-- ([^;>]+); ([^>]+); ([^;>]+) -->.*?<!-- -->", re.S)
 _HEAD = """# Results
 
-Made from the records under `results/` by `python -m results page`; edit those, not this.
+Made from the records under `results/` by `python tools/results.py page`; edit those, not this.
 """
 _COLUMNS = ("scheme", "accuracy", "loss", "bytes_out", "bytes_both_ways", "server_bytes_out")
 _TIMES = ("seconds", "step_ms")
@@ -92,15 +92,15 @@ def run_experiment(folder: Path, name: str) -> Path:
     declared = {one["name"]: one for one in _declared(folder).get("experiment", [])}
     if name not in declared:
         raise TaskError(f"no experiment is called {name!r}; write one of {', '.join(declared)}")
-    asked = declared[name]
+    args = declared[name]
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", *shlex.split(asked["command"]), "--out", out]
+        command = [sys.executable, "-m", *shlex.split(args["command"]), "--out", out]
         start = time.monotonic()
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            raise TaskError(f"{asked['command']} did not end well; its own words say why")
+            raise TaskError(f"{args['command']} did not end well; its own words say why")
         duration_s = time.monotonic() - start
-        rows = rows_of(Path(out), _COLUMNS if asked["machine"] == "any" else _COLUMNS + _TIMES)
-    about = {key: asked[key] for key in ("what", "command", "sources")}
+        rows = rows_of(Path(out), _COLUMNS if args["machine"] == "any" else _COLUMNS + _TIMES)
+    about = {key: args[key] for key in ("what", "command", "sources")}
     return write_result(folder, name, rows=rows, seed=0, duration_s=duration_s, **about)
 
 
@@ -244,27 +244,27 @@ def _processor() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Add a record, or make the page."""
-    parser = argparse.ArgumentParser(prog="python -m results", description="Records and their page.")
-    deeds = parser.add_subparsers(dest="deed", required=True)
-    add = deeds.add_parser("add", help="write results/NAME.json from rows on stdin, one JSON object a line")
+    parser = argparse.ArgumentParser(prog="python tools/results.py", description="Records and their page.")
+    actions = parser.add_subparsers(dest="action", required=True)
+    add = actions.add_parser("add", help="write results/NAME.json from rows on stdin, one JSON object a line")
     add.add_argument("name")
     add.add_argument("--what", required=True, help="one sentence: what was measured")
     add.add_argument("--command", required=True, help="what printed the rows")
     add.add_argument("--seed", type=int)
     add.add_argument("--source", action="append", default=[], help="a folder that was measured")
-    run = deeds.add_parser("run", help="run experiments that claims.toml declares, write their records, and the page")
+    run = actions.add_parser("run", help="run experiments that claims.toml declares, write their records, and the page")
     run.add_argument("name", nargs="*", help="all of a machine's, unless some are named")
     run.add_argument("--machine", default="any", help="any: accuracy and bytes alone; lab: root and quiet cores")
-    deeds.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
-    asked = parser.parse_args(arguments)
-    if asked.deed == "add":
+    actions.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
+    args = parser.parse_args(arguments)
+    if args.action == "add":
         rows = [json.loads(line) for line in sys.stdin if line.strip()]
-        about = {"what": asked.what, "command": asked.command, "seed": asked.seed, "sources": asked.source}
-        print(write_result(RESULTS, asked.name, rows=rows, **about))
+        about = {"what": args.what, "command": args.command, "seed": args.seed, "sources": args.source}
+        print(write_result(RESULTS, args.name, rows=rows, **about))
     else:
-        if asked.deed == "run":
-            of_machine = [one["name"] for one in _declared(RESULTS)["experiment"] if one["machine"] == asked.machine]
-            for name in asked.name or of_machine:
+        if args.action == "run":
+            of_machine = [one["name"] for one in _declared(RESULTS)["experiment"] if one["machine"] == args.machine]
+            for name in args.name or of_machine:
                 print(run_experiment(RESULTS, name))
         PAGE.write_text(results_page(RESULTS), encoding="utf-8")
         for page in (Path("README.md"), *sorted(PAGE.parent.glob("*.md"))):

@@ -92,12 +92,12 @@ def _signature(name: str, value: Any) -> str:
     """How it is called; a parameter a line where one line is too long."""
     if _is_plain(value):
         return name
-    asked = inspect.signature(value)
-    text = _short(f"{name}{asked}").removesuffix(" -> None")
+    args = inspect.signature(value)
+    text = _short(f"{name}{args}").removesuffix(" -> None")
     if len(text) <= _LINE:
         return text
-    parameters = [str(one) for one in asked.parameters.values()]
-    kinds = [one.kind for one in asked.parameters.values()]
+    parameters = [str(one) for one in args.parameters.values()]
+    kinds = [one.kind for one in args.parameters.values()]
     if inspect.Parameter.KEYWORD_ONLY in kinds:
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     lines = "".join(f"    {_short(one)},\n" for one in parameters)

@@ -41,13 +41,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trainer", nargs="+", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     if "LACONIC_HOST" in os.environ:
-        _on_a_host(asked.trainer[0])
+        _on_a_host(args.trainer[0])
         return
     most = 0.0
-    for name in asked.trainer:
-        for hosts in asked.hosts:
+    for name in args.trainer:
+        for hosts in args.hosts:
             row = _in_lab(name, hosts)
             most = max(most, _off(row["interface/stats"]))
             print(json.dumps(row), flush=True)

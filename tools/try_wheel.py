@@ -42,9 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="that makes the environment")
     parser.add_argument("--torch", metavar="VERSION", help="instead of the one in constraints.txt")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="laconic-wheel-") as folder:
-        try_wheel(Path(folder), asked.python, asked.torch)
+        try_wheel(Path(folder), args.python, args.torch)
 
 
 def try_wheel(folder: Path, python: str = sys.executable, torch: str | None = None) -> None:
@@ -81,11 +81,11 @@ def _use(inside: Path) -> None:
 
 def _run(words: Sequence[str | Path], **variables: str | Path) -> str:
     """What a command printed; an error with what it said where it fails."""
-    asked: Mapping[str, str] = {name.upper(): str(value) for name, value in variables.items()}
+    args: Mapping[str, str] = {name.upper(): str(value) for name, value in variables.items()}
     # Neither this checkout nor this environment is to be seen.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ran = subprocess.run(
-        [str(word) for word in words], cwd="/", env={**env, **asked}, capture_output=True, text=True, check=False
+        [str(word) for word in words], cwd="/", env={**env, **args}, capture_output=True, text=True, check=False
     )
     if ran.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}\nended with {ran.returncode}\n{ran.stdout}{ran.stderr}")

@@ -24,12 +24,12 @@ Way = Callable[[Sequence[Tensor]], None]
 
 def main() -> None:
     """Time all ways in turn, and print a line for each."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--sums", type=int, default=26)
-    asked.add_argument("--entries", type=int, default=27_500, help="of float32, of each")
-    asked.add_argument("--turns", type=int, default=30)
-    asked.add_argument("--link-bits-per-s", type=float, default=1e9)
-    given = asked.parse_args()
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("--sums", type=int, default=26)
+    args.add_argument("--entries", type=int, default=27_500, help="of float32, of each")
+    args.add_argument("--turns", type=int, default=30)
+    args.add_argument("--link-bits-per-s", type=float, default=1e9)
+    given = args.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = [dist.new_group(), dist.new_group()]

@@ -36,7 +36,7 @@ from laconic.planning.own_steps import _ALONE_S, _numbers
 from laconic.planning.pairs import PairLink
 from laconic.planning.rehearsal import _messages
 from laconic_lab.train import Job
-from laconic_lab.train.probe import factor_of, probe
+from laconic_lab.train.planning import factor_of, probe
 
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0

@@ -29,7 +29,7 @@ from laconic.transport import Push, moving
 from laconic.transport.connection import Kind, Message, payload_of, views_of
 from laconic.wire import FrameShape
 from laconic_lab.train import Job, verdict
-from laconic_lab.train.launch import _config, _wait, _who
+from laconic_lab.train.launch import _wait, first_failure, local_store
 from tests.parts import made
 from tests.transport.test_connection import trickle
 
@@ -454,9 +454,8 @@ def test_a_mean_is_over_those_whom_each_server_heard() -> None:
 
 def test_workers_that_are_all_here_meet_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LACONIC_SECRET", raising=False)
-    monkeypatch.delenv("PET_NNODES", raising=False)
-    store, config = _config(2)
-    assert store is not None and config.rdzv_endpoint == f"127.0.0.1:{store.port}" and os.environ["LACONIC_SECRET"]
+    store = local_store()
+    assert os.environ["LACONIC_SECRET"]
     torchruns = TCPStore("127.0.0.1", store.port, 1, is_master=True, multi_tenant=True)  # as its agent makes it
     torchruns.set("a", "b")
     assert store.get("a") == b"b"
@@ -476,4 +475,4 @@ def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypa
         processes[0].kill()
         processes[0].wait()
     assert codes == [None, 1, 1]
-    assert verdict(codes, job) == 1 and _who(codes, job).startswith("worker 0 of 2 ended with exit code 1")
+    assert verdict(codes, job) == 1 and first_failure(codes, job).startswith("worker 0 of 2 ended with exit code 1")

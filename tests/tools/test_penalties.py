@@ -13,7 +13,7 @@ import pytest
 
 import penalties
 from laconic_lab.records import to_json
-from laconic_lab.train.probe import steps_to
+from laconic_lab.train.planning import steps_to
 from penalties import KINDS, PenaltyRun, runs, summary, target_of
 from results import read_result
 

@@ -1,1 +1,1 @@
-"""What trains, compares, reports and benches: they meet through records on disk, and the library needs none of them."""
+"""The lab: it trains, compares, reports and benches. Its rooms meet through records on disk."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from laconic_lab import records
-from laconic_lab.figures import Record, Values, median, of_rounds
-from laconic_lab.measures import MEASURES, Measure
+from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
+from laconic_lab.network import Link
+from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 
@@ -44,6 +45,23 @@ class Row(Record):
 
 
 @dataclass(frozen=True)
+class SweepPoint:
+    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
+
+    link: str
+    scheme: str
+    step_ms: float
+    step_ms_quartiles: tuple[float, float]
+    speedup: float | None
+    speedup_bf16: float | None
+
+    @property
+    def bits_per_s(self) -> float:
+        """The link's rate; infinite where the link is as fast as the machine."""
+        return Link.parse(self.link).bits_per_s or math.inf
+
+
+@dataclass(frozen=True)
 class Comparison:
     """All rows, and what they were timed to."""
 
@@ -67,7 +85,7 @@ def folder_of(scheme: str) -> str:
 
 
 def round_of(out: Path, scheme: str, number: int) -> Path:
-    """Where the records of one run lie."""
+    """The folder of one run's records."""
     return out / folder_of(scheme) / f"round-{number}"
 
 
@@ -99,13 +117,13 @@ def compare_so_far(
     for scheme in schemes:
         shown = rounds_so_far(out, folder_of(scheme), rounds)
         begun = [Run.so_far(round_of(out, scheme, number)) for number in range(1, shown + 1)]
-        if found := [run for run in begun if run is not None]:
-            runs[scheme] = found
+        if comparison := [run for run in begun if run is not None]:
+            runs[scheme] = comparison
     return _side_by_side(runs, measure, target, link_bits_per_s)
 
 
 def rounds_so_far(out: Path, folder: str, rounds: int) -> int:
-    """How many rounds of a scheme are shown while a comparison goes on: those that ended, else the first."""
+    """The number of a scheme's rounds that are shown while a comparison goes on: those that ended, else the first."""
     paths = [out / folder / f"round-{number}" for number in range(1, rounds + 1)]
     begun = [path for path in paths if (path / records.RECORDS).exists()]
     return max(1, sum(any(records.read(path, "result")) for path in begun))
@@ -130,7 +148,7 @@ def _side_by_side(
 
 
 def _default_target(runs: Mapping[str, Sequence[Run]], measure: Measure) -> float | None:
-    """What the reference sets; None where all runs diverged."""
+    """The target that the reference sets; None where all runs diverged."""
     finals = {scheme: median([run.result[measure.name] for run in of]) for scheme, of in runs.items()}
     sound = {scheme: final for scheme, final in finals.items() if final is not None and not _diverged_at(runs[scheme])}
     if not sound:
@@ -162,13 +180,9 @@ class Run:
             return cls.read(folder)
         if not evaluations or not evaluations[-1]["step"]:
             return None
-        timed = steps[records.WARM_UP_STEPS :] or steps
-        phases = [name for name in timed[0] if name.endswith("_ms")]
-        split = {name[:-3]: statistics.median(fact[name] for fact in timed) for name in phases}
-        compute = max(0.0, statistics.median(fact["ms"] for fact in timed) - sum(split.values()))
         sent = {name: sum(fact[name] for fact in steps) for name in ("bytes_out", "bytes_in")}
-        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": {"compute": compute, **split}}
-        return cls({**evaluations[-1], **sent, **last}, timed, evaluations)
+        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": median_times(steps)[1]}
+        return cls({**evaluations[-1], **sent, **last}, steps[records.WARM_UP_STEPS :] or steps, evaluations)
 
     def seconds_to(self, target: float | None, measure: Measure) -> float | None:
         """Training time until an evaluation reached the target; the one before any training does not count."""
@@ -189,13 +203,13 @@ def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
     return [[fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")]
 
 
-def conclusion(found: Comparison, *, is_timed: bool) -> str:
-    """What the fastest scheme, or without times the one that sent least, was worth beside bf16, in a sentence."""
-    bf16 = next((row for row in found.rows if row.scheme == "bf16"), None)
-    others = [row for row in found.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
-    if bf16 is None or not others or found.target is None:
+def conclusion(comparison: Comparison, *, is_timed: bool) -> str:
+    """One sentence on the fastest scheme, or without times the one that sent least, beside bf16."""
+    bf16 = next((row for row in comparison.rows if row.scheme == "bf16"), None)
+    others = [row for row in comparison.rows if row.scheme not in _REFERENCES and row.bytes_out and not row.diverged_at]
+    if bf16 is None or not others or comparison.target is None:
         return ""
-    measure = MEASURES[found.measure]
+    measure = MEASURES[comparison.measure]
     row = min(others, key=lambda row: (row.seconds_to_target or math.inf, row.bytes_out))
     fewer = f"{bf16.bytes_out / row.bytes_out:.0f}x fewer bytes"
     if not is_timed:
@@ -204,7 +218,7 @@ def conclusion(found: Comparison, *, is_timed: bool) -> str:
     times, more_than = row.speedup_bf16, ""
     if times is None:
         times, more_than = row.speedup_bf16_more_than, "more than "
-    goal = measure.brief(found.target)
+    goal = measure.brief(comparison.target)
     if times is None:
         return f"{row.scheme} sent {fewer} than bf16, and one of them did not reach {goal}"
     return f"{row.scheme} reached {goal} {more_than}{times:.1f}x sooner than bf16, sending {fewer}"

@@ -94,7 +94,7 @@ def test_every_promise_has_a_test_that_exists() -> None:
     page = (ROOT / "docs" / "promises.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| promise", "| **"))]
     for row in rows:
-        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", row)
+        named = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", row)
         assert named, f"no test is named for: {row}"
         for file, test in named:
             assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"

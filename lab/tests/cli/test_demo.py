@@ -12,7 +12,7 @@ from laconic import cli
 from laconic_lab.cli import compare as command
 from laconic_lab.compare import compare, conclusion, round_of
 from laconic_lab.errors import LabError, TaskError
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES
 from laconic_lab.network import netlink
 from laconic_lab.records import Recorder
 from laconic_lab.report import write_report

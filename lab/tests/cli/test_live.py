@@ -20,12 +20,10 @@ import pytest
 
 from laconic import cli
 from laconic_lab.cli import compare as command
-from laconic_lab.cli.curve import braille
-from laconic_lab.cli.live import Runs, Tail, frame
-from laconic_lab.cli.page_so_far import PageSoFar, open_in_browser
+from laconic_lab.cli.live import PageSoFar, Runs, Tail, frame, open_in_browser
 from laconic_lab.compare import round_of
 from laconic_lab.errors import TaskError
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES
 from laconic_lab.records import Recorder
 from laconic_lab.train import Job
 
@@ -35,15 +33,6 @@ SETTING: dict[str, Any] = {
     "task": "fashion-mnist", "model": None, "workers": 2, "hosts": None, "link": None, "link_of": {}, "steps": 4,
     "batch": 4, "seed": 0, "rounds": 2, "target": None, "measure": "accuracy",
 }  # fmt: skip
-
-
-def test_a_curve_falls_from_the_upper_left_to_where_it_has_come() -> None:
-    first, second = braille([4.0, 3.0, 2.0, 1.0], width=4, height=2, total=8)
-    assert first[0] != "⠀" == second[0] and second[1] != "⠀"
-    assert first[2:4] == second[2:4] == "⠀⠀"  # half of it is still to come
-    assert (first[4:], second[4:]) == (" 4", " 1")
-    assert braille([None, float("nan")], 4, 2, 4) == []
-    assert len(braille([1.0] * 1000, 10, 1, 10)[0]) == len("⠀" * 10 + " 1")
 
 
 def _records(folder: Path, steps: int, *, link: bool = False) -> Recorder:
@@ -205,7 +194,6 @@ def test_a_terminal_shows_a_run_and_its_workers_leave_it_to_that(tmp_path: Path)
     )
     assert printed.startswith("dense: accuracy ") and printed.count("\n") == 1
     assert "4/4" in sent and "B/s" in sent and "train loss of dense" in sent
-    assert any(0x2800 < ord(letter) <= 0x28FF for letter in sent)
     assert "dense: step" not in sent  # a worker's own line
 
 

@@ -34,9 +34,9 @@ from laconic_lab.network import (
     links,
     netlink,
     noted_signals,
-    register,
     run,
 )
+from laconic_lab.network import lab as register
 
 
 def _missing() -> str:
@@ -64,7 +64,8 @@ sys.exit(asked.run(asked))
 LAB_TO_KILL = """
 import sys
 from pathlib import Path
-from laconic_lab.network import Lab, LabSpec, register
+from laconic_lab.network import Lab, LabSpec
+from laconic_lab.network import lab as register
 register.directory = lambda: Path(sys.argv[1])
 lab = Lab.create(LabSpec(2))
 print(lab.id, lab.hosts[1].popen(["sleep", "1000"]).pid, flush=True)
@@ -226,7 +227,7 @@ def test_another_text_says_what_to_write(text: str) -> None:
         (["run", "--hosts", "0", "--", "true"], "give 1 to 250"),
         (["run", "--hosts", "2", "--link-of", "2=1gbit", "--", "true"], "hosts are 0 to 1"),
         (["run", "--hosts", "2", "--link-of", "1gbit", "--", "true"], "3=50mbit"),
-        (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write a rate like 10mbit"),
+        (["run", "--hosts", "2", "--link", "fast", "--", "true"], "write one like 10mbit"),
         (["run", "--hosts", "2"], "-- torchrun"),
         (["run", "--link", "1gbit", "--", "true"], "give --hosts"),
         (["run", "--delay", "1ms", "--", "true"], "give --hosts"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic_lab.cli import launching
+from laconic_lab.cli import jobs as launching
 from laconic_lab.train import Job, mps
 from laconic_lab.train.mps import uses_mps
 

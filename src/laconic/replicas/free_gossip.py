@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
+from laconic.fault_points import fault_point
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
 from laconic.replicas.pending import Subset
@@ -57,6 +58,7 @@ class FreeGossip(GossipPolicy):
         self.end.listen(self._serve, self._served)
 
     def send_due(self, step: int) -> None:
+        fault_point("gossip.step")
         self._wait_budget.note_trained_()
         self._exchange(step - 1)
         self._wait_budget.note_training_()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import FrameError, StateError
 from laconic.exchange import asks_of, check_peers, matching
+from laconic.fault_points import fault_point
 from laconic.quantize import is_modulo_code
 from laconic.replicas.change_tracker import ChangeTracker
 from laconic.replicas.entry_messages import EntryMessages
@@ -68,6 +69,7 @@ class GossipPolicy(Policy):
 
     def move_(self) -> None:
         """Add the pending update to the model; momentum and tracker follow."""
+        fault_point("gossip.apply")
         groups = sorted(self._pending.groups)
         moved = self.vector.move_(self._pending.whole, groups)
         self._pending.groups = set()
@@ -151,6 +153,7 @@ class MatchedGossip(GossipPolicy):
 
     def send_due(self, step: int) -> None:
         """x += (x_peer - x)/2 for what one of a pair wants to exchange."""
+        fault_point("gossip.step")
         number = step - 1
         pattern = self.pattern
         wanted = self.tracker.wants(number, self._lr, patiently=True)

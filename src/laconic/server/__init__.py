@@ -1,4 +1,5 @@
 """Who answers: the owners of shares, and ranks that hold no data and serve."""
 
+from laconic.server.client import ServerClient
 from laconic.server.owner import Owner, owner_state, server_states
-from laconic.server.serve import ServerStats, serve
+from laconic.server.serve import TIMEOUT_S, ServerStats, check_wait, serve

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, SchemeError
+from laconic.fault_points import fault_point
 from laconic.layout import Layout
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme
@@ -134,6 +135,7 @@ class _RequestHandler:
 
     def handle_round(self) -> bool:
         """Hear one round and answer it; False when the workers are done."""
+        fault_point("server.round")
         self.contents = {}
         heard = self.listener.hear(self._arrived)
         if not heard:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError
+from laconic.fault_points import through_fault_point
 from laconic.transport.tls import secured
 
 
@@ -156,6 +157,7 @@ class Connection:
 
     def _send(self, view: memoryview, flags: int = 0) -> None:
         """Send all of it; the timeout is for each part that the other end takes, where that of `sendall` is for all."""
+        view = through_fault_point("connection.send", view, self)
         while view:
             view = view[self._link.send(view, flags) :]
 

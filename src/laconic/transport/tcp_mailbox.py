@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError
+from laconic.fault_points import fault_point
 from laconic.transport.connection import Connection, Kind, Message, longest_message
 from laconic.transport.door import meet
 from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, OnAnswered, Reply, nobody_is_told
@@ -88,8 +89,10 @@ class TcpMailbox:
             connection.shut_down()
 
     def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
+        fault_point("gossip.request", peer)
         with self._connected(peer) as connection:
             connection.send(Message(Kind.QUESTION, turn, payload=said, reply_bytes=num_bytes))
+            fault_point("gossip.sent", peer)
             reply = connection.receive_bytes(num_bytes)
         self._count("model", QUESTION_HEAD_BYTES + said.nbytes, num_bytes)
         return reply

@@ -1,4 +1,4 @@
-"""Every kernel against its reference in plain torch, and against a copy of as many entries."""
+"""Every kernel against its reference and a copy of as many entries, and the index codes against their floor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic_lab.bench.clock import median_seconds
+from laconic.wire import floor_bits, smallest_index_codec
+from laconic_lab.bench.common import median_seconds
 
 _NUM_FRAMES = 8
 _RESIDUE_BITS = 4
@@ -39,7 +39,7 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
     plain = _works(kernels.reference, n, rho, device, seed)
     source = torch.randn(n, device=device)
     target = torch.empty(n, device=device)
-    found = []
+    results = []
     for name, (work, num_bytes) in own.items():
         works: dict[str, Callable[[], object]] = {
             "own": work,
@@ -51,10 +51,10 @@ def bench_kernels(n: int, rho: float, device: str = "cpu", rounds: int = 5, seed
         seconds = median_seconds(works, device, rounds)
         over_copy = seconds["own"] / seconds["copy"]
         over_floor = over_copy * 8 * n / num_bytes
-        found.append(
+        results.append(
             KernelBench(name, backend, 1e3 * seconds["own"], seconds["plain"] / seconds["own"], over_copy, over_floor)
         )
-    return found
+    return results
 
 
 _Works = dict[str, tuple[Callable[[], object], float]]  # a call, and the bytes that it must move
@@ -129,22 +129,22 @@ def _signing(of: ModuleType, x: Tensor) -> _Works:
 
 def _remainders(of: ModuleType, x: Tensor) -> _Works:
     n = x.numel()
-    steps = torch.full((-(-x.numel() // RESIDUE_BLOCK),), 0.1, device=x.device)
-    told = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
-    _, differences, _ = kernels.reference.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS)
     rolled = torch.roll(x, 1)
-    asked = n * _RESIDUE_BITS / 8
-    answered = n * (_RESIDUE_BITS - 1) / 8
+    steps = torch.full_like(kernels.reference.largest_changes(x, rolled)[0], 0.1)  # one of each block
+    request = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
+    _, differences, _ = kernels.reference.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS)
+    request_bytes = n * _RESIDUE_BITS / 8
+    reply_bytes = n * (_RESIDUE_BITS - 1) / 8
     return {
         "largest_changes": (lambda: of.largest_changes(x, rolled), 8 * n),
-        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + asked),
+        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + request_bytes),
         "compare_residues": (
-            lambda: of.compare_residues(x, *told, steps, 0.5, _RESIDUE_BITS),
-            8 * n + asked + answered,
+            lambda: of.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS),
+            8 * n + request_bytes + reply_bytes,
         ),
         "decode_differences": (
             lambda: of.decode_differences(differences, steps, n, _RESIDUE_BITS - 1),
-            answered + 4 * n,
+            reply_bytes + 4 * n,
         ),
     }
 
@@ -162,3 +162,38 @@ def _rounding(of: ModuleType, x: Tensor) -> _Works:
         "unpack_scale": (lambda: of.unpack_scale(words, n, _CODE_WIDTH, scale, n), 4 * n + words.nbytes),
         "average_words": (lambda: of.average_words(rows, _CODE_WIDTH, key), words.nbytes * 5 / 4),
     }
+
+
+@dataclass(frozen=True)
+class WireBench:
+    """One size of sparse frame; throughput counts the positions as 4-byte integers."""
+
+    n: int
+    k: int
+    codec: str
+    bits_per_index: float
+    floor_bits: float  # log2(C(n, k)) / k
+    encode_gb_per_s: float
+    decode_gb_per_s: float
+    exact: bool  # the round trip gave the same positions
+
+
+def bench_wire(n: int, rho: float, device: str = "cpu", seed: int = 0) -> WireBench:
+    """Code k = round(rho*n) random positions out of n and read them back."""
+    k = min(n, max(1, round(rho * n)))
+    codec = smallest_index_codec(n, k)
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randperm(n, generator=generator)[:k].sort().values.to(device, torch.int32)
+    words = codec.encode(positions, n)
+    works = {"encode": lambda: codec.encode(positions, n), "decode": lambda: codec.decode(words, n, k)}
+    seconds = median_seconds(works, device)
+    return WireBench(
+        n=n,
+        k=k,
+        codec=codec.__name__,
+        bits_per_index=32 * words.numel() / k,
+        floor_bits=floor_bits(n, k) / k,
+        encode_gb_per_s=4 * k / seconds["encode"] / 1e9,
+        decode_gb_per_s=4 * k / seconds["decode"] / 1e9,
+        exact=torch.equal(codec.decode(words, n, k), positions),
+    )

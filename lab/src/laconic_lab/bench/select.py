@@ -1,4 +1,4 @@
-"""What a selection costs: against torch.topk, sampled selection, and a copy of the same size."""
+"""The cost of a selection, against torch.topk, sampled selection, and a copy of the same size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.select import SEARCHES
-from laconic_lab.bench.clock import median_seconds
-from laconic_lab.bench.gradients import DISTRIBUTIONS
+from laconic_lab.bench.common import DISTRIBUTIONS, median_seconds
 
 _STEPS_BEFORE = {"cpu": 8, "cuda": 100}  # until the residual is in its stride; on a CPU nothing depends on it
 _COPY_BYTES, _FLOOR_BYTES = 8, 12  # an entry: read and write; read gradient and residual, write the residual
@@ -91,6 +90,6 @@ def _stepper(
 
 def _equals_reference(residual: Tensor, gradient: Tensor, k: int, search: Tensor) -> bool:
     balances = residual.clone(), residual.clone()
-    found = kernels.withdraw_(balances[0], gradient, k, search.clone())
+    selected = kernels.withdraw_(balances[0], gradient, k, search.clone())
     expected = kernels.reference.withdraw_(balances[1], gradient, k, search.clone())
-    return all(torch.equal(a, b) for a, b in zip((*found, balances[0]), (*expected, balances[1]), strict=True))
+    return all(torch.equal(a, b) for a, b in zip((*selected, balances[0]), (*expected, balances[1]), strict=True))

@@ -1,4 +1,4 @@
-"""What one process's share of an exchange costs, station by station, without a network."""
+"""The cost of one process's share of an exchange, station by station, without a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import Session
-from laconic_lab.bench.echo import Echo
+from laconic.transport import Collectives, Push, Traffic
 from laconic_lab.errors import TaskError
 
 _MATRIX = 1024  # rows and columns of a parameter; 4 MiB, as in a GPT of 85 M
@@ -47,24 +47,24 @@ class StepBench:
 
 def bench_step(n: int, workers: int, scheme: str, device: str = "cpu", steps: int = 20, seed: int = 0) -> StepBench:
     """Steps of a scheme on n Laplace gradients, in DDP's default buckets, among workers who all say the same."""
-    asked = parse(scheme)
-    if not isinstance(asked, Scheme) or asked.has_owners:
+    scheme_asked = parse(scheme)
+    if not isinstance(scheme_asked, Scheme) or scheme_asked.has_owners:
         raise TaskError(
             f"`bench step` exchanges gradients among workers, and {scheme} does not; give topk, maxnorm, ..."
         )
     own = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(own):  # as a session has one
-        return _bench_step(asked, n, workers, device, steps, seed)
+        return _bench_step(scheme_asked, n, workers, device, steps, seed)
 
 
-def _bench_step(asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
+def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
     generator = torch.Generator(device).manual_seed(seed)
     layouts = _layouts(n)
     gradients = [[_laplace(layout.num_entries, device, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
     flats = [torch.empty_like(gradient) for gradient in gradients[0]]
     memory = _PeakMemory(device)
     transport = Echo(workers)
-    session = Session(asked, transport)
+    session = Session(scheme_asked, transport)
 
     def step(number: int) -> None:
         for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
@@ -88,7 +88,7 @@ def _bench_step(asked: Scheme, n: int, workers: int, device: str, steps: int, se
     return StepBench(
         n=n,
         workers=workers,
-        scheme=str(asked),
+        scheme=str(scheme_asked),
         device=device,
         kernels=stats.kernels,
         num_buckets=len(layouts),
@@ -160,3 +160,42 @@ def _held_for_recordings() -> int:
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     recorded = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in recorded)
+
+
+class Echo(Collectives):
+    """One of M workers' ends; messages lie on the host, as on their way to a socket."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.rank = 0
+        self.num_workers = self.num_shares = num_workers
+        self.owned_share = 0
+        self.wire = torch.device("cpu")
+        self.traffic = Traffic()
+
+    def all_reduce_(self, tensor: Tensor, kind: str) -> None:
+        self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
+        tensor.mul_(self.num_workers)
+
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
+        room = torch.empty(
+            (self.num_workers, frame.numel()), dtype=frame.dtype, device=frame.device, pin_memory=frame.is_pinned()
+        )
+        return room.copy_(frame)
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
+        return rows
+
+    def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
+        assert frame is not None
+        return frame
+
+    def push(self, push: Push) -> dict[int, Tensor]:
+        raise AssertionError("owners are not measured here")
+
+    def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
+        raise AssertionError("owners are not measured here")
+
+    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        return frame

@@ -1,4 +1,4 @@
-"""Whether anything of a gradient is lost between processes: what ranks gave, what was applied, what checkpoints owe."""
+"""The balance between processes: all that ranks gave was applied, or is owed by a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RTOL = 1e-5
 
 
 def keeps_all(text: str) -> bool:
-    """Whether each rank owes all that it has not said, and nobody else owes anything."""
+    """Return whether each rank owes all that it has not sent, and nobody else owes anything."""
     scheme = parse(text)
     return isinstance(scheme, Scheme) and scheme.memory == _KEEPS_ALL and not scheme.has_owners
 
@@ -40,11 +40,11 @@ class Tally:
         self.sums: dict[str, list[float]] = {}  # by name: (given, applied)
 
     def give(self, bucket: Bucket) -> None:
-        """What goes into a step."""
+        """Add the gradient that goes into a step."""
         self._add(bucket, 0)
 
     def apply(self, bucket: Bucket) -> None:
-        """What came of it."""
+        """Add the mean that was applied."""
         self._add(bucket, 1)
 
     def _add(self, bucket: Bucket, column: int) -> None:

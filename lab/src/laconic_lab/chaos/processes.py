@@ -15,8 +15,7 @@ from typing import Any
 
 from laconic.errors import LaunchError
 from laconic_lab.chaos.mass import keeps_all, mass_lost
-from laconic_lab.chaos.outcome import Outcome
-from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case
+from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case, Outcome
 from laconic_lab.network import Lab
 from laconic_lab.train.job import Job
 from laconic_lab.train.launch import local_store, rank_variables, store_variables
@@ -32,10 +31,10 @@ _CONTINUES = ("pause", "slow", "trickle", "cut")  # after these a run goes on as
 
 @dataclass
 class _Ended:
-    """How the ranks of a job came to an end."""
+    """The end of a job's ranks: exit codes, lines and digests."""
 
     codes: list[int | None]  # None: not within the deadline
-    said: list[str]
+    printed: list[str]
     digests: list[str]
 
     @property
@@ -44,7 +43,7 @@ class _Ended:
 
 
 def check(case: Case, timeout_s: float = TIMEOUT_S, lab: Lab | None = None) -> Outcome:
-    """What this fault led to, here or with one rank on each host of a lab; a worker waits `timeout_s` for others."""
+    """Let a fault befall processes here, or one on each host of a lab; a worker waits `timeout_s` for others."""
     with tempfile.TemporaryDirectory(prefix="laconic-chaos-") as folder:
         home = Path(folder)
         broken = _check(case, home, timeout_s, lab)
@@ -79,29 +78,29 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
     if any(code == 0 for code in ended.codes[servers:]):
         return broken + _left(out)
     resumes = any((out / "checkpoint").glob("step-*/manifest.json"))
-    deed = "resumed" if resumes else "started afresh"
+    action = "resumed" if resumes else "started afresh"
     again = _run(_job(case.family, case.scheme, out, num_ranks, timeout_s, resume=resumes), home, None, lab)
     if not again.is_done:
-        broken.append(f"a run can be {deed}: codes {again.codes}, {_last_words(again)}")
+        broken.append(f"a run can be {action}: codes {again.codes}, {_last_words(again)}")
     elif want and want not in again.digests:
-        broken.append(f"a run that was {deed} equals an undisturbed one")
+        broken.append(f"a run that was {action} equals an undisturbed one")
     if tallied:
         broken += mass_lost(home, out)
     return broken + _left(out)
 
 
 def _common(ended: _Ended, job: Job) -> list[str]:
-    """What holds after any fault."""
+    """Check what holds after any fault."""
     broken = []
     if None in ended.codes:
         late = [rank for rank, code in enumerate(ended.codes) if code is None]
         broken.append(
             f"every process ends or goes on within {_deadline_s(job):g} s: not rank {late}, {_last_words(ended)}"
         )
-    for rank, (code, said) in enumerate(zip(ended.codes, ended.said, strict=True)):
-        told = [line for line in said.splitlines() if line.startswith("laconic: ")]
-        if code and code > 0 and (not told or "Traceback" in said):
-            broken.append(f"an error is one line: rank {rank} said {said[-300:]!r}")
+    for rank, (code, printed) in enumerate(zip(ended.codes, ended.printed, strict=True)):
+        error_lines = [line for line in printed.splitlines() if line.startswith("laconic: ")]
+        if code and code > 0 and (not error_lines or "Traceback" in printed):
+            broken.append(f"an error is one line: rank {rank} printed {printed[-300:]!r}")
     return broken
 
 
@@ -111,7 +110,7 @@ def _left(out: Path) -> list[str]:
 
 
 def _last_words(ended: _Ended) -> str:
-    return " / ".join(said.splitlines()[-1][:200] if said.strip() else "nothing said" for said in ended.said)
+    return " / ".join(text.splitlines()[-1][:200] if text.strip() else "nothing printed" for text in ended.printed)
 
 
 def _deadline_s(job: Job) -> float:
@@ -165,8 +164,7 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
             (home / f"{name}-{rank}").unlink(missing_ok=True)
         variables = {**common, **rank_variables(rank, num_ranks, rank)}
         namespace = lab.hosts[rank].namespace if lab else ""
-        asked = (rank, variables, job.arguments(), home, case, namespace)
-        processes.append(_CONTEXT.Process(target=be_rank, args=asked))
+        processes.append(_CONTEXT.Process(target=be_rank, args=(rank, variables, job, home, case, namespace)))
         processes[-1].start()
     try:
         codes = _wait(processes, _deadline_s(job), case, home / "struck", lab)

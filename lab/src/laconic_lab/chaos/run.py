@@ -13,8 +13,7 @@ from typing import Any
 
 from laconic.errors import LaunchError
 from laconic_lab.chaos import processes, virtual
-from laconic_lab.chaos.outcome import Outcome
-from laconic_lab.chaos.schedule import Case, draw
+from laconic_lab.chaos.schedule import Case, Outcome, draw
 from laconic_lab.network import Lab
 
 _SETTLE_S = 5.0

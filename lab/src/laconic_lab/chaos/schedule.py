@@ -1,10 +1,10 @@
-"""Which fault befalls whom, where and when: a pure function of a seed."""
+"""The schedule: a pure function of a seed draws which fault befalls whom, where and when."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laconic.recipes import parse
 from laconic_lab.errors import TaskError
@@ -81,3 +81,11 @@ def _families_of(scheme: str) -> list[str]:
     if parsed.has_owners:
         return ["sharded server", "dedicated server"]
     return ["all-reduce" if parsed.exchange.adds_in_flight else "all-gather"]
+
+
+@dataclass
+class Outcome:
+    """The promises that it broke, and whether it befell anyone at all."""
+
+    broken: list[str] = field(default_factory=list)
+    struck: bool = True

@@ -14,19 +14,39 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo  # DDP imports it when it is first built
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic import attach, follow
 from laconic.errors import LaunchError
 from laconic_lab.chaos import virtual
 from laconic_lab.chaos.schedule import NUM_WORKERS, draw
 from laconic_lab.train.launch import local_store, rank_variables, store_variables
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["laconic_lab.chaos.soaked"])
+_CONTEXT.set_forkserver_preload(["laconic_lab.chaos.soak"])
 QUANTITIES = ("memory_mb", "threads", "sockets", "files")
 _SAMPLE_S = 2.0
 _LONGEST_PAUSE_S = 1.0
 _WARM_UP = 0.2  # of the time: caches, and the allocator's arenas
 _SLACK = {"memory_mb": 0.05, "threads": 0.0, "sockets": 0.0, "files": 0.0}  # share by which the last third may be above
 _SLACK_MB = 8.0  # or so much, in which an allocator breathes
+
+_SCHEMES = (
+    "dense",
+    "topk:rho=0.05",
+    "maxnorm",
+    "topk:rho=0.05,exchange=server",
+    "overlap:rho=0.05",
+    "gossip",
+    "diloco:every=4",
+)
+_STEPS = 60  # under one scheme
+_STEP_PAUSE_S = 0.01  # a soak shares its machine
+_TIMEOUT_S = 60.0
 
 
 def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -58,7 +78,7 @@ def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any
                 if sampled is not None:
                     samples.setdefault(name, []).append(sampled)
             time.sleep(_SAMPLE_S)
-    rows = [_judge(name, found) for name, found in samples.items()]
+    rows = [_judge(name, seen_samples) for name, seen_samples in samples.items()]
     for row in rows:
         say(_line(row))
     return {
@@ -75,8 +95,6 @@ def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any
 @contextlib.contextmanager
 def _ranks() -> Iterator[Sequence[Any]]:
     """Processes that train until the end of the block."""
-    from laconic_lab.chaos.soaked import train_on
-
     store = local_store()  # for as long as they run
     common = {"OMP_NUM_THREADS": "1", **store_variables(store)}
     with tempfile.TemporaryDirectory(prefix="laconic-soak-") as folder:
@@ -105,7 +123,7 @@ def _pause(pid: int, seconds: float) -> bool:
 
 
 def _sample(pid: int) -> dict[str, float] | None:
-    """What a process holds now; None where it has ended."""
+    """The resources that a process holds now; None where it has ended."""
     home = Path(f"/proc/{pid}")
     try:
         status = dict(line.split(":", 1) for line in (home / "status").read_text().splitlines())
@@ -139,5 +157,43 @@ def _judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    told = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
-    return f"{row['process']}: {told}: {'flat' if row['flat'] else 'it grows'}"
+    changes = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
+    return f"{row['process']}: {changes}: {'flat' if row['flat'] else 'it grows'}"
+
+
+def train_on(variables: dict[str, str], folder: str) -> None:
+    """Train until this process is ended: a scheme of each family for some steps, then the next."""
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    draw = torch.Generator().manual_seed(rank)
+    while True:
+        for scheme in _SCHEMES:
+            _train(scheme, draw)
+            dist.barrier()
+
+
+def _train(scheme: str, draw: torch.Generator) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    follows = scheme.startswith(("gossip", "diloco"))
+    trained: nn.Module = model if follows else DistributedDataParallel(model)
+    follower = follow(model, optimizer, scheme, timeout_s=_TIMEOUT_S) if follows else None
+    session = None if isinstance(trained, nn.Sequential) else attach(trained, scheme, timeout_s=_TIMEOUT_S)
+    for _ in range(_STEPS):
+        x = torch.randn(16, 64, generator=draw)
+        loss = nn.functional.cross_entropy(trained(x), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if follower is not None:
+            follower.step()
+        time.sleep(_STEP_PAUSE_S)
+    if follower is not None:
+        follower.average_()
+        follower.close()
+    if session is not None:
+        session.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo  # an optimizer imports it when it is first made: seconds, which are no fault's
@@ -20,8 +20,7 @@ from laconic.recipes import parse, topk
 from laconic.replicas import Follower, policy_for
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.session import Session
-from laconic.transport import (
-    Collectives,
+from laconic.testing import (
     Fault,
     Faults,
     FaultyCollectives,
@@ -31,8 +30,8 @@ from laconic.transport import (
     in_process,
     open_mailbox,
 )
-from laconic_lab.chaos.outcome import Outcome
-from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, NUM_WORKERS, STEPS, Case
+from laconic.transport import Collectives
+from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, NUM_WORKERS, STEPS, Case, Outcome
 
 DEADLINE_S = 60.0
 _LAYOUTS = (Layout.of(["a", "b"], [(30, 40), (10,)]), Layout.of(["c"], [(700,)]))
@@ -57,7 +56,7 @@ def _is_free(scheme: object) -> bool:
 
 
 def check(case: Case) -> Outcome:
-    """What this fault led to."""
+    """Let a fault befall virtual workers, and check what is promised."""
     scheme = parse(case.scheme)
     if isinstance(scheme, GossipScheme) and _is_free(scheme):
         return _within_deadline(lambda: _check_gossip(case, scheme))
@@ -65,7 +64,7 @@ def check(case: Case) -> Outcome:
 
 
 def _within_deadline(work: Callable[[], Outcome]) -> Outcome:
-    """What `work` finds; a thread that hangs is left behind."""
+    """Run `work`; a thread that hangs is left behind."""
     found: list[Outcome] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -75,25 +74,8 @@ def _within_deadline(work: Callable[[], Outcome]) -> Outcome:
     return found[0] if found else Outcome(["a fault is an error of laconic's, in one line: the check itself failed"])
 
 
-class _Worker(Protocol):
-    """One virtual worker with a model, whatever it exchanges."""
-
-    def step(self, number: int, at: Callable[[str], None]) -> None:
-        """One step; `at` is told the phase that begins."""
-
-    def read(self) -> Tensor:
-        """The model."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, states: list[dict[str, Any]]) -> None: ...
-
-    def lost_mass(self, states: list[dict[str, Any]]) -> float:
-        """What is missing of all that all workers gave so far; 0 where that cannot be told."""
-
-
 class _GradientWorker:
-    """Exchanges made-up gradients."""
+    """A virtual worker that exchanges made-up gradients; `step` calls `at` with the phase that begins."""
 
     def __init__(self, scheme: Scheme, end: Collectives) -> None:
         self._session = Session(scheme, end)
@@ -142,6 +124,7 @@ class _GradientWorker:
         self._session.load_state_dict([state["session"] for state in states])
 
     def lost_mass(self, states: list[dict[str, Any]]) -> float:
+        """The part that is missing of all that all workers gave so far; 0 where that cannot be told."""
         if not self._keeps_all:
             return 0.0
         lost = 0.0
@@ -219,7 +202,7 @@ class _Recorded(FaultyCollectives):
 
 @dataclass
 class _Run:
-    """What became of one."""
+    """The end of one run."""
 
     models: list[Tensor] = field(default_factory=list)
     states: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by steps done, of all ranks or it is none
@@ -238,16 +221,17 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         run.hit = what
 
     def work(transport: InProcess) -> tuple[Tensor, float]:
-        mine = case is not None and case.rank == transport.rank
-        faults = Faults(_by_number(case) if case is not None and mine else {}, delay_s=0.02)
+        is_struck = case is not None and case.rank == transport.rank
+        faults = Faults(_by_number(case) if case is not None and is_struck else {}, delay_s=0.02)
         end = _Recorded(transport, faults, hit)
-        worker: _Worker = _GradientWorker(scheme, end) if isinstance(scheme, Scheme) else _following(scheme, end)
+        make: Any = _GradientWorker if isinstance(scheme, Scheme) else _FollowingWorker
+        worker: _GradientWorker | _FollowingWorker = make(scheme, end)
         if states is not None:
             worker.load(copy.deepcopy(states))
         for number in range(first, STEPS):
 
             def at(phase: str, number: int = number) -> None:
-                if case is not None and mine and (case.fault, case.phase, case.number) == ("die", phase, number):
+                if case is not None and is_struck and (case.fault, case.phase, case.number) == ("die", phase, number):
                     raise WorkerDiedError(f"rank {case.rank} was to die at {phase}")
 
             worker.step(number, at)
@@ -266,10 +250,6 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         run.error = error
     run.states = {done: [by[rank] for rank in sorted(by)] for done, by in saved.items() if _whole(saved, done)}
     return run
-
-
-def _following(scheme: Any, end: Collectives) -> _FollowingWorker:
-    return _FollowingWorker(scheme, end)
 
 
 def _whole(saved: Mapping[int, Mapping[int, Any]], done: int) -> bool:
@@ -329,11 +309,11 @@ def _check_gossip(case: Case, scheme: GossipScheme) -> Outcome:
 
     def work(rank: int) -> None:
         undisturbed = Faults({})
-        mine = undisturbed
+        is_struck = undisturbed
         if rank == case.rank:
-            mine = Faults(by_number, delay_s=0.02)
-            planned.append(mine)
-        ends = (undisturbed, mine) if befalls_replies else (mine, undisturbed)
+            is_struck = Faults(by_number, delay_s=0.02)
+            planned.append(is_struck)
+        ends = (undisturbed, is_struck) if befalls_replies else (is_struck, undisturbed)
         box = FaultyMailbox(boxes[rank], *ends)
         network = _model(rank)
         follower = Follower(policy_for(network, torch.optim.SGD(network.parameters(), lr=_LR), scheme, box))

@@ -1,12 +1,13 @@
 """The commands that the lab adds to `laconic`."""
 
 from laconic.cli import Commands, Parse
-from laconic_lab.cli import bench, chaos, compare, demo, doctor, inspect, lab, plan, report, train
+from laconic_lab.cli import bench, chaos, compare, inspect, jobs, lab, plan, train
 
 
 def add_commands(commands: Commands, parse: Parse) -> None:
     """Add all of them; `laconic.cli` calls this through the entry point."""
-    for module in (train, compare, plan, report, inspect, lab, bench, chaos):
+    for module in (train, compare, plan, inspect, lab, bench, chaos):
         module.add_parser(commands)
-    demo.add_parser(commands, parse)
-    doctor.extend(commands.choices["doctor"])
+    compare.add_report_parser(commands)
+    compare.add_demo_parser(commands, parse)
+    jobs.extend_doctor(commands.choices["doctor"])

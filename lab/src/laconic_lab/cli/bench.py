@@ -13,10 +13,9 @@ import torch
 from laconic.cli import table
 from laconic.select import SCORES
 from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
-from laconic_lab.cli.job_options import add_job_options, job_of
-from laconic_lab.cli.launching import say
+from laconic_lab.cli.jobs import add_job_options, job_of, say
 from laconic_lab.errors import TaskError
-from laconic_lab.inspect.unions import as_dicts, unions
+from laconic_lab.inspect.unions import unions
 from laconic_lab.records import Recorder
 from laconic_lab.report import write_report
 from laconic_lab.train import Job
@@ -69,29 +68,28 @@ def _add_union(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     union.set_defaults(run=run_union)
 
 
-def run_union(asked: argparse.Namespace) -> int:
+def run_union(args: argparse.Namespace) -> int:
     """Measure unions."""
-    strange = [score for score in asked.scores.split(",") if score not in SCORES]
-    if strange:
-        raise TaskError(f"--scores has {strange[0]!r}; give some of {', '.join(SCORES)}")
+    unknown = [score for score in args.scores.split(",") if score not in SCORES]
+    if unknown:
+        raise TaskError(f"--scores has {unknown[0]!r}; give some of {', '.join(SCORES)}")
     try:
-        num_workers = [int(word) for word in asked.workers.split(",")]
+        num_workers = [int(word) for word in args.workers.split(",")]
     except ValueError:
-        raise TaskError(f"--workers is {asked.workers!r}; give numbers with commas, as in 2,4,8") from None
-    job = job_of(asked, workers=max(num_workers), steps=asked.steps, out=None, json=False)
-    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": asked.rho}
+        raise TaskError(f"--workers is {args.workers!r}; give numbers with commas, as in 2,4,8") from None
+    job = job_of(args, workers=max(num_workers), steps=args.steps, out=None, json=False)
+    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": args.rho}
     what["batch"] = job.training.batch
-    with Recorder(asked.out) as records:
+    with Recorder(args.out) as records:
         records.write("unions", **what)
-        found = as_dicts(
-            unions(job, asked.rho, asked.scores.split(","), num_workers, lambda said: say(f"laconic: {said}"))
-        )
-        for one in found:
+        measured = unions(job, args.rho, args.scores.split(","), num_workers, lambda line: say(f"laconic: {line}"))
+        results = [asdict(one) for one in measured]
+        for one in results:
             records.write("union", **one)
-    if asked.out is not None:
-        say(f"laconic: wrote {write_report(asked.out)}")
-    if asked.json:
-        print(json.dumps({**what, "unions": found}))
+    if args.out is not None:
+        say(f"laconic: wrote {write_report(args.out)}")
+    if args.json:
+        print(json.dumps({**what, "unions": results}))
         return 0
     head = ("score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in", "loss")
     rows = [
@@ -99,7 +97,7 @@ def run_union(asked: argparse.Namespace) -> int:
             one["score"], str(one["workers"]), f"{one['union']:.2f}", f"{one['independent']:.2f}",
             f"{one['server_bytes_out']:,}", f"{one['server_bytes_in']:,}", f"{one['loss']:.3f}",
         )
-        for one in found
+        for one in results
     ]  # fmt: skip
     print(table(head, rows))
     return 0
@@ -118,51 +116,51 @@ def _add_effort(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="in which all take turns (default 5)")
 
 
-def _check(asked: argparse.Namespace) -> None:
-    if asked.n < 1 or asked.n >= 2**31:
-        raise TaskError(f"--n is {asked.n}; give 1 to {2**31 - 1}")
-    if not 0 < getattr(asked, "rho", 1) <= 1:
-        raise TaskError(f"--rho is {asked.rho}; give a share in (0, 1]")
-    if asked.device == "cuda" and not torch.cuda.is_available():
+def _check(args: argparse.Namespace) -> None:
+    if args.n < 1 or args.n >= 2**31:
+        raise TaskError(f"--n is {args.n}; give 1 to {2**31 - 1}")
+    if not 0 < getattr(args, "rho", 1) <= 1:
+        raise TaskError(f"--rho is {args.rho}; give a share in (0, 1]")
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
     for name in ("rounds", "workers", "steps"):
-        if getattr(asked, name, 1) < 1:
-            raise TaskError(f"--{name} is {getattr(asked, name)}; give 1 or more")
-    threads = getattr(asked, "threads", None)
+        if getattr(args, name, 1) < 1:
+            raise TaskError(f"--{name} is {getattr(args, name)}; give 1 or more")
+    threads = getattr(args, "threads", None)
     if threads is not None:
         if threads < 1:
             raise TaskError(f"--threads is {threads}; give 1 or more")
         torch.set_num_threads(threads)
 
 
-def run_wire(asked: argparse.Namespace) -> int:
+def run_wire(args: argparse.Namespace) -> int:
     """Measure the index code."""
-    _check(asked)
-    found = bench_wire(asked.n, asked.rho, asked.device)
-    if asked.json:
-        print(json.dumps(asdict(found)))
+    _check(args)
+    results = bench_wire(args.n, args.rho, args.device)
+    if args.json:
+        print(json.dumps(asdict(results)))
     else:
-        over = found.bits_per_index / found.floor_bits - 1 if found.floor_bits else 0.0
+        over = results.bits_per_index / results.floor_bits - 1 if results.floor_bits else 0.0
         print(
-            f"{found.codec}, {found.k:,} of {found.n:,}: {found.bits_per_index:.3f} bits an index "
-            f"({100 * over:.1f} % over the floor of {found.floor_bits:.3f}); "
-            f"encode {found.encode_gb_per_s:.2f} GB/s, decode {found.decode_gb_per_s:.2f} GB/s of 4-byte positions; "
-            f"round trip {'exact' if found.exact else 'WRONG'}"
+            f"{results.codec}, {results.k:,} of {results.n:,}: {results.bits_per_index:.3f} bits an index "
+            f"({100 * over:.1f} % over the floor of {results.floor_bits:.3f}); "
+            f"encode {results.encode_gb_per_s:.2f} GB/s, decode {results.decode_gb_per_s:.2f} GB/s of 4-byte "
+            f"positions; round trip {'exact' if results.exact else 'WRONG'}"
         )
-    return 0 if found.exact else 1
+    return 0 if results.exact else 1
 
 
-def run_select(asked: argparse.Namespace) -> int:
+def run_select(args: argparse.Namespace) -> int:
     """Measure selection."""
-    _check(asked)
-    dists = list(DISTRIBUTIONS) if asked.dist == "all" else [asked.dist]
-    found = [bench_select(asked.n, asked.rho, dist, asked.device, asked.rounds) for dist in dists]
-    if asked.json:
-        print("\n".join(json.dumps(asdict(one)) for one in found))
+    _check(args)
+    dists = list(DISTRIBUTIONS) if args.dist == "all" else [args.dist]
+    results = [bench_select(args.n, args.rho, dist, args.device, args.rounds) for dist in dists]
+    if args.json:
+        print("\n".join(json.dumps(asdict(one)) for one in results))
     else:
-        one = found[0]
+        one = results[0]
         where = (
-            f"{one.threads} threads of {platform.machine()}" if asked.device == "cpu" else torch.cuda.get_device_name()
+            f"{one.threads} threads of {platform.machine()}" if args.device == "cpu" else torch.cuda.get_device_name()
         )
         print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
         head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
@@ -172,39 +170,39 @@ def run_select(asked: argparse.Namespace) -> int:
                 f"{one.over_copy:.2f}", f"{one.over_floor:.2f}", f"{one.passes:.2f}",
                 "exact" if one.exact else "WRONG",
             )
-            for one in found
+            for one in results
         ]  # fmt: skip
         print(table(head, rows))
-    return 0 if all(one.exact for one in found) else 1
+    return 0 if all(one.exact for one in results) else 1
 
 
-def run_step(asked: argparse.Namespace) -> int:
+def run_step(args: argparse.Namespace) -> int:
     """Measure the stations of a step."""
-    _check(asked)
-    found = bench_step(asked.n, asked.workers, asked.scheme, asked.device, asked.steps)
-    if asked.json:
-        print(json.dumps(asdict(found)))
+    _check(args)
+    results = bench_step(args.n, args.workers, args.scheme, args.device, args.steps)
+    if args.json:
+        print(json.dumps(asdict(results)))
         return 0
-    print(f"{found.scheme}, {found.n:,} entries in {found.num_buckets} buckets, {found.kernels} kernels")
-    peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / found.n:.2f}"
-    passes = "-" if found.passes is None else f"{found.passes:.2f}"
-    times = (f"{ms:.2f}" for ms in (found.choose_ms, found.encode_ms, found.apply_ms, found.total_ms))
+    print(f"{results.scheme}, {results.n:,} entries in {results.num_buckets} buckets, {results.kernels} kernels")
+    peak = "-" if results.peak_bytes is None else f"{results.peak_bytes / results.n:.2f}"
+    passes = "-" if results.passes is None else f"{results.passes:.2f}"
+    times = (f"{ms:.2f}" for ms in (results.choose_ms, results.encode_ms, results.apply_ms, results.total_ms))
     head = ("choose ms", "encode ms", "apply ms", "total ms", "bytes out", "peak bytes an entry", "passes")
-    print(table(head, [(*times, f"{found.wire_bytes:,}", peak, passes)]))
+    print(table(head, [(*times, f"{results.wire_bytes:,}", peak, passes)]))
     return 0
 
 
-def run_kernels(asked: argparse.Namespace) -> int:
+def run_kernels(args: argparse.Namespace) -> int:
     """Measure every kernel."""
-    _check(asked)
-    found = bench_kernels(asked.n, asked.rho, asked.device, asked.rounds)
-    if asked.json:
-        print("\n".join(json.dumps(asdict(one)) for one in found))
+    _check(args)
+    results = bench_kernels(args.n, args.rho, args.device, args.rounds)
+    if args.json:
+        print("\n".join(json.dumps(asdict(one)) for one in results))
     else:
-        print(f"{asked.n:,} entries, share {asked.rho:g}, {found[0].backend} kernels")
+        print(f"{args.n:,} entries, share {args.rho:g}, {results[0].backend} kernels")
         rows = [
             (one.kernel, f"{one.ms:.3f}", f"{one.speedup:.1f}", f"{one.over_copy:.2f}", f"{one.over_floor:.2f}")
-            for one in found
+            for one in results
         ]
         print(table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows))
     return 0

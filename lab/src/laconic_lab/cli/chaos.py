@@ -36,33 +36,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     soak.set_defaults(run=run_soak)
 
 
-def run_chaos(asked: argparse.Namespace) -> int:
+def run_chaos(args: argparse.Namespace) -> int:
     """Run the faults; 1 where a promise was broken."""
     from laconic_lab.chaos.run import chaos  # torch and a process to fork from, which other commands do without
     from laconic_lab.network import Lab
 
-    if asked.faults < 1:
-        raise TaskError(f"--faults is {asked.faults}; give 1 or more")
-    with Lab.create(spec_of(asked)) if asked.hosts is not None else nullcontext() as lab:
-        found = chaos(
-            asked.seed, asked.faults, on=asked.on, scheme=asked.scheme, lab=lab, timeout_s=asked.timeout, say=_say
+    if args.faults < 1:
+        raise TaskError(f"--faults is {args.faults}; give 1 or more")
+    with Lab.create(spec_of(args)) if args.hosts is not None else nullcontext() as lab:
+        outcome = chaos(
+            args.seed, args.faults, on=args.on, scheme=args.scheme, lab=lab, timeout_s=args.timeout, say=_say
         )
-    return _tell(found, asked, f"{found['faults']} faults ({found['on_processes']} on processes)")
+    return _tell(outcome, args, f"{outcome['faults']} faults ({outcome['on_processes']} on processes)")
 
 
-def run_soak(asked: argparse.Namespace) -> int:
+def run_soak(args: argparse.Namespace) -> int:
     """Soak; 1 where something grew or a promise was broken."""
     from laconic_lab.chaos.soak import soak
 
-    if not asked.minutes > 0:
-        raise TaskError(f"--minutes is {asked.minutes}; give a number above 0")
-    found = soak(asked.minutes, asked.seed, _say)
-    return _tell(found, asked, f"{asked.minutes:g} minutes, {found['pauses']} pauses, {found['faults']} faults")
+    if not args.minutes > 0:
+        raise TaskError(f"--minutes is {args.minutes}; give a number above 0")
+    outcome = soak(args.minutes, args.seed, _say)
+    return _tell(outcome, args, f"{args.minutes:g} minutes, {outcome['pauses']} pauses, {outcome['faults']} faults")
 
 
-def _tell(found: Mapping[str, Any], asked: argparse.Namespace, what: str) -> int:
-    broken = len(found["violations"])
-    print(to_json(found) if asked.json else f"{what}, {broken} violations, {found['seconds']:.0f} s", flush=True)
+def _tell(outcome: Mapping[str, Any], args: argparse.Namespace, what: str) -> int:
+    broken = len(outcome["violations"])
+    print(to_json(outcome) if args.json else f"{what}, {broken} violations, {outcome['seconds']:.0f} s", flush=True)
     return _BROKEN if broken else 0
 
 

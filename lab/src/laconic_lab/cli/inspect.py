@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cli import number, table
-from laconic_lab.cli.job_options import add_job_options, job_of
+from laconic_lab.cli.jobs import add_job_options, job_of
 from laconic_lab.errors import TaskError
 from laconic_lab.inspect import Look, inspect
 from laconic_lab.records import Recorder
@@ -46,23 +46,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Train, look, print a table for each look."""
-    job = job_of(asked, scheme=asked.scheme or f"topk:rho={asked.rho}")
-    at = _steps(asked.at) if asked.at else [asked.steps]
-    what = _setting(job, at, asked.rho)
-    with Recorder(asked.out) as records:
+    job = job_of(args, scheme=args.scheme or f"topk:rho={args.rho}")
+    at = _steps(args.at) if args.at else [args.steps]
+    what = _setting(job, at, args.rho)
+    with Recorder(args.out) as records:
         records.write("inspection", **what)
-        looks = inspect(job, at, asked.rho, lambda said: print(f"laconic: {said}", file=sys.stderr, flush=True))
+        looks = inspect(job, at, args.rho, lambda line: print(f"laconic: {line}", file=sys.stderr, flush=True))
         for look in looks:
             records.write("fit", **look.as_dict(), tail=look.tail)
-    if asked.out is not None:
-        print(f"laconic: wrote {write_report(asked.out)}", file=sys.stderr)
-    if asked.json:
+    if args.out is not None:
+        print(f"laconic: wrote {write_report(args.out)}", file=sys.stderr)
+    if args.json:
         print(json.dumps({**what, "fits": [look.as_dict() for look in looks]}), flush=True)
     else:
         groups = groupby(looks, lambda look: (look.step, look.of))
-        print("\n\n".join(_text(list(some), asked.rho) for _, some in groups), flush=True)
+        print("\n\n".join(_text(list(some), args.rho) for _, some in groups), flush=True)
     return 0
 
 
@@ -74,7 +74,7 @@ def _steps(text: str) -> list[int]:
 
 
 def _setting(job: Job, at: Sequence[int], rho: float) -> dict[str, Any]:
-    """What was run, as a fact for the records."""
+    """The setting of an inspection, as a fact for the records."""
     names = ("task", "model", "scheme", "workers", "steps", "seed")
     return {**{name: getattr(job, name) for name in names}, "batch": job.training.batch, "at": list(at), "rho": rho}
 

@@ -31,26 +31,26 @@ _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `lab` and what can be done with it."""
     lab = commands.add_parser("lab", help="make hosts on this machine, on slow links, and run commands across them")
-    deeds = lab.add_subparsers(dest="deed", metavar="DEED", required=True)
+    actions = lab.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    runs = deeds.add_parser("run", help="run a command once per host; a lab of its own, or the standing one")
+    runs = actions.add_parser("run", help="run a command once per host; a lab of its own, or the standing one")
     add_spec(runs, "of a lab for this run; without it, the standing lab is used")
     runs.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, and its arguments")
     runs.set_defaults(run=run_command)
 
-    up = deeds.add_parser("up", help="make a lab that stays until `down`")
+    up = actions.add_parser("up", help="make a lab that stays until `down`")
     add_spec(up, "to make")
     up.set_defaults(run=run_up)
 
-    down = deeds.add_parser("down", help="remove the standing lab, and what killed runs left")
+    down = actions.add_parser("down", help="remove the standing lab, and what killed runs left")
     down.add_argument("--force", action="store_true", help="also while a command runs in it, which is then ended")
     down.set_defaults(run=run_down)
 
-    status = deeds.add_parser("status", help="list labs, hosts, links and bytes so far")
+    status = actions.add_parser("status", help="list labs, hosts, links and bytes so far")
     status.add_argument("--json", action="store_true", help="one JSON object on stdout")
     status.set_defaults(run=run_status)
 
-    measured = deeds.add_parser("measure", help="make a lab and measure what its links are really like")
+    measured = actions.add_parser("measure", help="make a lab and measure what its links are really like")
     add_spec(measured, "to make, 2 or more")
     measured.add_argument(
         "--packets", type=int, default=links.PACKETS, metavar="N", help="of UDP (default %(default)s)"
@@ -59,33 +59,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     measured.set_defaults(run=run_measure)
 
     for name, does in (("cut", "take the link of a host down"), ("heal", "bring the link of a host back")):
-        deed = deeds.add_parser(name, help=does)
-        deed.add_argument("host", type=int, metavar="HOST", help="a host's number, from 0")
-        deed.set_defaults(run=run_cut_or_heal)
+        action = actions.add_parser(name, help=does)
+        action.add_argument("host", type=int, metavar="HOST", help="a host's number, from 0")
+        action.set_defaults(run=run_cut_or_heal)
 
 
-def run_command(asked: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run a command on every host of a new lab, or of the standing one."""
-    argv = asked.argv[1:] if asked.argv[:1] == ["--"] else asked.argv
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise LabError("there is no command; write it last: `laconic lab run --hosts 4 --link 100mbit -- torchrun ...`")
     with noted_signals() as signals:
-        if asked.hosts is not None:
-            with Lab.create(spec_of(asked)) as lab:
+        if args.hosts is not None:
+            with Lab.create(spec_of(args)) as lab:
                 return _run_in(lab, argv, signals)
-        if is_shaped(asked):
+        if is_shaped(args):
             raise LabError("--link and the like are for a new lab; give --hosts too, or none for the standing lab")
         return _run_in(_standing(labs()), argv, signals)
 
 
-def run_up(asked: argparse.Namespace) -> int:
+def run_up(args: argparse.Namespace) -> int:
     """Make a lab that no process owns."""
-    if asked.hosts is None:
+    if args.hosts is None:
         raise LabError("--hosts is missing; write `laconic lab up --hosts 4 --link 100mbit`")
     if any(lab.is_standing for lab in labs()):
         raise LabError("a lab is standing already; remove it with `laconic lab down` first")
     with noted_signals() as signals:
-        lab = Lab.create(spec_of(asked), standing=True)
+        lab = Lab.create(spec_of(args), standing=True)
         if signals:
             lab.close()
             return 128 + signals[0]
@@ -95,13 +95,13 @@ def run_up(asked: argparse.Namespace) -> int:
     return 0
 
 
-def run_down(asked: argparse.Namespace) -> int:
+def run_down(args: argparse.Namespace) -> int:
     """Remove the standing lab, unless a command runs in it, and abandoned ones; those of live processes stay."""
     with noted_signals():
         gone = remove_abandoned()
         for lab in labs():
             if lab.is_standing:
-                if not asked.force and (running := lab.pids()):
+                if not args.force and (running := lab.pids()):
                     pids = ", ".join(map(str, running[:4])) + ", ..." * (len(running) > 4)
                     raise LabError(f"something runs in lab {lab.id} (pid {pids}); end it first, or give --force")
                 lab.close()
@@ -110,42 +110,42 @@ def run_down(asked: argparse.Namespace) -> int:
     return 0
 
 
-def run_status(asked: argparse.Namespace) -> int:
+def run_status(args: argparse.Namespace) -> int:
     """List every lab of this machine."""
-    found = []
+    listed = []
     for lab in labs():
         with suppress(LabError):  # who made it is just removing it
-            found.append(_facts(lab))
-    if asked.json:
-        print(json.dumps({"labs": found}))
-    elif found:
-        print(_describe(found))
-        if any(lab["left_over"] for lab in found):
+            listed.append(_facts(lab))
+    if args.json:
+        print(json.dumps({"labs": listed}))
+    elif listed:
+        print(_describe(listed))
+        if any(lab["left_over"] for lab in listed):
             print("what is left over is of runs that were killed; `laconic lab down` removes it", file=sys.stderr)
     else:
         print(f"no lab is there; {_MAKE_ONE}", file=sys.stderr)
     return 0
 
 
-def run_measure(asked: argparse.Namespace) -> int:
+def run_measure(args: argparse.Namespace) -> int:
     """Measure the links of a lab that is made for it."""
-    spec = spec_of(asked)
+    spec = spec_of(args)
     if spec.hosts < 2:
         raise LabError("a link is measured between two hosts; give --hosts 2 or more")
     with noted_signals(), Lab.create(spec) as lab:
-        found = links.measure(lab, asked.packets)
-    print(json.dumps(found) if asked.json else table(list(found), [[str(value) for value in found.values()]]))
+        listed = links.measure(lab, args.packets)
+    print(json.dumps(listed) if args.json else table(list(listed), [[str(value) for value in listed.values()]]))
     return 0
 
 
-def run_cut_or_heal(asked: argparse.Namespace) -> int:
+def run_cut_or_heal(args: argparse.Namespace) -> int:
     """Take a link of the standing lab, or of the only one that runs, down or up."""
-    found = [lab for lab in labs() if not lab.is_abandoned]
-    lab = found[0] if len(found) == 1 else _standing(found)
-    if asked.deed == "cut":
-        lab.cut(asked.host)
+    listed = [lab for lab in labs() if not lab.is_abandoned]
+    lab = listed[0] if len(listed) == 1 else _standing(listed)
+    if args.action == "cut":
+        lab.cut(args.host)
     else:
-        lab.heal(asked.host)
+        lab.heal(args.host)
     return 0
 
 
@@ -170,14 +170,14 @@ def add_spec(parser: argparse.ArgumentParser, use: str) -> None:
     )
 
 
-def is_shaped(asked: argparse.Namespace) -> bool:
-    """Whether something is asked of links."""
-    return bool(asked.network or asked.link or asked.link_of or roughness(asked))
+def is_shaped(args: argparse.Namespace) -> bool:
+    """Return whether something is asked of links."""
+    return bool(args.network or args.link or args.link_of or roughness(args))
 
 
-def roughness(asked: argparse.Namespace) -> dict[str, Any]:
+def roughness(args: argparse.Namespace) -> dict[str, Any]:
     """The delay, jitter and loss that were asked for, as fields of a link."""
-    given = {"delay_s": asked.delay, "jitter_s": asked.jitter, "loss": asked.loss}
+    given = {"delay_s": args.delay, "jitter_s": args.jitter, "loss": args.loss}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -188,16 +188,16 @@ def _link_of(text: str) -> tuple[int, Link]:
     return int(index), Link.parse(rate)
 
 
-def spec_of(asked: argparse.Namespace) -> LabSpec:
+def spec_of(args: argparse.Namespace) -> LabSpec:
     """The lab that was asked for."""
-    link = NETWORKS[asked.network] if asked.network else asked.link or Link()
-    if asked.network and asked.link:
-        link = replace(link, bits_per_s=asked.link.bits_per_s)
-    return LabSpec(2 if asked.hosts is None else asked.hosts, replace(link, **roughness(asked)), dict(asked.link_of))
+    link = NETWORKS[args.network] if args.network else args.link or Link()
+    if args.network and args.link:
+        link = replace(link, bits_per_s=args.link.bits_per_s)
+    return LabSpec(2 if args.hosts is None else args.hosts, replace(link, **roughness(args)), dict(args.link_of))
 
 
-def _standing(found: list[Lab]) -> Lab:
-    for lab in found:
+def _standing(listed: list[Lab]) -> Lab:
+    for lab in listed:
         if lab.is_standing:
             return lab
     raise LabError(f"no lab is standing; {_MAKE_ONE} (`lab run` makes its own with --hosts)")
@@ -230,10 +230,10 @@ def _facts(lab: Lab) -> dict[str, Any]:
     }
 
 
-def _describe(found: list[dict[str, Any]]) -> str:
+def _describe(listed: list[dict[str, Any]]) -> str:
     head = ["lab", "owner", "host", "namespace", "address", "link", "state", "bytes out", "bytes in"]
     rows = []
-    for lab in found:
+    for lab in listed:
         owner = f"pid {lab['owner_pid']}" if lab["owner_pid"] else "standing"
         for host in lab["hosts"]:
             where = [str(host[key]) for key in ("host", "namespace", "address", "link")]

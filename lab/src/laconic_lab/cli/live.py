@@ -6,15 +6,19 @@ import json
 import os
 import sys
 import threading
+import time
+import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic_lab.cli.curve import braille
-from laconic_lab.measures import Measure
+from laconic_lab.compare import compare_so_far
+from laconic_lab.errors import TaskError
+from laconic_lab.figures import MEASURES, Measure
 from laconic_lab.records import RECORDS
+from laconic_lab.report import write_report_so_far
 from laconic_lab.report.markup import si_bytes
 from laconic_lab.train.progress import WATCHED
 
@@ -23,13 +27,13 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5  # a look takes some milliseconds of a core that a run could use
 _RECENT = 10  # steps over which a rate is taken
-_CURVE_ROWS = 4
 _LAST_LINES_S = 5
+_SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, use the same cores
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What is looked at: the folders of each scheme's runs."""
+    """The runs that are looked at: the folders of each scheme's runs."""
 
     folders: Mapping[str, Sequence[Path]]
     num_steps: int  # of one run
@@ -38,14 +42,8 @@ class Runs:
 
 
 def can_show() -> bool:
-    """Whether there is a terminal to show runs on, and what it takes."""
-    if not (sys.stderr.isatty() and os.isatty(2)) or os.environ.get("TERM") in ("dumb", "unknown"):
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    """Return whether there is a terminal to show runs on."""
+    return sys.stderr.isatty() and os.isatty(2) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextmanager
@@ -155,14 +153,12 @@ def frame(runs: Runs, tails: Mapping[str, Sequence[Tail]], width: int) -> Render
     if last is None:
         return table
     scheme, tail = last
-    losses = [fact["loss"] for fact in tail.steps]
-    rows = braille(losses, min(60, width - 12), _CURVE_ROWS, runs.num_steps)
-    now = "-" if losses[-1] is None else f"{losses[-1]:.3f}"
-    return Group(table, *(Text(row) for row in rows), Text(f"train loss of {scheme}: {now}"))
+    loss = tail.steps[-1]["loss"]
+    return Group(table, Text(f"train loss of {scheme}: {'-' if loss is None else f'{loss:.3f}'}"))
 
 
 def _link(steps: Sequence[Mapping[str, Any]], bits_per_s: int | None) -> str:
-    """How much of the link the last steps used, by its own count where there is one, or else bytes a second."""
+    """The share of the link that the last steps used, by its own count where there is one, or else bytes a second."""
     recent = steps[-_RECENT:]
     seconds = sum(fact["ms"] for fact in recent) / 1e3
     per_s = sum(fact.get("link_bytes_out", fact["bytes_out"]) for fact in recent) / seconds if seconds else 0.0
@@ -215,3 +211,52 @@ def _print_above(console: Console, reading: int) -> None:
     with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             console.print(Text.from_ansi(line.rstrip("\n")), soft_wrap=True)
+
+
+@dataclass
+class PageSoFar:
+    """Writes a comparison's page from the runs that there are; `told` is the one under way."""
+
+    out: Path
+    setting: Mapping[str, Any]  # what heads a comparison's records
+    schemes: Sequence[str]
+    rounds: int
+    link_bits_per_s: int | None
+    current: str = ""
+    _due: float = 0.0
+
+    def update(self) -> None:
+        """After an evaluation, unless drawing would take more of the time than its share."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            self.write()
+            now = time.monotonic()
+            self._due = now + (now - begun) / _SHARE
+
+    def break_off(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave a page that stays as it is, where an error ends the runs."""
+        if kind is not None:
+            self.write(is_running=False)
+
+    def write(self, *, is_running: bool = True) -> Path | None:
+        """Write it; None where that cannot be done, which ends no run."""
+        measure = MEASURES[self.setting["measure"]]
+        state = "Running" if is_running else "Broken off"
+        current = f"{state}: {self.current}." if self.current else f"{state}."
+        try:
+            comparison = compare_so_far(
+                self.out, self.schemes, self.rounds, measure, self.setting["target"], self.link_bits_per_s
+            )
+            return write_report_so_far(self.out, self.setting, comparison, current, is_running=is_running)
+        except TaskError:
+            return None
+
+
+def open_in_browser(page: Path | None) -> None:
+    """Open a page, or say where it is."""
+    if page is None:
+        return
+    # Without a display webbrowser finds those that take over the terminal.
+    has_display = sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    if not (has_display or os.environ.get("BROWSER")) or not webbrowser.open(page.resolve().as_uri()):
+        print(f"laconic: no browser can be opened here; the page is {page}", file=sys.stderr, flush=True)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from laconic.cli import as_worker, is_worker
 from laconic.planning import CANDIDATES, Plan, candidate
-from laconic_lab.cli.job_options import add_job_options, given_options
-from laconic_lab.cli.launching import add_lab_options, lab_spec, launcher
+from laconic_lab.cli.jobs import add_job_options, add_lab_options, given_options, lab_spec, launcher
 from laconic_lab.errors import TaskError
 from laconic_lab.network.spec import Link
 from laconic_lab.records import RECORDS, make_writable, to_json
 from laconic_lab.report import write_report
 from laconic_lab.report.planned import PLAN
-from laconic_lab.train.planned import NOT_PLANNED, PlanJob
-from laconic_lab.train.probe import LEAST_STEPS
+from laconic_lab.train.planning import LEAST_STEPS, NOT_PLANNED, PlanJob
 from laconic_lab.train.worker import work_plan
 
 _DEFAULT_STEPS = 1000
@@ -61,37 +59,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Start the workers, or be one."""
-    schemes = tuple(str(candidate(text)) for text in asked.scheme or ())
-    rates = {f"links of {link}": link.bits_per_s for link in asked.if_link or () if link.bits_per_s}
-    for number in asked.if_workers or ():
+    schemes = tuple(str(candidate(text)) for text in args.scheme or ())
+    rates = {f"links of {link}": link.bits_per_s for link in args.if_link or () if link.bits_per_s}
+    for number in args.if_workers or ():
         if number < 2:
             raise TaskError(f"--if-workers is {number}; give 2 or more")
-    if asked.probe and asked.probe < LEAST_STEPS:
-        raise TaskError(f"--probe is {asked.probe}; give {LEAST_STEPS} or more steps, or chance decides")
+    if args.probe and args.probe < LEAST_STEPS:
+        raise TaskError(f"--probe is {args.probe}; give {LEAST_STEPS} or more steps, or chance decides")
     more = [word for text in schemes for word in ("--scheme", text)]
-    more += [word for number in asked.if_workers or () for word in ("--if-workers", str(number))]
-    more += [word for link in asked.if_link or () for word in ("--if-link", str(link))]
-    more += ["--probe", str(asked.probe)] if asked.probe else []
-    more += ["--out", str(asked.folder)] if asked.folder else []
-    job = PlanJob(**{**given_options(asked), "scheme": "bf16"}, more_words=tuple(more))
+    more += [word for number in args.if_workers or () for word in ("--if-workers", str(number))]
+    more += [word for link in args.if_link or () for word in ("--if-link", str(link))]
+    more += ["--probe", str(args.probe)] if args.probe else []
+    more += ["--out", str(args.folder)] if args.folder else []
+    job = PlanJob(**{**given_options(args), "scheme": "bf16"}, more_words=tuple(more))
     if not is_worker():
         job.load_data()  # what is missing is said once
-        if asked.folder:
-            _check_folder(asked.folder)
-        with launcher(lab_spec(asked)) as start:
+        if args.folder:
+            _check_folder(args.folder)
+        with launcher(lab_spec(args)) as start:
             return start(job)
 
-    def tell(found: Plan) -> None:
-        others = {f"{number} workers": found.what_if(workers=number) for number in asked.if_workers or ()}
-        others |= {rate: found.what_if(bits_per_s=bits) for rate, bits in rates.items()}
-        if asked.folder:
-            (asked.folder / PLAN).write_text(_json(found, others) + "\n", encoding="utf-8")
-            print(f"laconic: the page is {write_report(asked.folder)}", file=sys.stderr, flush=True)
-        print(_json(found, others) if job.json else _text(found, others), flush=True)
+    def tell(plan: Plan) -> None:
+        others = {f"{number} workers": plan.what_if(workers=number) for number in args.if_workers or ()}
+        others |= {rate: plan.what_if(bits_per_s=bits) for rate, bits in rates.items()}
+        if args.folder:
+            (args.folder / PLAN).write_text(_json(plan, others) + "\n", encoding="utf-8")
+            print(f"laconic: the page is {write_report(args.folder)}", file=sys.stderr, flush=True)
+        print(_json(plan, others) if job.json else _text(plan, others), flush=True)
 
-    return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=asked.probe))
+    return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=args.probe))
 
 
 def _check_folder(folder: Path) -> None:
@@ -100,12 +98,12 @@ def _check_folder(folder: Path) -> None:
         raise TaskError(f"{folder} holds a run's records, whose page this would replace; give --out another folder")
 
 
-def _json(found: Plan, others: dict[str, Plan]) -> str:
-    return to_json({**found.as_dict(), "what_if": {name: other.as_dict() for name, other in others.items()}})
+def _json(plan: Plan, others: dict[str, Plan]) -> str:
+    return to_json({**plan.as_dict(), "what_if": {name: other.as_dict() for name, other in others.items()}})
 
 
-def _text(found: Plan, others: dict[str, Plan]) -> str:
-    lines = [str(found)]
+def _text(plan: Plan, others: dict[str, Plan]) -> str:
+    lines = [str(plan)]
     for name, other in others.items():
         lines += ["", f"with {name}:", str(other)]
     return "\n".join(lines)

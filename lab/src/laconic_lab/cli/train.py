@@ -12,12 +12,18 @@ from pathlib import Path
 from laconic.cli import as_worker, is_worker
 from laconic.recipes import parse
 from laconic.scheme import Scheme
-from laconic_lab.cli.job_options import add_job_options, job_of
-from laconic_lab.cli.launching import add_lab_options, lab_spec, launcher, link_bits_per_s, num_workers
+from laconic_lab.cli.jobs import (
+    add_job_options,
+    add_lab_options,
+    job_of,
+    lab_spec,
+    launcher,
+    link_bits_per_s,
+    num_workers,
+)
 from laconic_lab.cli.live import Runs, can_show, watched
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import sentences
-from laconic_lab.measures import MEASURES
+from laconic_lab.figures import MEASURES, sentences
 from laconic_lab.records import make_writable, to_json
 from laconic_lab.train import Job, work
 from laconic_lab.train.checkpoint import find_checkpoint
@@ -37,16 +43,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Start the workers, or be one."""
-    job = job_of(asked)
+    job = job_of(args)
     if not is_worker():
         if job.servers and not job.asks_servers:
             raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
-        spec = lab_spec(asked)
+        spec = lab_spec(args)
         num_steps = check_before_launch(job, num_workers(job, spec))
-        if told := advice(job):
-            print(f"laconic: {told}", file=sys.stderr, flush=True)
+        if remarks := advice(job):
+            print(f"laconic: {remarks}", file=sys.stderr, flush=True)
         with ExitStack() as stack:
             start = stack.enter_context(launcher(spec, lambda result: _tell(result, job)))
             shown = job
@@ -62,7 +68,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def advice(job: Job) -> str:
-    """What is worth a line before a job starts; nothing where there is none."""
+    """A line of advice before a job starts; nothing where there is none."""
     scheme = parse(job.scheme)
     if job.training.optimizer != "adamw" or not isinstance(scheme, Scheme):
         return ""
@@ -112,7 +118,7 @@ def _text(result: Result, job: Job) -> str:
 
 
 def _told_figures(result: Result) -> str:
-    """What there is to say beside what every run has."""
-    told = sentences(result.figures)
-    told += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
-    return "".join(f"; {text}" for text in told)
+    """The figures that not every run has, in words."""
+    remarks = sentences(result.figures)
+    remarks += [f"worker {rank} {why}" for rank, why in result.lost_workers.items()]
+    return "".join(f"; {text}" for text in remarks)

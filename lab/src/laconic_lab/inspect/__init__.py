@@ -1,7 +1,6 @@
 """Looking into a training run: which law its gradients follow, and what a threshold estimated from it is worth."""
 
-from laconic_lab.inspect.fit import Fit, fit
+from laconic_lab.inspect.fit import Fit, fit, tail
 from laconic_lab.inspect.run import Look, inspect
-from laconic_lab.inspect.tail import tail
 
 __all__ = ["Fit", "Look", "fit", "inspect", "tail"]

@@ -1,4 +1,4 @@
-"""How well a Laplace and a Gaussian law describe the entries of a tensor: a diagnostic, never on the path of a step."""
+"""The fit of a Laplace and a Gaussian law to the entries of a tensor: a diagnostic, never on the path of a step."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from laconic_lab.errors import TaskError
 FEWEST = 64
 _LARGEST_SAMPLE = 1_000_000
 _SEED = 0
+
+_POINTS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Fit:
 
     @property
     def caught_ratio(self) -> float | None:
-        """What t0 catches over what was wanted."""
+        """The entries that t0 catches over those that were wanted."""
         return None if self.caught is None else self.caught / self.k
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,3 +122,19 @@ def _distances(ascending: Tensor, b: float, sigma: float) -> tuple[float, float]
     laplace = -b * torch.log1p(-u)
     gaussian = sigma * math.sqrt(2) * torch.erfinv(u)
     return float((ascending - laplace).abs().mean() / b), float((ascending - gaussian).abs().mean() / b)
+
+
+def tail(x: Tensor) -> list[tuple[float, float]]:
+    """(t / mean|x|, share of entries with |x| >= t) at about 48 ranks, spaced evenly on a logarithmic scale.
+
+    Ascending in t; zeros have no place there, so a tensor of zeros has no tail.
+    """
+    size = magnitudes(x)
+    descending = sample(size).flip(0)
+    m = descending.numel()
+    if m == 0 or float(descending[0]) == 0:
+        return []
+    ranks = sorted({round(m ** (i / (_POINTS - 1))) for i in range(_POINTS)}, reverse=True)
+    places = [(float(descending[rank - 1]), rank / m) for rank in ranks]
+    unit = float(size.mean())
+    return [(t / unit, share) for t, share in places if t > 0]

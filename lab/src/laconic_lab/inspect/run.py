@@ -15,8 +15,7 @@ from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import Session
 from laconic_lab.errors import TaskError
-from laconic_lab.inspect.fit import Fit, fit
-from laconic_lab.inspect.tail import tail
+from laconic_lab.inspect.fit import Fit, fit, tail
 from laconic_lab.train.job import Job
 from laconic_lab.train.loop import TrainingLoop
 from laconic_lab.train.virtual import run_virtual
@@ -40,7 +39,7 @@ class Look:
         return {"step": self.step, "of": self.of, "layer": self.layer, **self.fit.as_dict()}
 
 
-def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] = lambda said: None) -> list[Look]:
+def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] = lambda line: None) -> list[Look]:
     """Train job.workers virtual workers and look at worker 0 in the steps `at`, counted from 1.
 
     A step is that of `laconic train`, but for the whole model being one bucket. The run ends with the last look.
@@ -48,9 +47,9 @@ def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] 
     scheme = _checked(job, rho)
     data = job.load_data()
     num_steps = job.num_steps(len(data.train_targets), job.workers)
-    strange = [step for step in at if not 1 <= step <= num_steps]
-    if strange or not at:
-        given = f"step {strange[0]} is not one of the run's" if strange else "no step is given to look at"
+    outside = [step for step in at if not 1 <= step <= num_steps]
+    if outside or not at:
+        given = f"step {outside[0]} is not one of the run's" if outside else "no step is given to look at"
         raise TaskError(f"{given}; give --at steps from 1 to {num_steps}, as in --at 1,{num_steps}")
     last = max(at)
     looks: list[Look] = []
@@ -99,7 +98,7 @@ def _look(step: int, session: Session, layout: Layout, gradient: Tensor, rho: fl
 
 
 def _balance(session: Session, layout: Layout, gradient: Tensor) -> Tensor | None:
-    """What the selector will rank in this step, from a copy of the accounts."""
+    """The values that the selector will rank in this step, from a copy of the accounts."""
     memory = session.scheme.memory
     if not memory.kinds:
         return None

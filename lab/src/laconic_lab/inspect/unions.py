@@ -1,10 +1,9 @@
-"""How large the union of the workers' choices grows with their number, by score, on a real training run."""
+"""The union of the workers' choices: how it grows with their number, by score, on a real training run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from laconic.session import Session
 from laconic_lab.errors import TaskError
@@ -33,14 +32,15 @@ def unions(
     """Train job.steps steps under each score among each number of virtual workers, with one server."""
     if job.steps is None or job.steps <= _FIRST_STEPS:
         raise TaskError(f"--steps is {job.steps}; give more than {_FIRST_STEPS}")
-    found = []
+    measured = []
     for workers in num_workers:
         for score in scores:
             scheme = f"overlap:rho={rho},score={score},strength=0,down_rho=0"  # what scores do, and no cut
             one = replace(job, scheme=scheme, workers=workers, servers=1, in_process=True, eval_every=10**9)
-            found.append(_union(one, rho, score))
-            say(f"{score} among {workers}: |U|/k {found[-1].union:.2f}, {found[-1].server_bytes_out:,} bytes a step")
-    return found
+            union = _union(one, rho, score)
+            measured.append(union)
+            say(f"{score} among {workers}: |U|/k {union.union:.2f}, {union.server_bytes_out:,} bytes a step")
+    return measured
 
 
 def _union(job: Job, rho: float, score: str) -> Union:
@@ -52,7 +52,7 @@ def _union(job: Job, rho: float, score: str) -> Union:
         up = stats.by_kind["up"].bytes_out
         seen.append((stats.num_answered, stats.num_pushed, stats.by_kind["down"].bytes_in, up))
 
-    work_in_process(job, results.append, lambda said: None, after_step)
+    work_in_process(job, results.append, lambda line: None, after_step)
     answered, sent, down, up = (last - first for last, first in zip(seen[-1], seen[_FIRST_STEPS - 1], strict=True))
     steps = len(seen) - _FIRST_STEPS
     return Union(
@@ -64,8 +64,3 @@ def _union(job: Job, rho: float, score: str) -> Union:
         server_bytes_in=up * job.workers // steps,
         loss=results[0].loss,
     )
-
-
-def as_dicts(found: Sequence[Union]) -> list[dict[str, Any]]:
-    """As plain values."""
-    return [asdict(one) for one in found]

@@ -122,11 +122,11 @@ def run(namespace: str, name: str, hosts_file: str, *argv: str) -> None:
 
 def main() -> None:
     """Do as told: python -I -S enter.py (hold | own) COUNT, or run NAMESPACE NAME HOSTS_FILE COMMAND..."""
-    deed, *words = sys.argv[1:]
-    if deed == "run":
+    action, *words = sys.argv[1:]
+    if action == "run":
         run(*words)
         return
-    if deed == "own":
+    if action == "own":
         become_owner()
     hold(int(words[0]))
 

@@ -23,7 +23,7 @@ _KILL_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class Counters:
-    """What a host's link carried, packet headers included, as its queues counted it."""
+    """Bytes and packets that a host's link carried, headers included, as its queues counted them."""
 
     bytes_out: int
     bytes_in: int

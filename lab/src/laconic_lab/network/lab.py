@@ -1,14 +1,19 @@
-"""A lab: hosts as network namespaces, each on a shaped link to one switch."""
+"""A lab: hosts as network namespaces, each on a shaped link to one switch, and the register of all labs of a user."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 
 from laconic_lab.errors import LabError
-from laconic_lab.network import enter, netlink, register
+from laconic_lab.network import enter, netlink
 from laconic_lab.network.host import INTERFACE, Host
 from laconic_lab.network.spec import LabSpec, Link
 
@@ -19,11 +24,11 @@ _MASTER_PORT = "29500"  # torchrun's own default; always free on a host that is 
 class Lab:
     """Hosts that exist now; leaving the `with` block removes them and every process on them."""
 
-    def __init__(self, entry: register.Entry) -> None:
+    def __init__(self, entry: Entry) -> None:
         self.id = entry.id
         self.owner = entry.owner
         self._entry = entry
-        self._names = register.directory() / f"{self.id}.hosts"
+        self._names = directory() / f"{self.id}.hosts"
         # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
         # lab's, so that all labs may use the same addresses.
         self._wires = enter.namespace(
@@ -37,12 +42,12 @@ class Lab:
         """Make the hosts, after removing labs whose process is gone; a standing lab outlives this process."""
         netlink.require()
         remove_abandoned()
-        owner = None if standing else register.Process.numbered(os.getpid())
+        owner = None if standing else Process.numbered(os.getpid())
         made: list[Lab] = []
 
         def note(holder: int) -> None:
             links = tuple(str(link) for link in spec.links)
-            entry = register.Entry(secrets.token_hex(3), links, owner, register.Process.numbered(holder))
+            entry = Entry(secrets.token_hex(3), links, owner, Process.numbered(holder))
             entry.write()
             made.append(cls(entry))
 
@@ -164,7 +169,7 @@ class Lab:
 def labs() -> list[Lab]:
     """Every lab of this user, abandoned ones too."""
     netlink.require()
-    return [Lab(entry) for entry in register.entries()]
+    return [Lab(entry) for entry in entries()]
 
 
 def remove_abandoned() -> list[str]:
@@ -173,3 +178,85 @@ def remove_abandoned() -> list[str]:
     for lab in gone:
         lab.close()
     return [lab.id for lab in gone]
+
+
+def directory() -> Path:
+    """The folder of this user's register; made where it is missing."""
+    path = Path("/run" if netlink.has_root() else "/tmp") / f"laconic-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.geteuid():
+        raise LabError(f"{path} is another user's; remove it, so that your labs can be written down there")
+    return path
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told by its start time from a later one with the same number."""
+
+    pid: int
+    started: int  # clock ticks after boot
+
+    @classmethod
+    def numbered(cls, pid: int) -> Process:
+        return cls(pid, int(_stat(pid)[19]))
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            stat = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat[0] not in "ZX" and int(stat[19]) == self.started
+
+    def kill(self) -> None:
+        """End it, unless it has."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A lab's entry in the register: enough to find it, use it and remove it."""
+
+    id: str
+    links: tuple[str, ...]
+    owner: Process | None  # None: a lab that stands until it is taken down
+    holder: Process  # which keeps its namespaces
+
+    @property
+    def path(self) -> Path:
+        return directory() / f"{self.id}.json"
+
+    def write(self) -> None:
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.replace(self.path)  # whole or not at all, whenever this process is killed
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def entries() -> list[Entry]:
+    """Every lab of this user, of whatever process, oldest first."""
+    dated = []
+    for path in directory().glob("*.json"):
+        try:
+            dated.append((path.stat().st_mtime, json.loads(path.read_text())))
+        except FileNotFoundError:  # its owner has just closed it
+            continue
+    dated.sort(key=lambda item: item[0])
+    return [
+        Entry(
+            entry["id"],
+            tuple(entry["links"]),
+            Process(**entry["owner"]) if entry["owner"] else None,
+            Process(**entry["holder"]),
+        )
+        for _, entry in dated
+    ]
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from field 3, the state, on; the command before it may hold spaces and brackets."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What the links of a lab are really like: rate and loss by UDP, delay by echo, and what TCP makes of it.
+"""The links of a lab, measured: rate and loss by UDP, delay by echo, and what TCP makes of it.
 
 Its path is also the program that the hosts run for it, on the standard library alone.
 """
@@ -32,10 +32,10 @@ _STREAM_S = 8.0
 def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
     """The link between the first two hosts beside what was asked of it, and TCP from every host to the next at once."""
     link = lab.hosts[0].link
-    here, there = lab.hosts[0], lab.hosts[1]
-    (round_trips,) = _between([(here, there)], "echo", "ping", _ECHOES)
-    (flood,) = _between([(here, there)], "sink", "flood", packets)
-    pairs = list(zip(lab.hosts, (*lab.hosts[1:], here), strict=True))
+    sender, receiver = lab.hosts[0], lab.hosts[1]
+    (round_trips,) = _between([(sender, receiver)], "echo", "ping", _ECHOES)
+    (flood,) = _between([(sender, receiver)], "sink", "flood", packets)
+    pairs = list(zip(lab.hosts, (*lab.hosts[1:], sender), strict=True))
     streams = _between(pairs, "drink", "pour", _STREAM_S)
     return {
         "link": str(link),
@@ -51,16 +51,16 @@ def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
 
 
 def _between(pairs: list[tuple[Host, Host]], server: str, client: str, size: float) -> list[dict[str, Any]]:
-    """What the side that measures has seen: the client of an echo, and else the server."""
+    """The measurements of one side: the client of an echo, and else the server."""
 
     def start(host: Host, *words: str) -> subprocess.Popen[str]:
         return host.popen([sys.executable, "-I", "-S", __file__, *words], stdout=subprocess.PIPE)
 
-    servers = [start(there, server) for _, there in pairs]
+    servers = [start(receiver, server) for _, receiver in pairs]
     for process in servers:
         assert process.stdout is not None
         process.stdout.readline()  # it listens
-    clients = [start(here, client, there.address, str(size)) for here, there in pairs]
+    clients = [start(sender, client, receiver.address, str(size)) for sender, receiver in pairs]
     seen = [(a if client == "ping" else b).communicate()[0] for a, b in zip(clients, servers, strict=True)]
     for process in (*servers, *clients):
         process.kill()
@@ -80,14 +80,14 @@ def _ping(words: list[str]) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.settimeout(_SILENCE_S)
         peer.connect((words[0], _PORT))
-        for turn in range(int(float(words[1])) + 1):
+        for number in range(int(float(words[1])) + 1):
             start = time.perf_counter()
             peer.send(b"?")
             try:
                 peer.recv(64)
             except TimeoutError:
                 continue  # one way or the other it was lost
-            seconds += [time.perf_counter() - start] * (turn > 0)  # the first also asked for the peer's address
+            seconds += [time.perf_counter() - start] * (number > 0)  # the first also asked for the peer's address
     print(json.dumps({"seconds": seconds}))
 
 
@@ -139,7 +139,7 @@ def _listening() -> socket.socket:
     return server
 
 
-_DEEDS: dict[str, Callable[[list[str]], None]] = {
+_ACTIONS: dict[str, Callable[[list[str]], None]] = {
     "echo": _echo,
     "ping": _ping,
     "sink": _sink,
@@ -149,4 +149,4 @@ _DEEDS: dict[str, Callable[[list[str]], None]] = {
 }
 
 if __name__ == "__main__":
-    _DEEDS[sys.argv[1]](sys.argv[2:])
+    _ACTIONS[sys.argv[1]](sys.argv[2:])

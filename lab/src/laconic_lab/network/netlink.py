@@ -69,7 +69,7 @@ def require() -> None:
 
 
 def has_root() -> bool:
-    """Whether this process may make namespaces and links in its own user namespace."""
+    """Return whether this process may make namespaces and links in its own user namespace."""
     return {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= _capabilities()
 
 
@@ -88,9 +88,9 @@ def _forbidden_by() -> str:
 
 def hold(count: int, note: Callable[[int], None]) -> None:
     """Make network namespaces in a process that holds them from when `note` has written its number down."""
-    deed = "hold" if has_root() else "own"
+    action = "hold" if has_root() else "own"
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", enter.__file__, deed, str(count)],
+        [sys.executable, "-I", "-S", enter.__file__, action, str(count)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,7 +112,7 @@ def pids(namespace: str) -> list[int]:
 
 
 def holds(namespace: str, pid: int) -> bool:
-    """Whether a process is inside `namespace`."""
+    """Return whether a process is inside `namespace`."""
     try:
         return os.path.samefile(f"/proc/{pid}/ns/net", namespace)
     except OSError:  # one of the two has just ended
@@ -129,11 +129,11 @@ def add_bridge(namespace: str, name: str) -> None:
     _ask(namespace, f"add the bridge {name}", add)
 
 
-def add_cable(here: str, port: str, there: str, device: str, bridge: str | None = None) -> None:
+def add_cable(here: str, port: str, namespace_of_device: str, device: str, bridge: str | None = None) -> None:
     """Connect a new `device` of namespace `there` with a new `port`, switched on, of `here`, and that with a bridge."""
 
     def add(kernel: Any) -> None:
-        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": there})
+        kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": namespace_of_device})
         if bridge is not None:
             kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
         _switch_on(kernel, port)
@@ -215,7 +215,7 @@ def switch(namespace: str, device: str, state: Literal["up", "down"]) -> None:
 
 
 def is_up(namespace: str, device: str) -> bool:
-    """Whether `device` is switched on."""
+    """Return whether `device` is switched on."""
 
     def look(kernel: Any) -> bool:
         (shown,) = kernel.get_links(_index(kernel, device))
@@ -272,8 +272,8 @@ def _packet_socket(device: str) -> int:
     return made.detach()
 
 
-def _ask(namespace: str, deed: str, act: Callable[[Any], T]) -> T:
-    """What `act` makes of a netlink socket inside `namespace`."""
+def _ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
+    """Call `act` with a netlink socket inside `namespace`."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -284,35 +284,35 @@ def _ask(namespace: str, deed: str, act: Callable[[Any], T]) -> T:
                 return act(kernel)
         except NetlinkError as error:
             cure = "a lab needs a kernel with veth, bridge and sch_tbf"
-            raise LabError(f"could not {deed}: {error.args[1]}; {cure}") from None
+            raise LabError(f"could not {action}: {error.args[1]}; {cure}") from None
         except OSError as error:
             cure = "if the lab was removed meanwhile, make it again"
-            raise LabError(f"could not {deed}: {error.strerror}; {cure}") from None
+            raise LabError(f"could not {action}: {error.strerror}; {cure}") from None
 
     return _in_a_child(inside)
 
 
 def _in_a_child(act: Callable[[], T]) -> T:
-    """What `act` returns or raises in a child of one thread: who has more may not join a user namespace."""
+    """Call `act` in a child of one thread, and return or raise as it does: others may join no user namespace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, whose locks the child does not ask
         read, write = os.pipe()
         pid = os.fork()
     if pid == 0:
         try:
-            said: tuple[T | None, BaseException | None] = (act(), None)
+            outcome: tuple[T | None, BaseException | None] = (act(), None)
         except BaseException as error:
-            said = (None, error)
+            outcome = (None, error)
         with os.fdopen(write, "wb") as pipe:
-            pipe.write(pickle.dumps(said))
+            pipe.write(pickle.dumps(outcome))
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
+        pickled = pipe.read()
     os.waitpid(pid, 0)
-    if not told:  # it was killed, with all that was in the lab
+    if not pickled:  # it was killed, with all that was in the lab
         raise LabError("the lab was removed meanwhile; make it again")
-    result, raised = pickle.loads(told)
+    result, raised = pickle.loads(pickled)
     if raised is not None:
         raise raised
     return result  # type: ignore[no-any-return]

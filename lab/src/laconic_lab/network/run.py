@@ -87,11 +87,11 @@ def _wait(
     heeded = 0
     rung = 0
     due = math.inf
-    told = False
+    was_signalled = False
     worst = 0
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
-        worst = worst if told else verdict([process.returncode for process in processes])
+        worst = worst if was_signalled else verdict([process.returncode for process in processes])
         if len(signals) > heeded:  # a second Ctrl-C does not wait for the grace
             heeded = len(signals)
             due = now
@@ -104,9 +104,9 @@ def _wait(
                 os.killpg(process.pid, _RUNGS[min(rung, 2)])
             rung = rung + 1
             due = now + grace_s
-            told = True
+            was_signalled = True
         time.sleep(_POLL_S)
-    return worst if told else verdict([process.returncode for process in processes])
+    return worst if was_signalled else verdict([process.returncode for process in processes])
 
 
 def _worst(codes: Sequence[int | None]) -> int:

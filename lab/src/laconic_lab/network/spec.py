@@ -1,4 +1,4 @@
-"""What a lab is asked to be: how many hosts, on which links."""
+"""The specification of a lab: how many hosts, on which links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from laconic.planning import parse_rate
-from laconic_lab.errors import LabError
+from laconic_lab.errors import LabError, LaconicError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 _MAX_BITS_PER_S = 8 * (2**32 - 1)  # the field of a token bucket's rate has 32 bits
@@ -61,7 +61,11 @@ class Link:
         if len(given) < len(more) or not given.keys() <= {"delay", "jitter", "loss"}:
             raise LabError(f"{text!r} is no link; write one like 50mbit,delay=20ms,jitter=2ms,loss=0.1%")
         seconds = {f"{name}_s": parse_seconds(given[name]) for name in ("delay", "jitter") if name in given}
-        return cls(None if rate == "none" else parse_rate(rate), loss=parse_loss(given.get("loss", "0%")), **seconds)
+        try:
+            bits_per_s = None if rate == "none" else parse_rate(rate)
+        except LaconicError:
+            raise LabError(f"{rate!r} is no link; write one like 10mbit, 2.5gbit or 500kbit, or none") from None
+        return cls(bits_per_s, loss=parse_loss(given.get("loss", "0%")), **seconds)
 
     def __str__(self) -> str:
         words = ["none"]
@@ -87,7 +91,7 @@ class Link:
 
     @property
     def loss_each_way(self) -> float:
-        """Of packets that pass either way of either end's link: two of them lose what the link says."""
+        """The share of packets lost on either way of either end's link: two of them lose what the link says."""
         return 1 - math.sqrt(1 - self.loss)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,17 +10,15 @@ from statistics import median
 from typing import Any
 
 from laconic_lab import figures, records
-from laconic_lab.compare import Comparison, Row, rounds_so_far
+from laconic_lab.compare import Comparison, Row, SweepPoint, rounds_so_far
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import pick
-from laconic_lab.measures import MEASURES, Measure
-
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+from laconic_lab.figures import MEASURES, Measure, pick
+from laconic_lab.report.drawing import looks
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was run; hosts and link are None outside a lab."""
+    """The setting of a comparison; hosts and link are None outside a lab."""
 
     task: str
     model: str | None
@@ -72,40 +69,27 @@ class ShownRow(Row):
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """One scheme on one link; speed-up is of the step time, against dense on the same link."""
-
-    link: str
-    scheme: str
-    step_ms: float
-    step_ms_quartiles: list[float] | None
-    speedup: float | None
-    speedup_bf16: float | None
-
-    @property
-    def bits_per_s(self) -> float:
-        """The link's rate; infinite where the link is as fast as the machine."""
-        rate = self.link.partition(",")[0]
-        return math.inf if rate == "none" else float(rate[:-4]) * _UNITS[rate[-4:]]
-
-
-@dataclass(frozen=True)
 class Facts:
     """Everything a page shows."""
 
     setting: Setting
     rows: tuple[ShownRow, ...]
-    sweep: tuple[Sweep, ...]
+    sweep: tuple[SweepPoint, ...]
 
     @property
     def measure(self) -> Measure:
-        """What the schemes are judged by."""
+        """The measure that schemes are judged by."""
         return MEASURES[self.setting.measure]
 
     @cached_property
     def schemes(self) -> tuple[str, ...]:
-        """Each scheme once, in the order of the records; its place is its colour in every figure."""
+        """Each scheme once, in the order of the records."""
         return tuple(dict.fromkeys([row.scheme for row in self.rows] + [point.scheme for point in self.sweep]))
+
+    @cached_property
+    def looks(self) -> dict[str, int]:
+        """The number of each scheme's colour, dash and marker in every figure."""
+        return looks(self.schemes)
 
 
 def read_facts(folder: Path) -> Facts:
@@ -116,7 +100,7 @@ def read_facts(folder: Path) -> Facts:
         raise TaskError(f"{folder} holds {held}; give a folder that `laconic compare --out` wrote")
     setting = Setting(**pick(Setting, comparison, "setting"))
     rows = tuple(_row(folder, fact, setting.rounds) for fact in records.read(folder, "row"))
-    sweep = tuple(Sweep(**pick(Sweep, fact, "sweep")) for fact in records.read(folder, "sweep"))
+    sweep = tuple(SweepPoint(**pick(SweepPoint, fact, "sweep")) for fact in records.read(folder, "sweep"))
     if not rows and not sweep:
         raise TaskError(f"{folder / records.RECORDS} holds no row and no sweep; let `laconic compare` end first")
     return Facts(setting, rows, sweep)

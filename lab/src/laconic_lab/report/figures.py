@@ -1,22 +1,30 @@
-"""The figures of a comparison's rows, each with its numbers behind it."""
+"""The figures of a comparison, each with its numbers behind it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from laconic_lab.measures import Measure
-from laconic_lab.report.axis import linear, logarithmic
-from laconic_lab.report.bars import PLACES, Bar, bar_chart
+from laconic_lab.figures import Measure
+from laconic_lab.report.charts import Bar, Chart, Curve, Scale, bar_chart, line_chart
+from laconic_lab.report.drawing import COLOURS, colour
 from laconic_lab.report.facts import Facts, Point, ShownRow
-from laconic_lab.report.lines import LEFT, RIGHT, Curve, Level, flags, flags_height, line_chart, plot_places
-from laconic_lab.report.marks import colour
-from laconic_lab.report.markup import brief_percent, figure, number, numbers_behind, percent, si_bytes, text
+from laconic_lab.report.markup import (
+    brief_percent,
+    figure,
+    keys,
+    number,
+    numbers_behind,
+    percent,
+    quartiles,
+    si_bytes,
+)
 
 _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast ones would share a fifth of the width
 
 
 def over_time(facts: Facts) -> str:
-    """What schemes are judged by against training seconds."""
+    """The figure of accuracy or loss against training seconds."""
     ends = [row.middle[-1].seconds for row in facts.rows]
     is_log = max(ends) > _LOG_FROM * min(ends)
     thin = f" Thin lines are the {facts.setting.rounds} rounds, bold ones their median." * (facts.setting.rounds > 1)
@@ -30,7 +38,7 @@ def over_time(facts: Facts) -> str:
 
 
 def over_bytes(facts: Facts) -> str:
-    """What schemes are judged by against the bytes a worker sent."""
+    """The figure of accuracy or loss against the bytes that a worker sent."""
     silent = [row.scheme for row in facts.rows if not any(point.bytes_out for point in row.middle)]
     left_out = f" Left out, since it sent nothing: {', '.join(silent)}." * bool(silent)
     return figure(
@@ -42,35 +50,38 @@ def over_bytes(facts: Facts) -> str:
 
 
 def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
-    """What schemes are judged by, over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
+    """The chart of accuracy or loss over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
     measure = facts.measure
 
     def places(points: Sequence[Point], scheme: str) -> list[tuple[float, float, str]]:
-        found = [
-            (getattr(point, quantity), worth, f"{scheme}, {_hover(point, measure)}")
+        shown = [
+            (getattr(point, quantity), value, f"{scheme}, {_hover(point, measure)}")
             for point in points
-            if (worth := getattr(point, measure.name)) is not None
+            if (value := getattr(point, measure.name)) is not None
         ]
-        return [place for place in found if place[0] > 0 or not is_log]
+        return [place for place in shown if place[0] > 0 or not is_log]
 
     curves = [
         Curve(
             row.scheme,
-            facts.schemes.index(row.scheme),
+            facts.looks[row.scheme],
             places(row.middle, row.scheme),
             [places(points, row.scheme) for points in row.rounds] if len(row.rounds) > 1 else (),
         )
         for row in facts.rows
     ]
-    curves = [curve for curve in curves if curve.points]
-    every = [place for curve in curves for run in (curve.points, *curve.thin) for place in run]
-    form = si_bytes if quantity == "bytes_out" else "{:g}".format
-    x = (logarithmic if is_log else linear)(x_name, [place[0] for place in every], LEFT, RIGHT, form)
     target = facts.setting.target
-    levels = [] if target is None else [Level(target, f"target {measure.brief(target)}")]
-    heights = [place[1] for place in every] + [level.y for level in levels]
-    y = linear(measure.noun, heights, *plot_places(flags_height(curves, x)), measure.brief)
-    return line_chart(f"{measure.noun.capitalize()} over {x_name}", x, y, curves, levels, flags(curves, x, y))
+    levels = [] if target is None else [(target, f"target {measure.brief(target)}")]
+    return line_chart(
+        Chart(
+            label=f"{measure.noun.capitalize()} over {x_name}",
+            x=Scale(x_name, si_bytes if quantity == "bytes_out" else "{:g}".format, is_log=is_log),
+            y=Scale(measure.noun, measure.brief, reaches=[y for y, _ in levels]),
+            levels=levels,
+            names_above=True,
+            curves=[curve for curve in curves if curve.points],
+        )
+    )
 
 
 def _hover(point: Point, measure: Measure) -> str:
@@ -98,57 +109,99 @@ def _evaluations(facts: Facts, quantity: str, form: str) -> str:
 
 
 def step_split(facts: Facts) -> str:
-    """Where a step's time goes, in milliseconds and in shares."""
+    """The figure of where a step's time goes, in milliseconds and in shares."""
     phases = list(dict.fromkeys(phase for row in facts.rows for phase in row.split_ms))
     longest = max(sum(row.split_ms.values()) for row in facts.rows)
-    ms = linear("", [0.0, longest], *PLACES, lambda tick: f"{tick:g} ms")
-    shares = linear("", [0.0, 1.0], *PLACES, brief_percent)
     rows = [
         [row.scheme, *(number(row.split_ms.get(phase), ".2f") for phase in phases), f"{sum(row.split_ms.values()):.2f}"]
         for row in facts.rows
     ]
+
+    def bars(*, is_share: bool) -> list[Bar]:
+        return [_split_bar(facts, row, phases, is_share) for row in facts.rows]
+
     charts = [
-        bar_chart("Milliseconds of a step", ms, [_split_bar(facts, row, phases, False) for row in facts.rows]),
-        bar_chart("Shares of a step", shares, [_split_bar(facts, row, phases, True) for row in facts.rows]),
+        bar_chart("Milliseconds of a step", "{:g} ms".format, longest, bars(is_share=False)),
+        bar_chart("Shares of a step", brief_percent, 1.0, bars(is_share=True)),
     ]
     return figure(
         "Where a step's time goes",
         "In milliseconds, and as shares of the step. Select to decode overlap the backward pass; "
         "compute is what lay outside them.",
-        _keys(phases) + f'<div class="pair">{"".join(charts)}</div>',
+        keys([("solid", f"p{i}", phase) for i, phase in enumerate(phases)])
+        + f'<div class="pair">{"".join(charts)}</div>',
         numbers_behind("Where a step's time goes", ["scheme", *(f"{phase} ms" for phase in phases), "sum ms"], rows),
         is_wide=True,
-    )
-
-
-def _keys(phases: Sequence[str]) -> str:
-    box = '<svg viewBox="0 0 14 14" aria-hidden="true"><rect class="p{}" width="14" height="14"/></svg>'
-    return (
-        f'<ul class="keys">{"".join(f"<li>{box.format(i)}{text(phase)}</li>" for i, phase in enumerate(phases))}</ul>'
     )
 
 
 def _split_bar(facts: Facts, row: ShownRow, phases: Sequence[str], is_share: bool) -> Bar:
     whole = sum(row.split_ms.values())
     parts = [
-        (ms / whole if is_share and whole else ms, f"p{phases.index(phase)}", f"{phase} {ms:.2f} ms")
+        (ms / whole if is_share and whole else ms, COLOURS[f"p{phases.index(phase)}"], f"{phase} {ms:.2f} ms")
         for phase, ms in row.split_ms.items()
     ]
-    return Bar(row.scheme, facts.schemes.index(row.scheme), parts, "" if is_share else f"{whole:.1f} ms")
+    return Bar(row.scheme, facts.looks[row.scheme], parts, "" if is_share else f"{whole:.1f} ms")
 
 
 def link_use(facts: Facts) -> str:
-    """How much of the link's rate was used while exchanging."""
+    """The figure of how much of the link's rate was used while exchanging."""
     used = [(row.scheme, use) for row in facts.rows if (use := row.figures["link_use"]) is not None]
-    bars = []
-    for scheme, use in used:
-        place = facts.schemes.index(scheme)
-        bars.append(Bar(scheme, place, [(use, f"bar {colour(place)}", percent(use))], f"{100 * use:.1f} %"))
-    axis = linear("", [0.0, 1.0, *(use for _, use in used)], *PLACES, brief_percent)
+    bars = [
+        Bar(scheme, facts.looks[scheme], [(use, colour(facts.looks[scheme]), percent(use))], f"{100 * use:.1f} %")
+        for scheme, use in used
+    ]
     return figure(
         "Link use",
         "Share of the link's rate that was used while exchanging. A full link is the bottleneck; "
         "one that is not waits for the workers.",
-        bar_chart("Link use", axis, bars),
+        bar_chart("Link use", brief_percent, max(1.0, *(use for _, use in used)), bars),
         numbers_behind("Link use", ["scheme", "link use"], [[scheme, percent(use)] for scheme, use in used]),
+    )
+
+
+def over_links(facts: Facts) -> str:
+    """Speed-up of the step time against link speed."""
+    rows = [
+        [
+            point.scheme,
+            point.link,
+            number(point.step_ms, ",.1f"),
+            quartiles(point.step_ms_quartiles),
+            number(point.speedup, ".2f", "x"),
+            number(point.speedup_bf16, ".2f", "x"),
+        ]
+        for point in facts.sweep
+    ]
+    return figure(
+        "Speed-up against link speed",
+        "Dense's median step over the scheme's, on the same link; both axes are logarithmic. "
+        "Where a line falls below 1, dense is better.",
+        _speedups(facts) if any(point.speedup for point in facts.sweep) else "",
+        numbers_behind("Speed-up", ["scheme", "link", "step ms", "quartiles", "vs dense", "vs bf16"], rows),
+    )
+
+
+def _speedups(facts: Facts) -> str:
+    rates = {point.link: point.bits_per_s for point in facts.sweep}
+    after_last = 10 * max((rate for rate in rates.values() if rate < math.inf), default=1.0)
+    places = {link: min(rate, after_last) for link, rate in rates.items()}  # none stands a decade after the last rate
+    links = {place: link.partition(",")[0] for link, place in places.items()}
+    curves = []
+    for scheme in facts.schemes:
+        points = sorted(
+            (places[point.link], point.speedup, f"{scheme} at {point.link}: {point.speedup:.2f}x")
+            for point in facts.sweep
+            if point.scheme == scheme and point.speedup
+        )
+        curves += [Curve(scheme, facts.looks[scheme], points)] if points else []
+    return line_chart(
+        Chart(
+            label="Speed-up over link speed",
+            x=Scale("link of every host", links.__getitem__, is_log=True, ticks=sorted(links)),
+            # From 0.5 at most, so that the losing side is seen also when nobody is on it.
+            y=Scale("speed-up of the step against dense", "{:g}x".format, is_log=True, reaches=[0.5, 1.0]),
+            shaded_below=(1.0, "slower than dense"),
+            curves=curves,
+        )
     )

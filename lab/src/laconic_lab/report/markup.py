@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
+
+from laconic_lab.report.drawing import STYLE_SHEET
 
 # Nothing is fetched and nothing runs, whatever a record holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = Path(__file__).with_name("style.css")
 
 
 def text(value: object) -> str:
@@ -17,9 +17,9 @@ def text(value: object) -> str:
 
 
 def short(name: str, length: int) -> str:
-    """The name, escaped; its middle left out where it is longer than there is room."""
+    """The name, its middle left out where it is longer than there is room."""
     half = (length - 1) // 2
-    return text(name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}")
+    return name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -66,6 +66,15 @@ def numbers_behind(label: str, head: Sequence[str], rows: Sequence[Sequence[str]
     return f"<details><summary>The numbers</summary>{scroll_box(label, table)}</details>"
 
 
+def keys(looks: Sequence[tuple[str, str, str]]) -> str:
+    """The parts of a drawing by name: (solid, line or dashed; a colour of style.css; name)."""
+    items = [
+        f'<li><span class="key {kind}" style="--ink: var(--{colour})"></span>{text(name)}</li>'
+        for kind, colour, name in looks
+    ]
+    return f'<ul class="keys">{"".join(items)}</ul>'
+
+
 def figure(title: str, caption: str, drawing: str, numbers: str, *, is_wide: bool = False) -> str:
     """A drawing under its title, with its numbers behind it."""
     head = f"<figcaption><h2>{text(title)}</h2><p>{text(caption)}</p></figcaption>"
@@ -84,7 +93,7 @@ def frame(title: str, sentence: str, body: str, notes: Sequence[str], *, refresh
 <meta name="color-scheme" content="light dark">
 <title>{text(title)}</title>
 <style>
-{_STYLE.read_text(encoding="utf-8")}</style>
+{STYLE_SHEET.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>

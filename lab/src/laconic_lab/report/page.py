@@ -8,15 +8,13 @@ from typing import Any
 
 from laconic_lab import records
 from laconic_lab.compare import Comparison
-from laconic_lab.errors import TaskError
-from laconic_lab.measures import MEASURES
+from laconic_lab.errors import LaconicError, TaskError
+from laconic_lab.figures import MEASURES
 from laconic_lab.report.facts import Facts, Setting, facts_so_far, read_facts
-from laconic_lab.report.figures import link_use, over_bytes, over_time, step_split
-from laconic_lab.report.fits import fits_page
-from laconic_lab.report.inspected import holds_inspection
+from laconic_lab.report.figures import link_use, over_bytes, over_links, over_time, step_split
+from laconic_lab.report.inspected import fits_page, holds_inspection
 from laconic_lab.report.markup import frame
 from laconic_lab.report.planned import PLAN, plan_page
-from laconic_lab.report.sweep import over_links
 from laconic_lab.report.table import other_figures, table
 from laconic_lab.report.unions import holds_unions, unions_page
 
@@ -48,11 +46,11 @@ def write_report(folder: Path, *, running: str = "") -> Path:
 
 
 def write_report_so_far(
-    folder: Path, comparison: Mapping[str, Any], found: Comparison, told: str, *, is_running: bool
+    folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison, state: str, *, is_running: bool
 ) -> Path:
     """Write folder/report.html of a comparison that is not at its end; `told` says where it stands."""
     refresh_s = _REFRESH_S if is_running else None
-    return _write(folder, lambda: _page(facts_so_far(folder, comparison, found), told, refresh_s))
+    return _write(folder, lambda: _page(facts_so_far(folder, comparison, comparison_so_far), state, refresh_s))
 
 
 def _write(folder: Path, make: Callable[[], str]) -> Path:
@@ -64,7 +62,7 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
         half_written.replace(path)
     except TaskError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LaconicError, LookupError, OSError, TypeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise TaskError(f"{path} cannot be made from the records ({why}); run what wrote them again") from error
     return path
@@ -78,9 +76,9 @@ def _page_of(folder: Path, running: str) -> str:
     return _page(read_facts(folder), running, _REFRESH_S if running else None)
 
 
-def _page(facts: Facts, told: str = "", refresh_s: int | None = None) -> str:
+def _page(facts: Facts, state: str = "", refresh_s: int | None = None) -> str:
     count = len(facts.schemes)
-    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared{' so far' * bool(told)}"
+    title = f"{facts.setting.task}: {count} scheme{'s' * (count != 1)} compared{' so far' * bool(state)}"
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE] if facts.rows else []
@@ -92,7 +90,7 @@ def _page(facts: Facts, told: str = "", refresh_s: int | None = None) -> str:
 <section class="figures">
 {_figures(facts)}
 </section>"""
-    sentence = f"{told} {_sentence(facts.setting)}" if told else _sentence(facts.setting)
+    sentence = f"{state} {_sentence(facts.setting)}" if state else _sentence(facts.setting)
     return frame(title, sentence, body, notes, refresh_s=refresh_s)
 
 
@@ -104,7 +102,7 @@ def _figures(facts: Facts) -> str:
 
 
 def _sentence(setting: Setting) -> str:
-    """What was run, in one sentence."""
+    """One sentence on what was run."""
     model = f" {setting.model}" if setting.model else ""
     where = "one machine"
     if setting.hosts is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laconic.planning import rate_text
-from laconic_lab.report.axis import logarithmic
-from laconic_lab.report.lines import LEFT, WIDTH, Curve, Upright, line_chart, plot_places, side_names, side_width
+from laconic_lab.report.charts import Chart, Curve, Scale, line_chart
+from laconic_lab.report.drawing import looks
 from laconic_lab.report.markup import figure, frame, number, numbers_behind, scroll_box, text
 
 PLAN = "plan.json"
@@ -44,9 +43,9 @@ def plan_page(path: Path) -> str:
 
 
 def _answer(plan: Mapping[str, Any]) -> str:
-    said = list(plan["reasons"])
-    said += [f"with {name} it would be {other['pick']}" for name, other in plan.get("what_if", {}).items()]
-    lines = "".join(f"<li>{text(reason)}</li>" for reason in said)
+    reasons = list(plan["reasons"])
+    reasons += [f"with {name} it would be {other['pick']}" for name, other in plan.get("what_if", {}).items()]
+    lines = "".join(f"<li>{text(reason)}</li>" for reason in reasons)
     paste = f'<pre tabindex="0"><code>{text(plan["line"])}</code></pre>'
     return f'<section class="answer">{paste}<ul>{lines}</ul></section>'
 
@@ -115,14 +114,16 @@ def _that_matter(plan: Mapping[str, Any]) -> list[str]:
 def _chart(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
     here = plan["bits_per_s"]
     curves = [
-        Curve(scheme, i, [(rate, ms, f"{scheme} at {rate_text(rate)}: {ms:,.1f} ms") for rate, ms in points])
-        for i, scheme in enumerate(shown)
+        Curve(scheme, number, [(rate, ms, f"{scheme} at {rate_text(rate)}: {ms:,.1f} ms") for rate, ms in points])
+        for scheme, number in looks(shown).items()
         if (points := plan["curves"][scheme])
     ]
-    rates = [place[0] for curve in curves for place in curve.points]
-    x = logarithmic("link", [here, *rates], LEFT, WIDTH - side_width(curves), str)
-    x = replace(x, ticks=tuple((rate, rate_text(rate)) for rate in _TICKS if x.lo <= rate <= x.hi))
-    heights = [place[1] for curve in curves for place in curve.points]
-    y = logarithmic("ms a step", heights, *plot_places(0), "{:g}".format)
-    mark = Upright(here, f"yours: {rate_text(here)}")
-    return line_chart("Step time over link speed", x, y, curves, [], side_names(curves, x, y), [mark])
+    return line_chart(
+        Chart(
+            label="Step time over link speed",
+            x=Scale("link", rate_text, is_log=True, reaches=[here], ticks=_TICKS),
+            y=Scale("ms a step", "{:g}".format, is_log=True),
+            upright=(here, f"yours: {rate_text(here)}"),
+            curves=curves,
+        )
+    )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from laconic_lab.figures import Figure, Place, columns
-from laconic_lab.measures import Measure
+from laconic_lab.figures import Figure, Measure, Place, columns
 from laconic_lab.report.facts import Facts, ShownRow
 from laconic_lab.report.markup import number, percent, quartiles, scroll_box, text
 
@@ -64,9 +63,9 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
 
 
 def other_figures(rows: Sequence[ShownRow]) -> list[Figure]:
-    """What some schemes have beside what a link carried, which has columns of its own."""
-    found = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
-    return [figure for figure in found if figure.name not in _ON_THE_LINK]
+    """The figures that some schemes have beside what a link carried, which has columns of its own."""
+    shown = [figure for place in (Place.BYTES, Place.END) for figure in columns([row.figures for row in rows], place)]
+    return [figure for figure in shown if figure.name not in _ON_THE_LINK]
 
 
 def _figure(name: str) -> Callable[[ShownRow], float | None]:
@@ -82,7 +81,7 @@ def _more_in(row: ShownRow) -> str:
 
 
 def _more(seen: float | None, counted: float) -> str:
-    """What the interface saw beyond what was counted."""
+    """The bytes that the interface saw beyond those that were counted."""
     return number(100 * (seen / counted - 1) if seen is not None and counted else None, "+.1f", " %")
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laconic_lab import records
-from laconic_lab.report.axis import logarithmic
-from laconic_lab.report.lines import LEFT, WIDTH, Curve, line_chart, plot_places, side_names, side_width
+from laconic_lab.report.charts import Chart, Curve, Scale, line_chart
 from laconic_lab.report.markup import brief_percent, figure, frame, numbers_behind, si_bytes
 
 _HEAD = "unions"
@@ -22,17 +20,17 @@ _NOTES = (
 
 
 def holds_unions(folder: Path) -> bool:
-    """Whether the records are those of `laconic bench union`."""
+    """Return whether the records are those of `laconic bench union`."""
     return next(records.read(folder, _HEAD), None) is not None
 
 
 def unions_page(folder: Path) -> str:
     """The page, from the records."""
-    asked = next(records.read(folder, _HEAD))
+    setting = next(records.read(folder, _HEAD))
     points = list(records.read(folder, "union"))
     sentence = (
-        f"{asked['task']}, {asked['steps']} steps of {asked['batch']} examples per worker, seed {asked['seed']}; each "
-        f"worker sends {brief_percent(asked['rho'])} of its entries."
+        f"{setting['task']}, {setting['steps']} steps of {setting['batch']} examples per worker, "
+        f"seed {setting['seed']}; each worker sends {brief_percent(setting['rho'])} of its entries."
     )
     rows = [
         [point["score"], str(point["workers"]), f"{point['union']:.2f}", f"{point['independent']:.2f}"]
@@ -55,19 +53,19 @@ def unions_page(folder: Path) -> str:
         ),
     ]
     body = '<section class="figures">\n' + "\n".join(figures) + "\n</section>"
-    return frame(f"{asked['task']}: how unions grow", sentence, body, _NOTES)
+    return frame(f"{setting['task']}: how unions grow", sentence, body, _NOTES)
 
 
-def _chart(points: Sequence[dict[str, Any]], what: str, name: str, form: Callable[[float], str]) -> str:
+def _chart(points: Sequence[dict[str, Any]], quantity: str, name: str, form: Callable[[float], str]) -> str:
     curves = []
     for number, score in enumerate(dict.fromkeys(point["score"] for point in points)):
-        mine = [point for point in points if point["score"] == score and point[what]]
-        found = [(p["workers"], p[what], f"{score}, {p['workers']} workers: {form(p[what])}") for p in mine]
-        curves += [Curve(score, number, sorted(found))] if found else []
+        places = sorted(
+            (p["workers"], p[quantity], f"{score}, {p['workers']} workers: {form(p[quantity])}")
+            for p in points
+            if p["score"] == score and p[quantity]
+        )
+        curves += [Curve(score, number, places)] if places else []
     if not curves:
         return ""
-    workers = sorted({point["workers"] for point in points})
-    x = logarithmic("workers", [float(each) for each in workers], LEFT, WIDTH - side_width(curves), str)
-    x = replace(x, ticks=tuple((float(each), str(each)) for each in workers))
-    y = logarithmic(name, [place[1] for curve in curves for place in curve.points], *plot_places(0), form)
-    return line_chart(f"{name} over workers", x, y, curves, [], side_names(curves, x, y))
+    workers = Scale("workers", "{:g}".format, is_log=True, ticks=sorted({p["workers"] for p in points}))
+    return line_chart(Chart(f"{name} over workers", workers, Scale(name, form, is_log=True), curves=curves))

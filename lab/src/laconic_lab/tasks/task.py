@@ -28,7 +28,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained; each field has the name of the option that says otherwise."""
+    """The settings of training; each field has the name of the option that says otherwise."""
 
     lr: float  # at its peak
     batch: int  # examples per worker and step

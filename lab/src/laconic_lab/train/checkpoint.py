@@ -80,8 +80,8 @@ def save_checkpoint(
                 files = dict(_fact(row) for row in sorted(rows))
                 for name in files:
                     (fresh / name).stat()  # not there where hosts do not share the folder
-                told = {"format": _FORMAT, "laconic": laconic.__version__, "step": step, "files": files}
-                _write_manifest(fresh, told | about)
+                manifest = {"format": _FORMAT, "laconic": laconic.__version__, "step": step, "files": files}
+                _write_manifest(fresh, manifest | about)
                 _remove(home / f"step-{step}")
                 fresh.rename(home / f"step-{step}")
                 _sync(home)
@@ -107,16 +107,16 @@ def find_checkpoint(folder: Path, group: WorkerGroup | None = None) -> Checkpoin
     Among a group that is a call which all workers make, and each looks at its part of the files.
     """
     remarks = []
-    for step, there in _generations(folder / _FOLDER):
-        about = _read_manifest(there)
-        damage = f"{there / _MANIFEST} is damaged" if about is None else _damage(there, about, group)
+    for step, checkpoint in _generations(folder / _FOLDER):
+        about = _read_manifest(checkpoint)
+        damage = f"{checkpoint / _MANIFEST} is damaged" if about is None else _damage(checkpoint, about, group)
         if about is None or damage:
             remarks.append(damage)
             continue
         remarks = [f"{remark}; going on from step {step}" for remark in remarks]
-        strays = sorted({path.name for path in there.iterdir()} - {_MANIFEST, *about["files"]})
-        remarks += [f"{there / stray} is not of this checkpoint and is not read; remove it" for stray in strays]
-        return Checkpoint(there, step, about, remarks)
+        strays = sorted({path.name for path in checkpoint.iterdir()} - {_MANIFEST, *about["files"]})
+        remarks += [f"{checkpoint / stray} is not of this checkpoint and is not read; remove it" for stray in strays]
+        return Checkpoint(checkpoint, step, about, remarks)
     if remarks:
         raise TaskError(f"{remarks[0]}; put a copy of it there, or {_AFRESH}")
     raise TaskError(f"{folder} holds no checkpoint that laconic wrote; {_AFRESH}")
@@ -124,25 +124,26 @@ def find_checkpoint(folder: Path, group: WorkerGroup | None = None) -> Checkpoin
 
 def _generations(home: Path) -> list[tuple[int, Path]]:
     """(step, folder) of what has a manifest, the newest first: anything else here is not ours."""
-    found = [(_NAME.fullmatch(path.parent.name), path.parent) for path in home.glob(f"*/{_MANIFEST}")]
-    return sorted(((int(name[1]), path) for name, path in found if name), reverse=True)
+    generations = [(_NAME.fullmatch(path.parent.name), path.parent) for path in home.glob(f"*/{_MANIFEST}")]
+    return sorted(((int(name[1]), path) for name, path in generations if name), reverse=True)
 
 
-def _damage(there: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
-    """What is wrong with a checkpoint's files; nothing where they are as they were written."""
+def _damage(checkpoint: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
+    """The first damage of a checkpoint's files, in words; nothing where they are as they were written."""
     if about.get("format") != _FORMAT:
-        return f"{there} is of laconic {about.get('laconic')}, whose format this version does not read"
+        return f"{checkpoint} is of laconic {about.get('laconic')}, whose format this version does not read"
     files = list(about["files"].items())
     own = range(group.place, len(files), group.num_living) if group else range(len(files))
-    first = next((number for number in own if not _is_whole(there / files[number][0], files[number][1])), len(files))
+    damaged = (number for number in own if not _is_whole(checkpoint / files[number][0], files[number][1]))
+    first = next(damaged, len(files))
     if group:
         rows = group.gather([about["step"], first])
         if len(steps := {int(step) for step, _ in rows}) > 1:
-            raise other_steps(there.parent.parent, steps)
+            raise other_steps(checkpoint.parent.parent, steps)
         first = min(int(number) for _, number in rows)
     if first == len(files):
         return ""
-    part = there / files[first][0]
+    part = checkpoint / files[first][0]
     return f"{part} is {'damaged' if part.is_file() else 'missing'}"
 
 
@@ -154,7 +155,7 @@ def _is_whole(part: Path, fact: Mapping[str, Any]) -> bool:
 
 
 def other_steps(folder: Path, steps: Collection[int]) -> TaskError:
-    """What to say where not all workers find the same."""
+    """The error where not all workers find the same step."""
     return TaskError(f"workers find other steps in {folder}: {sorted(steps)}; give an --out that all hosts share")
 
 
@@ -170,7 +171,7 @@ def _keep_two(home: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """What a manifest vouches for goes, and nothing else."""
+    """Remove the files that a manifest vouches for, and nothing else."""
     if not (checkpoint / _MANIFEST).is_file():
         return
     about = _read_manifest(checkpoint)
@@ -223,7 +224,7 @@ def _write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What it says; None if it is not there, or not as it was written."""
+    """The contents of a manifest; None if it is missing, or not as it was written."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         about: dict[str, Any] = manifest["about"]
@@ -257,7 +258,7 @@ def _part(rank: int) -> str:
 
 
 def _row(rank: int, fact: Mapping[str, Any]) -> list[float]:
-    """What a worker tells of its file: its length is 0 where it could not be written."""
+    """A worker's numbers of its file: the length is 0 where it could not be written."""
     return [rank, fact.get("bytes", 0), *_CHECKSUM.unpack(bytes.fromhex(fact.get("sha256", "00" * _CHECKSUM.size)))]
 
 

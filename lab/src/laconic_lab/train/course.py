@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Course:
-    """What rank `rank` of `num_workers` trains on, and how; nothing in it talks to the others."""
+    """The data, model and schedule of rank `rank` of `num_workers`; nothing in it exchanges anything."""
 
     def __init__(self, job: Job, data: Data, rank: int, num_workers: int) -> None:
         self._job = job
@@ -69,10 +69,10 @@ class Course:
         Inputs go to the device as they are stored, and are prepared there: for 32 images a CPU takes a millisecond.
         """
         batches_per_round = max(1, len(self._mine) // self.batch)
-        turn, place = divmod(step, batches_per_round)
-        if self._shuffled[0] != turn:
-            shuffle = _generator(self._job.seed, self.rank, turn)
-            self._shuffled = turn, self._mine[torch.randperm(len(self._mine), generator=shuffle)]
+        walk, place = divmod(step, batches_per_round)
+        if self._shuffled[0] != walk:
+            shuffle = _generator(self._job.seed, self.rank, walk)
+            self._shuffled = walk, self._mine[torch.randperm(len(self._mine), generator=shuffle)]
         chosen = self._shuffled[1][place * self.batch :][: self.batch]
         inputs = self.data.prepare(self.data.train_inputs.index_select(0, chosen).to(device))
         if self.data.augment is not None:

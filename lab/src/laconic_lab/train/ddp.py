@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.adapters.alike import begin_alike_
-from laconic.api import attach
+from laconic import attach
 from laconic.errors import LaconicError
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
 from laconic.session import Stats
-from laconic.transport import Group, silence_said, world
+from laconic.transport import silence_said, world
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent
@@ -34,12 +33,9 @@ def in_ddp(
     model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
 ) -> DistributedDataParallel:
     """The model as every job trains it under DDP, which would send all of it to all, though one seed has made it."""
-    group = group or world()
-    device = next(model.parameters()).device
-    begin_alike_(model, group, Group(group, device), device)
     return DistributedDataParallel(
         model,
-        process_group=group,
+        process_group=group or world(),
         **_NOT_AT_FIRST,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,  # no copy of what a bucket has become

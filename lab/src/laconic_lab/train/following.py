@@ -33,8 +33,8 @@ class FollowingWorkers:
         rows = self.gather(tensor.flatten().tolist())
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        rows = gather(self._follower, [self._follower.rank, *mine])
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        rows = gather(self._follower, [self._follower.rank, *own])
         alive = [int(row[0]) for row in rows]
         self.place = alive.index(self._follower.rank)
         self.num_living = len(alive)
@@ -89,7 +89,7 @@ class FollowingLearner:
         return spent
 
     def _replicas(self, distance: float) -> dict[str, float]:
-        """What the worst replica is worth, and the root mean square of their distances to the mean."""
+        """The accuracy or loss of the worst replica, and the root mean square of their distances to the mean."""
         right, loss, count = self.course.score(self.model, self._device)
         worth = {"accuracy": right / count, "loss": loss / count}[self._measure.name]
         rows = self.group.gather([worth, distance])

@@ -1,4 +1,4 @@
-"""What is asked of a training run; each field is an option of the command line."""
+"""A training run as it is asked for; each field is an option of the command line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
-from laconic.server.serve import TIMEOUT_S, check_wait
+from laconic.server import TIMEOUT_S, check_wait
 from laconic_lab.errors import TaskError
-from laconic_lab.measures import MEASURES, Measure
+from laconic_lab.figures import MEASURES, Measure
 from laconic_lab.tasks import TASKS, Data, Training
-from laconic_lab.train.optimizer import OPTIMIZERS
-from laconic_lab.train.training import settled
+from laconic_lab.train.optimizer import OPTIMIZERS, settled
 
 DEFAULT_STEPS = 300
 SCHEDULES = ("cosine", "constant")
@@ -174,16 +173,16 @@ class Job:
 
     @cached_property
     def training(self) -> Training:
-        """How the model is trained: its own settings, unless they are given here or the scheme asks for others."""
+        """The settings of training: the model's own, unless they are given here or the scheme asks for others."""
         given = {option.name: getattr(self, option.name) for option in fields(Training)}
         if self.betas is not None:
             given["betas"] = _betas(self.betas)
-        asked = {name: value for name, value in given.items() if value is not None}
-        return settled(TASKS[self.task].model(self.model).training, asked, parse(self.scheme))
+        given_here = {name: value for name, value in given.items() if value is not None}
+        return settled(TASKS[self.task].model(self.model).training, given_here, parse(self.scheme))
 
     @property
     def measure(self) -> Measure:
-        """What the task's models are judged by."""
+        """The measure that the task's models are judged by."""
         return MEASURES[TASKS[self.task].measure]
 
     def load_data(self) -> Data:

@@ -10,15 +10,25 @@ import torch
 from torch import nn
 
 from laconic.session import Stats
+from laconic.testing import FAULT_POINTS, fault_point
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent, measured, step_fact
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.worker_group import WorkerGroup
 
+FAULT_POINTS |= {
+    "train.step": "before a step of a job (loop)",
+    "train.evaluate": "before an evaluation (loop)",
+    "train.average": "after the last step, before models that trained apart are averaged (loop)",
+    "train.save": "before a checkpoint is written (loop)",
+    "train.resumed": "after a run was resumed (loop)",
+    "train.end": "after the last evaluation (loop)",
+}
+
 
 class StatefulSession(Protocol):
-    """What a checkpoint asks of a session, whatever it exchanges."""
+    """The part of a session that a checkpoint needs, whatever it exchanges."""
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state."""
@@ -28,7 +38,7 @@ class StatefulSession(Protocol):
 
 
 class Learner(Protocol):
-    """How one worker's model learns from a batch, and how it is judged: what differs by the kind of worker."""
+    """One worker's model: how it learns from a batch, and how it is judged, by the kind of worker."""
 
     owns_model: ClassVar[bool]  # whether each worker's model and optimizer are its own
 
@@ -48,30 +58,20 @@ class Learner(Protocol):
         """Find the gradient of a step's examples, exchange, apply; the loss."""
 
     def finish_(self) -> Spent:
-        """What comes after the last step, on the clock."""
+        """Do what comes after the last step, on the clock."""
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """([right answers, summed loss, answers] on the test data, the same for all workers; more to be recorded)."""
 
 
-class Observer(Protocol):
-    """Who is told what was measured; every worker has one."""
+class Observer:
+    """Receives what is measured of one worker; this one, of a worker that does not lead, notes nothing."""
 
     def step(self, fact: dict[str, Any]) -> None:
         """After each step."""
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         """After each evaluation."""
-
-
-class NoObserver:
-    """Of a worker that leads nobody."""
-
-    def step(self, fact: dict[str, Any]) -> None:
-        """Nothing is noted."""
-
-    def evaluation(self, fact: dict[str, Any]) -> None:
-        """Nothing is noted."""
 
 
 class TrainingLoop:
@@ -103,12 +103,14 @@ class TrainingLoop:
             observer.step(self.step_())
             self.is_out_of_time = self._next_would_be_late()
             if self._is_over():
+                fault_point("train.average", self)
                 self._spend_(self.learner.finish_())
             if self._is_over() or self.steps_done % self.job.eval_every == 0:
                 observer.evaluation(self.evaluate())
+        fault_point("train.end", self)
 
     def _next_would_be_late(self) -> bool:
-        """Whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
+        """Return whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
         if self.job.max_seconds is None or self.steps_done == self.course.num_steps:
             return False
         then = self.group.total(torch.tensor([self.seconds + self.facts[-1]["ms"] / 1e3], dtype=torch.float64))
@@ -116,6 +118,7 @@ class TrainingLoop:
 
     def step_(self) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
+        fault_point("train.step", self)
         before = self.learner.stats()
         with measured() as spent:
             self.learner.updater.set_rate_(self.course.rate(self.steps_done))
@@ -135,6 +138,7 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, Any]:
         """Accuracy and loss on the test data; every worker gets the same figures."""
+        fault_point("train.evaluate", self)
         if self.job.device == "cuda":
             self.peak_memory_bytes = max(self.peak_memory_bytes, torch.cuda.max_memory_allocated())
         (right, loss, count), more = self.learner.score(is_last=self._is_over())
@@ -153,12 +157,12 @@ class TrainingLoop:
         return self.last_evaluation
 
     def tokens_per_s(self, step_ms: float) -> float | None:
-        """What all workers together see in a step of so many ms; None where examples are not made of tokens."""
+        """The tokens that all workers together see in a second; None where examples are not made of tokens."""
         context = self.job.training.context
         return None if context is None else 1e3 * context * self.course.batch * self.group.num_living / step_ms
 
     def bytes_so_far(self) -> dict[str, int]:
-        """What this worker sent and heard since the first step, and what dense would have sent."""
+        """The bytes that this worker sent and received since the first step, and dense would have sent."""
         stats = self.learner.stats()
         return {
             "out": self.bytes_before["out"] + stats.bytes_out,

@@ -1,4 +1,4 @@
-"""What is measured of steps: seconds, bytes by the session's count and by the interface's, and what many come to."""
+"""Measurements of steps: seconds, bytes by the session's count and by the interface's, and what many come to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def interface_bytes() -> tuple[int, int] | None:
 
 
 def link_bytes_since(before: tuple[int, int] | None) -> dict[str, int]:
-    """What the interface has counted since, by name in records; nothing where it is not counted."""
+    """The bytes that the interface has counted since, by name in records; nothing where it is not counted."""
     now = interface_bytes()
     if now is None or before is None:
         return {}
@@ -71,7 +71,7 @@ def step_fact(step: int, loss: float, spent: Spent, before: Stats, after: Stats)
 
 
 def mean_ms(facts: Sequence[Mapping[str, Any]]) -> float:
-    """Of a step, the first ones left out: what a median hides where only every so many steps talk."""
+    """The mean of a step, the first ones left out: what a median hides where only every so many steps talk."""
     return statistics.fmean(fact["ms"] for fact in facts[WARM_UP_STEPS:] or facts)
 
 

@@ -29,7 +29,7 @@ sys.exit(f"CUDA error {code}" if code else 0)
 
 
 def uses_mps(job: Job) -> bool:
-    """Whether this process, a worker of the job or its launcher, shares a GPU through MPS, whoever started that."""
+    """Return whether this process, a worker of the job or its launcher, shares a GPU through MPS."""
     return job.device == "cuda" and _VARIABLES[0] in os.environ
 
 
@@ -72,12 +72,12 @@ def _call(words: list[str], env: Mapping[str, str], text: str = "") -> str:
     """Run a command to its end; what it says."""
     name = Path(words[0]).name
     # Into a file, since a daemon may hold on to a pipe; in a process group that Ctrl-C, which is the workers', misses.
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         try:
             done = subprocess.run(
                 words,
                 input=text,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
                 text=True,
@@ -89,8 +89,8 @@ def _call(words: list[str], env: Mapping[str, str], text: str = "") -> str:
             raise LaunchError(f"{name}: {error.strerror}") from None
         except subprocess.TimeoutExpired:
             raise LaunchError(f"{name} does not end") from None
-        said.seek(0)
-        lines = said.read().splitlines()
+        output.seek(0)
+        lines = output.read().splitlines()
     if done.returncode:
         raise LaunchError(f"{name}: {lines[-1] if lines else f'exit code {done.returncode}'}")
     return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""Talk on stderr: a bar on a terminal, plain lines elsewhere, TensorBoard on request."""
+"""A worker's lines on stderr, where its launcher shows no bars, and TensorBoard on request."""
 
 from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from laconic_lab.errors import TaskError
@@ -13,7 +12,6 @@ from laconic_lab.train.loop import TrainingLoop
 from laconic_lab.train.result import beside_dense
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
     from torch.utils.tensorboard import SummaryWriter
 
 
@@ -27,26 +25,13 @@ class Progress:
         self._job = job
         self._loop = loop
         self._shown = shown and WATCHED not in os.environ
-        self._bar = _bar() if self._shown else None
-        self._line = self._bar.add_task(job.scheme, total=loop.course.num_steps, fact="") if self._bar else None
         self._events = _events(job) if shown and job.tensorboard else None
 
-    def __enter__(self) -> Progress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar:
-            self._bar.stop()
+    def close(self) -> None:
         if self._events:
             self._events.close()
 
     def step(self, fact: dict[str, Any]) -> None:
-        if self._bar and self._line is not None:
-            self._bar.update(self._line, completed=fact["step"], fact=self._text(fact))
         if self._events:
             for name in ("loss", "ms", "bytes_out"):
                 self._events.add_scalar(f"train/{name}", fact[name], fact["step"])
@@ -55,7 +40,7 @@ class Progress:
         if self._events:
             for name in ("accuracy", "loss"):
                 self._events.add_scalar(f"test/{name}", fact[name], fact["step"])
-        if self._shown and not self._bar:
+        if self._shown:
             measure = self._job.measure
             last = f", {self._text(self._loop.facts[-1])}" if self._loop.facts else ""
             print(
@@ -67,23 +52,10 @@ class Progress:
 
     def _text(self, fact: dict[str, Any]) -> str:
         beside = beside_dense(self._loop.learner.stats().ratio)
-        said = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
+        sent = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
         rate = self._loop.tokens_per_s(fact["ms"])
         seen = f", {rate:,.0f} tokens/s" if rate else ""
-        return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {said}"
-
-
-def _bar() -> Bar | None:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        return None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[fact]}"))
-    return Bar(*columns, console=Console(stderr=True))
+        return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {sent}"
 
 
 def _events(job: Job) -> SummaryWriter:

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def summarize(loop: TrainingLoop) -> Result:
     evaluation = loop.last_evaluation
     # The interface's count begins with this process, so it has no match where a resumed run's bytes go further back.
     facts = loop.facts if not loop.bytes_before["dense"] else []
-    seen = [sum(fact.get(f"link_bytes_{way}", 0) for fact in facts) for way in ("out", "in")]
-    mine = [*loop.bytes_so_far().values(), *seen]
-    total = loop.group.total(torch.tensor(mine, dtype=torch.float64))
+    seen = [sum(fact.get(f"link_bytes_{direction}", 0) for fact in facts) for direction in ("out", "in")]
+    own = [*loop.bytes_so_far().values(), *seen]
+    total = loop.group.total(torch.tensor(own, dtype=torch.float64))
     out, into, dense, seen_out, seen_in = (round(each / loop.group.num_living) for each in total.tolist())
     end = loop.group.end_facts()
     ends = loop.group.gather([loop.seconds, loop.peak_memory_bytes])
@@ -66,7 +66,7 @@ def summarize(loop: TrainingLoop) -> Result:
         "link_bytes_in": seen_in or None,
         "seconds_slowest": None if loop.group.shares_clock else slowest,
     }
-    found = {Source.STATS: vars(stats), Source.EVALUATION: evaluation, Source.WORKERS: workers}
+    sources = {Source.STATS: vars(stats), Source.EVALUATION: evaluation, Source.WORKERS: workers}
     return Result(
         scheme=str(stats.scheme),
         accuracy=evaluation["accuracy"],
@@ -81,6 +81,6 @@ def summarize(loop: TrainingLoop) -> Result:
         skipped_steps=stats.skipped_steps,
         diverged_at=loop.diverged_at,
         lost_workers=end.lost_workers,
-        figures=of_run(found, end.servers),
+        figures=of_run(sources, end.servers),
         is_out_of_time=loop.is_out_of_time,
     )

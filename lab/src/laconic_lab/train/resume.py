@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from laconic.adapters import Attached
+from laconic import Attached
 from laconic.recipes import parse
 from laconic.replicas import Follower
 from laconic.scheme import AnyScheme, Scheme
+from laconic.testing import fault_point
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import TASKS
 from laconic_lab.train.checkpoint import Checkpoint, find_checkpoint, other_steps, save_checkpoint
@@ -27,6 +28,7 @@ def save(loop: TrainingLoop) -> None:
     job = loop.job
     if job.out is None or job.no_checkpoint or not loop.steps_done or loop.diverged_at is not None:
         return
+    fault_point("train.save", loop)
     learner = loop.learner
     if isinstance(learner.session, Attached | Follower):
         learner.session.check_replicas_()
@@ -60,15 +62,16 @@ def resume_(loop: TrainingLoop) -> None:
     learner.session.load_state_dict([state["session"] for state in states])
     loop.seconds = lead["seconds"]
     loop.steps_done = checkpoint.step
-    for way in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
-        loop.bytes_before[way] = round(sum(state["bytes"][way] for state in states) / len(states))
-    found = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
-    if len(found) > 1:
-        raise other_steps(job.out, found)
+    for direction in loop.bytes_before:  # the number of workers may have changed, so each takes the mean
+        loop.bytes_before[direction] = round(sum(state["bytes"][direction] for state in states) / len(states))
+    steps = {int(step) for (step,) in loop.group.gather([checkpoint.step])}  # nobody is asked before it has loaded
+    if len(steps) > 1:
+        raise other_steps(job.out, steps)
+    fault_point("train.resumed", loop)
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """What decides how a run goes, defaults filled in, by the name of its option."""
+    """The settings that decide how a run goes, defaults filled in, by the name of its option."""
     training = asdict(job.training)
     return {
         "task": job.task,
@@ -131,7 +134,7 @@ def remark(job: Job, states: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the worker that led wrote down."""
+    """The settings that the worker that led wrote down."""
     return next((dict(state["settings"]) for state in states if "settings" in state), {})
 
 

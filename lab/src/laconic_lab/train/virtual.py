@@ -18,14 +18,14 @@ from laconic.recipes import parse
 from laconic.replicas import Follower, OuterRounds
 from laconic.scheme import OuterScheme, Scheme
 from laconic.session import Session, Stats
-from laconic.transport import InProcess, in_process
+from laconic.testing import InProcess, in_process
 from laconic_lab.figures import sentences
 from laconic_lab.records import Recorder
 from laconic_lab.tasks import Data
 from laconic_lab.train.course import Course
 from laconic_lab.train.following import Followed, FollowingLearner
 from laconic_lab.train.job import Job
-from laconic_lab.train.loop import NoObserver, TrainingLoop
+from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import Spent
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.worker import device_of
@@ -52,7 +52,7 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
 
         def train(loop: TrainingLoop, session: Session | None = None) -> Result:
             leads = loop.group.place == 0
-            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else NoObserver())
+            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else Observer())
             return summarize(loop)
 
         if isinstance(scheme, Scheme):
@@ -170,8 +170,8 @@ class VirtualWorkers:
         rows = self.gather(tensor.flatten().tolist())
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        self._rows[self.place] = list(mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        self._rows[self.place] = list(own)
         self.wait()
         rows = list(self._rows)
         self.wait()  # nobody overwrites what another still reads
@@ -184,8 +184,8 @@ class VirtualWorkers:
         """A server's bytes are those that all workers heard."""
         if not self._has_servers:
             return EndFacts()
-        heard = self.gather([self._transport.traffic.bytes_in])
-        return EndFacts([{"bytes_out": round(sum(num_bytes for (num_bytes,) in heard))}])
+        received = self.gather([self._transport.traffic.bytes_in])
+        return EndFacts([{"bytes_out": round(sum(num_bytes for (num_bytes,) in received))}])
 
 
 class Replica:
@@ -269,15 +269,15 @@ class VirtualLearner:
 
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """The first scores all of the test data; the others wait."""
-        mine = [0.0, 0.0, 0.0]
+        own = [0.0, 0.0, 0.0]
         if self._group.place == 0:
-            mine = self._course.score(self.model, self._replica.device)
-        sums = self._group.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+            own = self._course.score(self.model, self._replica.device)
+        sums = self._group.total(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums, {"bytes_in": self.session.stats().bytes_in}
 
 
-class _VirtualObserver:
-    """Of the worker that leads: it records, says how far the run is, and lets another look at the session."""
+class _VirtualObserver(Observer):
+    """The observer of the worker that leads: it records, prints, and lets another look at the session."""
 
     def __init__(
         self, loop: TrainingLoop, session: Session | None, records: Recorder, say: Say, after_step: AfterStep | None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.api import follow
+from laconic import follow
 from laconic.planning import AUTOMATIC, Plan
 from laconic.server import serve
 from laconic.transport import own_group, place_of_texts, world, world_without
@@ -30,11 +30,10 @@ from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import DdpLearner
 from laconic_lab.train.following import FollowingLearner
 from laconic_lab.train.job import DEFAULT_STEPS, Job
-from laconic_lab.train.loop import NoObserver, TrainingLoop
+from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
-from laconic_lab.train.planned import plan_here
-from laconic_lab.train.probe import Losses, probe
+from laconic_lab.train.planning import Losses, plan_here, probe
 from laconic_lab.train.progress import Progress
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.resume import resume_, save
@@ -45,14 +44,17 @@ _PROBED = 1024  # examples of the test data, by which short runs are told apart
 _TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
 
 
-def work(job: Job, tell: Callable[[Result], None]) -> int:
-    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED."""
+def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> int:
+    """Train and measure, or serve; the worker that leads in the end tells the result. 0, or DIVERGED.
+
+    `data` stands in for the task's own.
+    """
     _end_with_the_launcher()
     if int(os.environ["RANK"]) < job.servers:
         return _serve(job)
     torch.manual_seed(job.seed)
     device = device_of(job)
-    data = job.load_data()
+    data = data or job.load_data()
     with _process_group(job.backend):
         if job.auto:
             job = _chosen(job, data, device)
@@ -87,12 +89,12 @@ def work_plan(
     device = device_of(job)
     data = job.load_data()
     with _process_group(job.backend):
-        found = plan_here(job, data, device, own_group(world(), device), candidates, steps)
+        planned = plan_here(job, data, device, own_group(world(), device), candidates, steps)
         if probe_steps:
             few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
-            found = probe(job, found, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
+            planned = probe(job, planned, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
         if dist.get_rank() == 0:
-            tell(found)
+            tell(planned)
     return 0
 
 
@@ -108,10 +110,10 @@ def _losses(job: Job, data: Data, device: torch.device) -> Losses:
     return observer.losses
 
 
-def _slowest(mine: float) -> float:
+def _slowest(own: float) -> float:
     """The largest of everyone's numbers, on all workers."""
     device = place_of_texts(world())
-    largest = torch.tensor([mine], dtype=torch.float64, device=device)
+    largest = torch.tensor([own], dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
@@ -122,7 +124,7 @@ def _say(text: str) -> None:
         print(f"laconic: {text}", file=sys.stderr, flush=True)
 
 
-class _LossObserver(NoObserver):
+class _LossObserver(Observer):
     """Notes evaluations alone."""
 
     def __init__(self) -> None:
@@ -137,10 +139,10 @@ def _chosen(job: Job, data: Data, device: torch.device) -> Job:
     if job.resume:
         assert job.out is not None
         return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
-    found = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
-    _say(f"auto picks {found.pick}: {found.reasons[0]}")
+    planned = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
+    _say(f"auto picks {planned.pick}: {planned.reasons[0]}")
     torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
-    return replace(job, scheme=found.pick, auto=False)
+    return replace(job, scheme=planned.pick, auto=False)
 
 
 def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | FollowingLearner:
@@ -167,8 +169,8 @@ def _serve(job: Job) -> int:
     return 0
 
 
-class _LeadersLog:
-    """Where the worker that leads writes records and shows progress; another takes over where that one has died."""
+class _LeadersLog(Observer):
+    """The log of the worker that leads: records and progress; another takes over where that one has died."""
 
     def __init__(self, job: Job, loop: TrainingLoop) -> None:
         self._job = job
@@ -181,7 +183,8 @@ class _LeadersLog:
         self.leads = self._loop.group.place == 0
         folder = self._job.out if self.leads else None
         self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
-        self._progress = self._open.enter_context(Progress(self._job, self._loop, shown=self.leads))
+        self._progress = Progress(self._job, self._loop, shown=self.leads)
+        self._open.callback(self._progress.close)
 
     def write(self, kind: str, **fact: Any) -> None:
         if not self.leads and self._loop.group.place == 0:
@@ -213,7 +216,7 @@ def _end_with_the_launcher() -> None:
 
 
 def device_of(job: Job) -> torch.device:
-    """Where this process computes; an error where there is no such device."""
+    """The device that this process computes on; an error where there is no such device."""
     if job.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the workers of a job tell each other outside the exchange of gradients: sums, and who is there."""
+"""The workers of a job outside the exchange of gradients: sums over them, and who is alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from laconic.transport import Transport, rows_of, silence_said
 
 @dataclass(frozen=True)
 class EndFacts:
-    """What is known of others than the workers that came to the end."""
+    """Facts of others than the workers that came to the end."""
 
     servers: list[dict[str, Any]] = field(default_factory=list)  # what each dedicated server counted
     lost_workers: dict[str, str] = field(default_factory=dict)  # by rank, and how they died
@@ -28,23 +28,23 @@ class WorkerGroup(Protocol):
 
     @property
     def place(self) -> int:
-        """Which of them this one is, from 0; the first leads: it writes and prints."""
+        """The number of this one among them, from 0; the first leads: it writes and prints."""
 
     @property
     def num_living(self) -> int:
-        """How many there are."""
+        """The number of them."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all of them, on the CPU."""
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
         """The same numbers of all of them, by place."""
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         """Make a model's buffers the same everywhere."""
 
     def end_facts(self) -> EndFacts:
-        """What servers counted, and who has died."""
+        """The counts of servers, and who has died."""
 
 
 class ProcessWorkers:
@@ -59,13 +59,13 @@ class ProcessWorkers:
         self.num_living = dist.get_world_size(group)
 
     def total(self, tensor: Tensor) -> Tensor:
-        there = tensor.to(self._device)
+        summed = tensor.to(self._device)
         with silence_said(self.place):
-            dist.all_reduce(there, group=self._group)
-        return there.cpu()
+            dist.all_reduce(summed, group=self._group)
+        return summed.cpu()
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         with silence_said(self.place):
@@ -95,8 +95,8 @@ class ServedWorkers:
     def total(self, tensor: Tensor) -> Tensor:
         return self._transport.total(tensor)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, mine)
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
+        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:

@@ -1,4 +1,4 @@
-"""What schemes cost in steps on a job itself: short runs from one beginning, bf16's beside each."""
+"""A job planned instead of trained: its own step, what would pay, and what schemes cost in steps by short runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from laconic.planning import Candidate, Penalty, Plan, answer, candidate
+import torch
+import torch.distributed as dist
+
+from laconic.planning import Candidate, Penalty, Plan, answer, candidate, plan
+from laconic_lab.tasks import Data
+from laconic_lab.train.course import Course
+from laconic_lab.train.ddp import in_ddp
 from laconic_lab.train.job import Job
 
 Losses = list[tuple[float, float]]  # (step, validation loss), steps in micro-batches
@@ -19,13 +25,19 @@ _PROBED = 3  # candidates beside bf16
 _PROBE_S = 300.0  # for all runs together, as far as that is foreseen
 _JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
 
+# A job's options that no plan depends on.
+NOT_PLANNED = (
+    *("scheme", "auto", "servers", "server_timeout", "epochs", "max_seconds", "flipped", "in_process", "eval_every"),
+    *("no_pipeline", "no_checkpoint", "resume", "tensorboard", "quiet", "out"),
+)
+
 
 def probe(
     job: Job,
-    found: Plan,
+    planned: Plan,
     num_steps: int,
     train: Callable[[Job], Losses],
-    slowest: Callable[[float], float] = lambda mine: mine,
+    slowest: Callable[[float], float] = lambda own: own,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan again, with the steps factors of its soonest candidates taken from runs of so many steps of this job.
@@ -35,7 +47,7 @@ def probe(
     """
     start = time.perf_counter()
     plain = candidate("bf16")
-    step_s = {plain: _step_s(found)} | {candidate(row.scheme): row.step_ms / 1e3 for row in found.rows}
+    step_s = {plain: _step_s(planned)} | {candidate(row.scheme): row.step_ms / 1e3 for row in planned.rows}
     others = [one for one in step_s if one != plain]
     losses_of: dict[Candidate, Losses] = {}
     stretch = 1.0  # a run over its steps: what evaluating adds
@@ -45,29 +57,29 @@ def probe(
         if begun_s + stretch * foreseen_s > _PROBE_S:
             say(f"{one} is not probed: {num_steps} steps would take {stretch * foreseen_s:.0f} s; give --probe fewer")
             if one == plain:
-                return found
+                return planned
             continue
         losses_of[one] = _trained(job, one, num_steps, train)
         stretch = max(stretch, (slowest(time.perf_counter() - start) - begun_s) / max(foreseen_s, 1e-9))
     source = f"probed on this job, {num_steps} steps"
     probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
-    seconds = found.seconds + time.perf_counter() - start
-    return answer(replace(found.measured, probed=probed), steps=found.steps, seconds=seconds)
+    seconds = planned.seconds + time.perf_counter() - start
+    return answer(replace(planned.measured, probed=probed), steps=planned.steps, seconds=seconds)
 
 
-def _step_s(found: Plan) -> float:
-    """Of bf16, where the plan was not asked for it."""
-    compute = found.measured.compute
-    return compute.together_s + found.measured.links.sums.seconds(2 * sum(compute.num_entries))
+def _step_s(planned: Plan) -> float:
+    """The step time of bf16, where the plan was not asked for it."""
+    compute = planned.measured.compute
+    return compute.together_s + planned.measured.links.sums.seconds(2 * sum(compute.num_entries))
 
 
-def _trained(job: Job, asked: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
+def _trained(job: Job, under: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
     """The losses of a short run under a candidate, at a constant rate, so that a step does not depend on its length."""
-    times = asked.accumulate
+    times = under.accumulate
     training = job.training
     short = replace(
         job,
-        scheme=str(asked.scheme),
+        scheme=str(under.scheme),
         steps=math.ceil(num_steps / times),
         batch=times * training.batch,
         accumulate=times * job.accumulate,
@@ -89,13 +101,13 @@ def factor_of(losses: Sequence[tuple[float, float]], plain: Sequence[tuple[float
     for steps, loss in smoothed(losses):
         if not lowest or loss < lowest[-1][1]:
             lowest.append((steps, loss))
-    found = []
+    planned = []
     for steps, loss in lowest[-_JUDGED:]:
         steps_of_plain = steps_to(loss, plain)
-        found.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
-    if not found or math.isinf(losses[-1][1]):  # it diverged
-        found = [math.inf]
-    return Penalty(max(1.0, statistics.median(found)), min(found), max(found), source)
+        planned.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
+    if not planned or math.isinf(losses[-1][1]):  # it diverged
+        planned = [math.inf]
+    return Penalty(max(1.0, statistics.median(planned)), min(planned), max(planned), source)
 
 
 def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -106,10 +118,41 @@ def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | None:
-    """Where the smoothed loss first reaches a target, between two evaluations; None where it does not."""
+    """The step at which the smoothed loss first reaches a target, between two evaluations; None where it does not."""
     for (before, higher), (after, lower) in pairwise(smoothed(losses)):
         if lower <= target:
             if higher <= target:
                 return before
             return before + (after - before) * (higher - target) / (higher - lower)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanJob(Job):
+    """A job of which only the plan is asked."""
+
+    more_words: tuple[str, ...] = ()  # of `laconic plan` alone
+
+    def words(self) -> list[str]:
+        return ["plan", *self.arguments(without=NOT_PLANNED), *self.more_words]
+
+
+def plan_here(
+    job: Job, data: Data, device: torch.device, group: dist.ProcessGroup | None, candidates: Sequence[str], steps: int
+) -> Plan:
+    """Plan this worker's share of a job; a call that all workers make."""
+    course = Course(job, data, dist.get_rank(group), dist.get_world_size(group))
+    model = course.model(device)
+    updater = course.updater(model)
+    ddp = in_ddp(model, group)
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        updater.optimizer.zero_grad()
+        loss = course.backward_(ddp, updater, taken, device, ddp.no_sync)
+        updater.apply_()
+        taken += 1
+        float(loss)  # as in training, where it is noted
+
+    return plan(ddp, updater.optimizer, step, schemes=candidates, steps=steps)

@@ -1,0 +1,178 @@
+"""A job's fields as command-line options, and where it runs: processes on this machine, or the hosts of a lab."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from laconic.cli import say
+from laconic_lab.cli.lab import add_spec, is_shaped, spec_of
+from laconic_lab.errors import LabError, LaunchError
+from laconic_lab.network import Lab, LabSpec, Link, noted_signals
+from laconic_lab.network import run as run_in_lab
+from laconic_lab.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic_lab.train.mps import shared_gpu
+from laconic_lab.train.progress import WATCHED
+from laconic_lab.train.result import Result
+
+Launcher = Callable[[Job], int]  # 0, or DIVERGED
+AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
+
+_FOUND = 1  # the exit code of `laconic doctor --strict` where something was found
+
+
+def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
+    """One option for each field of Job; one that is not given is not in the namespace, and Job knows its default."""
+    hints = get_type_hints(Job)
+    for option in fields(Job):
+        if option.name in without:
+            continue
+        name = f"--{option.name.replace('_', '-')}"
+        meaning = str(option.metadata["meaning"]).replace("%", "%%")
+        if hints[option.name] is bool:
+            parser.add_argument(name, action="store_true", help=meaning)
+        else:
+            kind = next(t for t in (*get_args(hints[option.name]), hints[option.name]) if t is not type(None))
+            shown = f"{meaning} (default {option.default})" if option.default is not None else meaning
+            parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
+
+
+def job_of(args: argparse.Namespace, **instead: Any) -> Job:
+    """The job that was asked for, with some fields replaced."""
+    return Job(**{**given_options(args), **instead})
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a job that were given, by the name of its field."""
+    return {option.name: getattr(args, option.name) for option in fields(Job) if hasattr(args, option.name)}
+
+
+def setting(
+    job: Job, spec: LabSpec | None, *, rounds: int, steps: int, target: float | None, measure: str
+) -> dict[str, Any]:
+    """The facts that head a comparison's records; hosts and link are None outside a lab."""
+    return {
+        **job.facts(),
+        "steps": steps,
+        "batch": job.training.batch,
+        "workers": spec.hosts - job.servers if spec else job.workers,
+        "hosts": spec.hosts if spec else None,
+        "link": str(spec.link) if spec else None,
+        "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
+        "rounds": rounds,
+        "target": target,
+        "measure": measure,
+    }
+
+
+def _metavar(kind: type) -> str:
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
+
+
+def add_lab_options(parser: argparse.ArgumentParser) -> None:
+    """--hosts, --link and what else shapes links: run in a lab."""
+    add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
+
+
+def lab_spec(args: argparse.Namespace) -> LabSpec | None:
+    """The lab that was asked for, if any."""
+    if args.hosts is None:
+        if is_shaped(args):
+            raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
+        return None
+    if getattr(args, "in_process", False):
+        raise LabError("--in-process has no hosts; leave --hosts out")
+    if hasattr(args, "workers"):
+        raise LabError("--hosts puts one worker on each host; leave --workers out")
+    return spec_of(args)
+
+
+def num_workers(job: Job, spec: LabSpec | None) -> int:
+    """The number of a job's workers: one on each host that does not serve, or as many as it says."""
+    if spec is not None and spec.hosts <= job.servers:
+        raise LabError(f"{spec.hosts} hosts are no more than --servers {job.servers}; give --hosts more than that")
+    return spec.hosts - job.servers if spec else job.workers
+
+
+@contextmanager
+def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda result: None) -> Iterator[Launcher]:
+    """A way to run jobs; the lab, if it is one, lives as long as the block.
+
+    `tell` is for results of jobs that run in this process; workers tell their own.
+    """
+    if spec is None:
+
+        def start(job: Job) -> int:
+            return work_in_process(job, tell, _say_unless_shown) if job.in_process else _sharing_gpus(launch, job, spec)
+
+        yield start
+        return
+    with noted_signals() as signals, Lab.create(spec) as lab:
+        yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
+
+
+def _say_unless_shown(text: str) -> None:
+    if WATCHED not in os.environ:
+        say(text)
+
+
+def link_bits_per_s(job: Job, spec: LabSpec | None) -> int | None:
+    """The rate of the link of the worker that writes the records: servers come first."""
+    return spec.links[job.servers].bits_per_s if spec else None
+
+
+def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
+    with shared_gpu(job, num_workers(job, spec), say):
+        return start(job)
+
+
+def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
+    """One rank on each host, servers first; only the worker that leads prints results."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(lab.hosts))))
+    env = {"OMP_NUM_THREADS": threads}
+    command = ["sh", "-c", AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
+    code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
+    if signals:
+        raise KeyboardInterrupt
+    if code and code != DIVERGED:
+        raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
+    return code
+
+
+def extend_doctor(parser: argparse.ArgumentParser) -> None:
+    """Let the library's `laconic doctor` look at a lab too."""
+    add_spec(parser, "of a lab to look at")
+    look_here: Callable[[argparse.Namespace], int] = parser.get_default("run")
+    parser.set_defaults(run=lambda args: _look(args, look_here))
+
+
+def _look(args: argparse.Namespace, look_here: Callable[[argparse.Namespace], int]) -> int:
+    if args.hosts is not None:
+        return _in_a_lab(args)
+    if is_shaped(args):
+        raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
+    return look_here(args)
+
+
+def _in_a_lab(args: argparse.Namespace) -> int:
+    """One rank on each host; links are to carry what the lab was asked for, unless --nominal says otherwise."""
+    spec = spec_of(args)
+    nominal = args.nominal or spec.link.bits_per_s
+    words = ["--nominal", str(Link(nominal))] * (nominal is not None)
+    words += ["--json"] * args.json + ["--strict"] * args.strict
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.hosts)))}
+    with noted_signals() as signals, Lab.create(spec) as lab:
+        command = ["sh", "-c", AS_RANK, sys.executable, "-m", "laconic", "doctor", *words]
+        code = run_in_lab(lab, command, signals, env=env, marked=False)
+        if signals:
+            raise KeyboardInterrupt
+    if code not in (0, _FOUND):
+        raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
+    return code
