@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from laconic.doctor.facts import HostFacts
-from laconic.doctor.finding import Finding
-from laconic.doctor.interfaces import Interface
 from laconic.planning import PairLink
 from laconic.planning.pairs import EchoTimes
+from laconic.transport import Interface
 
 _USUAL_MTU = 1500
 _TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %
@@ -24,6 +23,17 @@ _BRIDGES = {"bridge", "openvswitch"}
 _TUNNEL_NAMES = re.compile(r"(tun|tap|wg|zt|tailscale|flannel|cali|vxlan|weave)")
 _BRIDGE_NAMES = re.compile(r"(docker|br-|cni|virbr|lxcbr|podman)")
 _DOCKERS_OWN = ipaddress.ip_network("172.17.0.0/16")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is slow or wrong, where, and what to do about it."""
+
+    name: str  # of the check
+    host: str
+    measured: str
+    expected: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -61,11 +71,10 @@ class Seen:
         if self.nominal_bits_per_s is not None:
             return self.nominal_bits_per_s
         ends = [self.facts[rank].used for rank in (pair.source, pair.target)]
-        told = [end.bits_per_s for end in ends if end is not None and end.bits_per_s is not None]
-        return min(told, default=None)
+        return min((end.bits_per_s for end in ends if end and end.bits_per_s is not None), default=None)
 
-    def way(self, pair: PairLink) -> str:
-        """Its ends by name."""
+    def ends(self, pair: PairLink) -> str:
+        """The hosts at both ends of a link."""
         return f"{self.facts[pair.source].host} to {self.facts[pair.target].host}"
 
 
@@ -118,7 +127,7 @@ def rate(seen: Seen) -> Iterator[Finding]:
         if nominal is not None and 8 * pair.bytes_per_s < _TOO_SLOW * nominal:
             yield Finding(
                 "rate",
-                seen.way(pair),
+                seen.ends(pair),
                 _bits(8 * pair.bytes_per_s),
                 f"{_bits(nominal)} nominal",
                 "look for other traffic, a shaper, a half-duplex port or a cable (ethtool); many streams may do more",
@@ -132,7 +141,7 @@ def slow_link(seen: Seen) -> Iterator[Finding]:
         if there.bytes_per_s < _TOO_SLOW * back.bytes_per_s:
             measured, other = _bits(8 * there.bytes_per_s), _bits(8 * back.bytes_per_s)
             cure = "look at what shapes or fills that way alone (a firewall, an upload limit)"
-            yield Finding("slow link", seen.way(there), measured, f"{other}, as the other way", cure)
+            yield Finding("slow link", seen.ends(there), measured, f"{other}, as the other way", cure)
         return
     for rank in seen.leaders:
         own = [8 * pair.bytes_per_s for pair in seen.pairs if rank in (pair.source, pair.target)]
@@ -232,14 +241,15 @@ def clocks(seen: Seen) -> Iterator[Finding]:
 
 def versions(seen: Seen) -> Iterator[Finding]:
     """Ranks run other releases."""
-    told = set()
+    reported = set()
+    first = seen.facts[0]
     for facts in seen.facts[1:]:
         for name, version in facts.versions.items():
-            first = seen.facts[0].versions[name]
-            if version != first and (facts.machine, name) not in told:
-                told.add((facts.machine, name))
-                where = f"{first}, as on {seen.facts[0].host}"
-                yield Finding("versions", facts.host, f"{name} {version}", where, f"install {name} {first} there")
+            if version != first.versions[name] and (facts.machine, name) not in reported:
+                reported.add((facts.machine, name))
+                expected = f"{first.versions[name]}, as on {first.host}"
+                cure = f"install {name} {first.versions[name]} there"
+                yield Finding("versions", facts.host, f"{name} {version}", expected, cure)
 
 
 CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (

@@ -37,7 +37,7 @@ class PairMean(Path):
         with self.clock.time("encode", work.device):
             mine = work.flat.to(self.quantize.code_dtype)
             frame = self.on_wire(mine).view(torch.uint8)  # not every backend knows every type
-        theirs = yield partial(self.transport.swap, frame, partner, "pairs", frame.numel())
+        theirs = yield partial(self.transport.sendrecv, frame, partner, "pairs", frame.numel())
         return Said((mine, theirs.view(mine.dtype)))
 
     def apply_(self, work: Work, said: Said) -> None:

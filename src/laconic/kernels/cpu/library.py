@@ -36,8 +36,6 @@ _INT = ctypes.c_int
 _U = ctypes.c_uint32
 _F = ctypes.c_float
 
-ROOM = ctypes.CFUNCTYPE(_P, _N, _N)  # where so many bytes from a socket are to go
-
 _SIGNATURES = {
     "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
     "all_finite": (_INT, (_P, _N, _INT)),
@@ -71,9 +69,6 @@ _SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
-    "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, _INT, ctypes.POINTER(_N))),
-    "deal": (_INT, (_N, _P, _P, _P, _P, _P, _P, _P, ROOM, _P, _INT, ctypes.POINTER(_N))),
-    "add_up": (_INT, (_P, _N, _INT, _N, _N, _P, _INT, ctypes.POINTER(_N), ctypes.POINTER(_INT))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),
     "orthonormal": (None, (_P, _P, _P, _N, _N)),

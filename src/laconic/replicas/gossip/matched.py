@@ -70,7 +70,7 @@ class Matched(Side):
         return topic, way
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
-        return self.end.swap(message.to(self.vector.device), partner, "model", num_back)
+        return self.end.sendrecv(message.to(self.vector.device), partner, "model", num_back)
 
     def settle(self) -> None:
         """Nothing is ever under way between two steps."""
