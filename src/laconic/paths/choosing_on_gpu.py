@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.recorded import Recorded, Recorder
+from laconic.kernels import Recorded, Recorder
 from laconic.paths.frame_plan import FramePlan
 from laconic.paths.path import Taken, Work
 
@@ -37,7 +37,7 @@ class ChoiceOnGpu:
 
     def _take(self, work: Work, withdraw_: Callable[[], tuple[Tensor, Tensor]]) -> Taken:
         strange = torch.zeros(1, dtype=torch.int32, device=work.device)
-        kernels.mark_strange_(strange, work.flat, work.too_large)
+        kernels.flag_nonfinite_(strange, work.flat, work.too_large)
         kernels.zero_if_(work.flat, strange)
         taken = withdraw_()
         if self._on_host is None or [each.shape for each in self._on_host] != [each.shape for each in taken]:

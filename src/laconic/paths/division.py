@@ -8,8 +8,7 @@ from torch import Tensor
 
 from laconic.errors import FrameError
 from laconic.exchange import Shares, piece_borders
-from laconic.kernels.reference.nonzero import has_zeros, nonzero
-from laconic.kernels.reference.owners import Pieces
+from laconic.kernels import Pieces, has_zeros, nonzero
 from laconic.layout import Layout
 from laconic.paths.frame_plan import FramePlan
 from laconic.paths.path import Work

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.recorded import Recorded, Recorder
+from laconic.kernels import Recorded, Recorder
 from laconic.paths.frame_plan import FramePlan
 from laconic.paths.path import Taken, Work
 from laconic.quantize import Quantizer
@@ -89,7 +89,7 @@ class BucketOnGpu:
     def _write(self, work: Work) -> _Written:
         plan = self._plan
         strange = torch.zeros(1, dtype=torch.int32, device=work.device)
-        kernels.mark_strange_(strange, work.flat, work.too_large)
+        kernels.flag_nonfinite_(strange, work.flat, work.too_large)
         kernels.zero_if_(work.flat, strange)
         chosen, values = plan.withdraw_(work.account.balance, work.account.due_(work.flat, 1 / work.scale))
         codes, scale = self._quantize.encode(values)

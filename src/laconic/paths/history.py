@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels import nonzero
 from laconic.memory import Due
 from laconic.select import BucketPlan, Overlap
 from laconic.select.scores import Score

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.draws import key_of
+from laconic.kernels import key_of
 from laconic.layout import Layout
 from laconic.paths.path import Message, Path, Said, Speech, Work
 from laconic.paths.shared_choice import SharedChoice

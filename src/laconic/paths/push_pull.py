@@ -11,8 +11,7 @@ from torch import Tensor
 
 from laconic.errors import StateError
 from laconic.exchange import Server, Shares, piece_borders
-from laconic.kernels.recorded import Recorder
-from laconic.kernels.reference.nonzero import has_zeros, nonzero
+from laconic.kernels import Recorder, has_zeros, nonzero
 from laconic.layout import Layout
 from laconic.memory import Account, Due, Ledger
 from laconic.paths.choosing_on_gpu import ChoiceOnGpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import Shares
-from laconic.kernels.host import merged
+from laconic.kernels import merged
 from laconic.layout import Layout, positions_of
 from laconic.memory import Due, Ledger
 from laconic.paths.frame_plan import FramePlan

@@ -1,6 +1,6 @@
 """What is sent: which positions of a bucket go out this step."""
 
-from laconic.kernels.searches import SEARCHES
+from laconic.kernels import SEARCHES
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector
 from laconic.select.chunked import ChunkedTopK
 from laconic.select.everything import Everything

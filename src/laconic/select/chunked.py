@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.kernels.chunks import withdraw_of_chunks_
+from laconic.kernels import withdraw_of_chunks_
 from laconic.layout import Layout
 from laconic.select.bucket_plan import BucketPlan, Chooser, Window, share_of
 

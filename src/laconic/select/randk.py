@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 from laconic.layout import Layout, positions_of
 from laconic.select.bucket_plan import BucketPlan, SharedSelector, plan_of_bucket
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from laconic.errors import SchemeError
-from laconic.kernels.searches import SEARCHES
+from laconic.kernels import SEARCHES
 from laconic.layout import Layout
 from laconic.select.bucket_plan import BucketPlan, Chooser, Window, plan_of_bucket, share_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.exchange import Shares
-from laconic.kernels.reference.owners import Window
+from laconic.kernels import Window
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger, Residual
 from laconic.memory.undo import Undo

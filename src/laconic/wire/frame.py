@@ -15,10 +15,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
-from laconic.kernels.host import end_to_end
-from laconic.wire.elias_fano import EliasFano
-from laconic.wire.index_codec import IndexBlock, foretold_block
-from laconic.wire.rice import Rice
+from laconic.wire.index_codec import EliasFano, IndexBlock, Rice, foretold_block
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 2
@@ -113,7 +110,7 @@ class CodesShape:
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
-        return end_to_end(blocks)
+        return kernels.end_to_end(blocks)
 
     def head(self, *, step: int, bucket: int, scale: float = 0.0) -> list[int]:
         """The words of a header, whose check sum is yet to come, and its scale where none is given."""
@@ -249,7 +246,7 @@ class FrameShape(CodesShape):
         damaged |= (kernels.check_sum(words[:, 2:]) != stated).any()
         positions = EliasFano.read(words[:, _HEADER_WORDS : self._end_of_index], self.num_entries, self.k, damaged)
         values = self._values_of(frames)
-        kernels.mark_strange_(damaged, values.view(-1))
+        kernels.flag_nonfinite_(damaged, values.view(-1))
         return positions, values
 
     def _values_of(self, frames: Tensor) -> Tensor:

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.reference.frames import Blocks
-from laconic.kernels.reference.owners import Pieces
+from laconic.kernels import Blocks, Pieces
 from laconic.wire.frame import Contents, FrameShape, count_in
-from laconic.wire.index_codec import IndexBlock
-from laconic.wire.rice import Rice
+from laconic.wire.index_codec import IndexBlock, Rice
 
 _ANY_LENGTH = IndexBlock(Rice, 0)  # how positions are written, before it is known in how many words
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
+from laconic.kernels import RESIDUE_BLOCK
 from laconic_lab.bench.clock import median_seconds
 
 _NUM_FRAMES = 8

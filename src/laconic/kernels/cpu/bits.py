@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import check_reach, pointer
+from laconic.kernels.cpu.library import check_reach, library, pointer
 from laconic.kernels.reference.bits import words_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels.host import end_to_end
+from laconic.kernels import end_to_end
 from laconic.layout import Layout, Span, averaged_buffers, halves_of, plain_name
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are looked at, or a little more: a norm that is right to half a per cent
