@@ -264,7 +264,7 @@ def test_who_speaks_late_hears_what_the_others_heard() -> None:
 
 @pytest.mark.usefixtures("_loopback")
 def test_who_is_far_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_MOST_OWED", 2)
+    monkeypatch.setattr(listening, "_MOST_MISSED", 2)
     others_went_on = threading.Event()
     sums: dict[int, list[float]] = {0: [], 1: []}
 

@@ -56,8 +56,8 @@ def all_commands() -> argparse.ArgumentParser:
     return parser
 
 
-def _needs_the_lab(asked: argparse.Namespace) -> int:
-    raise LaconicError(f"`laconic {asked.command}` is a command of the lab; install it with pip install 'laconic[lab]'")
+def _needs_the_lab(options: argparse.Namespace) -> int:
+    raise LaconicError(f"`laconic {options.command}` is a command of the lab; get it with pip install 'laconic[lab]'")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("laconic").addHandler(_TO_STDERR)
     try:
         try:
-            asked = all_commands().parse_args(arguments)
-            code: int = asked.run(asked)
+            options = all_commands().parse_args(arguments)
+            code: int = options.run(options)
         finally:
             sys.stdout.flush()  # here, where an error can be told
     except LaconicError as error:

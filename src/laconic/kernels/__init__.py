@@ -2,7 +2,7 @@
 
 `reference` is plain torch, runs on CPU and CUDA tensors, and is the definition; `cpu` is native code, `gpu` is Triton,
 and both give the reference's results, bit for bit. LACONIC_KERNELS names the backend; one that is asked for by name is
-used or is an error. Where none is named, a tensor's device decides, and `backend` says what came of it.
+used or is an error. Where none is named, a tensor's device decides, and `backend` tells which.
 """
 
 # mypy: implicit-reexport

@@ -47,9 +47,9 @@ def _backend(requested: str, device: str) -> str:
 
 
 def missing(device: torch.device | str) -> str | None:
-    """A remark where the reference kernels run on this device though nobody asked for them, or None.
+    """A remark where the reference kernels run on this device though nobody named them, or None.
 
-    Raises where a backend was asked for that is not there: better here than in the first backward pass.
+    Raises where a backend was named that is missing: better here than in the first backward pass.
     """
     if backend(device) != "reference" or _requested():
         return None
@@ -58,7 +58,7 @@ def missing(device: torch.device | str) -> str | None:
 
 
 def native_on_host() -> bool:
-    """Whether native code runs on tensors of the host, and nobody asked for other kernels by name."""
+    """Whether native code runs on tensors of the host, and nobody named other kernels."""
     return not _requested() and backend("cpu") == "cpu"
 
 

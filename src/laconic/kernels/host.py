@@ -20,13 +20,13 @@ def end_to_end(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.concatenate([row.numpy() for row in rows]))
 
 
-def half_way(there: Tensor, here: Tensor) -> Tensor:
-    """(there - here)/2; where they are not on the host, by torch."""
-    if there.device.type != "cpu":
-        return torch.sub(there, here).mul_(0.5)
-    way = np.subtract(there.numpy(), here.numpy())
-    way *= np.float32(0.5)
-    return torch.from_numpy(way)
+def half_way(theirs: Tensor, own: Tensor) -> Tensor:
+    """(theirs - own)/2; where they are not on the host, by torch."""
+    if theirs.device.type != "cpu":
+        return torch.sub(theirs, own).mul_(0.5)
+    half = np.subtract(theirs.numpy(), own.numpy())
+    half *= np.float32(0.5)
+    return torch.from_numpy(half)
 
 
 def repeated(values: Tensor, counts: Tensor, total: int) -> Tensor:

@@ -316,6 +316,6 @@ class Listener:
         _LOG.warning("worker %d %s; going on with %d of %d", rank, worker.lost, len(self.living), self.num_workers)
 
 
-def _counted(way: str, kind: Kind) -> str:
+def _counted(direction: str, kind: Kind) -> str:
     """What a message counts as: training, or a kind of its own."""
-    return str(kind) if str(kind) in BESIDE else way
+    return str(kind) if str(kind) in BESIDE else direction

@@ -407,9 +407,9 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
         return
     theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
     pairs = zip_longest(facts, theirs, fillvalue="nothing more")
-    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
+    own, other = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
     raise SchemeError(
-        f"rank {different[0]} has {there}, this rank {here}; give all ranks the same release, scheme and model"
+        f"rank {different[0]} has {other}, this rank {own}; give all ranks the same release, scheme and model"
     )
 
 

@@ -66,7 +66,7 @@ def address_towards(peer: str = "") -> str:
 
 
 def address_to_be_used() -> str:
-    """Where Gloo will listen: at the interface that it is told, or at the address of the host's name."""
+    """Where Gloo will listen: at the interface that is named, or at the address of the host's name."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return _address_or_none(named)
     with suppress(OSError):
@@ -90,10 +90,10 @@ def _connections() -> Iterator[tuple[str, int, int]]:
     for table in ("tcp", "tcp6"):
         path = Path("/proc/self/net") / table
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
-            _, here, there, state, *rest = line.split()
-            address = _address_of_hex(here)
+            _, own_end, peer_end, state, *rest = line.split()
+            address = _address_of_hex(own_end)
             if state == _ESTABLISHED and f"socket:[{rest[5]}]" in own and address:
-                yield address, int(here.partition(":")[2], 16), int(there.partition(":")[2], 16)
+                yield address, int(own_end.partition(":")[2], 16), int(peer_end.partition(":")[2], 16)
 
 
 def _address_of_hex(text: str) -> str:

@@ -95,10 +95,10 @@ def levels() -> tuple[str, ...]:
 
 def library() -> ctypes.CDLL:
     """The library of this machine's level."""
-    found = level()
-    if found is None:
+    name = level()
+    if name is None:
         raise KernelError(HOW_TO_GET_THEM)
-    return load(found)
+    return load(name)
 
 
 @cache

@@ -28,15 +28,15 @@ def write_rice_frames(
         k, num_values = at.numel(), what.numel()
         if not 1 <= k <= num_values:
             raise KernelError(f"a frame of {num_values} values at {k} positions; give 1 <= positions <= values")
-        words, said = room_for(head, k, num_values), torch.empty_like(what)
-        rooms.append((words, said))
-        there = pointer("positions", at, torch.int32), pointer("values", what, torch.float32), said.data_ptr()
-        table[row, :-1] = words.ctypes.data, 0, k, num_values, *there
+        words, decoded = room_for(head, k, num_values), torch.empty_like(what)
+        rooms.append((words, decoded))
+        sources = pointer("positions", at, torch.int32), pointer("values", what, torch.float32), decoded.data_ptr()
+        table[row, :-1] = words.ctypes.data, 0, k, num_values, *sources
     library().laconic_write_frames(table.ctypes.data, len(table), num_threads())
     if not table[:, -1].all():
         raise KernelError(DO_NOT_ASCEND)
     lengths = table[:, _NUM_WORDS].tolist()
-    return [(as_frame(words, length), said) for (words, said), length in zip(rooms, lengths, strict=True)]
+    return [(as_frame(words, length), decoded) for (words, decoded), length in zip(rooms, lengths, strict=True)]
 
 
 def read_rice_frames(frames: Sequence[Tensor], blocks: Sequence[Blocks]) -> list[tuple[Tensor, Tensor]] | None:
@@ -64,18 +64,18 @@ def as_frame(words: np.ndarray[tuple[int], np.dtype[np.int32]], length: int) -> 
 
 def frames_at(frames: Sequence[Tensor], blocks: Sequence[Blocks]) -> list[tuple[int, ...]]:
     """Frames as native code reads them: where, of how many words, and what their blocks are."""
-    told: list[tuple[int, ...]] = []
+    rows: list[tuple[int, ...]] = []
     for frame, each in zip(frames, blocks, strict=True):
         num_words = frame.numel() // 4
         expected = HEAD_WORDS + each.num_index_words + -(-each.num_values // 2)
         if num_words != expected or not 1 <= each.k <= each.num_values:
             raise KernelError(f"a frame of {num_words} words does not hold {each}; give what its head says")
-        told.append((pointer("frame", frame, torch.uint8), num_words, *each))
-    return told
+        rows.append((pointer("frame", frame, torch.uint8), num_words, *each))
+    return rows
 
 
 def write_parts(
-    positions: Tensor, values: Tensor, pieces: Pieces, heads: Sequence[Sequence[int]], said: Tensor
+    positions: Tensor, values: Tensor, pieces: Pieces, heads: Sequence[Sequence[int]], decoded: Tensor
 ) -> list[Tensor] | None:
     num_owners = len(heads)
     k = positions.numel()
@@ -104,7 +104,7 @@ def write_parts(
         num_threads(),
         words.ctypes.data,
         num_words.ctypes.data,
-        pointer("said", said, torch.float32, values.numel()),
+        pointer("decoded", decoded, torch.float32, values.numel()),
     )
     if not ascends:
         raise KernelError(DO_NOT_ASCEND)
@@ -150,7 +150,7 @@ def take_mean_(
     means = torch.empty(num_fixed + most, dtype=torch.float32)
     ranges = np.array(windows, dtype=np.int64), np.array(spare, dtype=np.int64)
     facts = (Facts * len(windows))()
-    told = library().laconic_take_mean(
+    num_places = library().laconic_take_mean(
         total,
         n,
         pointer("fixed", fixed, torch.int64),
@@ -168,17 +168,17 @@ def take_mean_(
         means.data_ptr(),
         facts,
     )
-    if told < 0:
+    if num_places < 0:
         for one in positions:
             check_reach(one, n)
         raise KernelError("positions are not ascending; give each frame's in order")
-    for search, found in zip(searches, facts, strict=True):
-        if found.passes:
-            note_(search, kth=found.kth, mean=found.mean, passes=found.passes)
-    return places[:told], means[: num_fixed + told]
+    for search, fact in zip(searches, facts, strict=True):
+        if fact.passes:
+            note_(search, kth=fact.kth, mean=fact.mean, passes=fact.passes)
+    return places[:num_places], means[: num_fixed + num_places]
 
 
-def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, said: Tensor, factor: float) -> None:
+def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, decoded: Tensor, factor: float) -> None:
     check_reach(fixed, held.numel())
     check_reach(places, held.numel())
     total = fixed.numel() + places.numel()
@@ -189,6 +189,6 @@ def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, said: Tens
         pointer("places", places, torch.int32),
         places.numel(),
         pointer("values", values, torch.float32, total),
-        pointer("said", said, torch.float32, total),
+        pointer("decoded", decoded, torch.float32, total),
         factor,
     )

@@ -138,19 +138,19 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
     return not found.item()
 
 
-def flag_nonfinite_(found: Tensor, x: Tensor, below: float = math.inf) -> None:
+def flag_nonfinite_(flag: Tensor, x: Tensor, below: float = math.inf) -> None:
     n = x.numel()
     check_vector(x, torch.float32, n, "x")
-    check_vector(found, torch.int32, 1, "found")
-    launch(_find_strange, (*_tiles(n), 1), x, found, n, _bits(below))
+    check_vector(flag, torch.int32, 1, "flag")
+    launch(_find_strange, (*_tiles(n), 1), x, flag, n, _bits(below))
 
 
-def zero_if_(x: Tensor, found: Tensor) -> None:
+def zero_if_(x: Tensor, flag: Tensor) -> None:
     """Where nothing is to be done, no entry is touched."""
     n = x.numel()
     check_vector(x, torch.float32, n, "x")
-    check_vector(found, torch.int32, 1, "found")
-    launch(_zero_if, (*_tiles(n), 1), x, found, n)
+    check_vector(flag, torch.int32, 1, "flag")
+    launch(_zero_if, (*_tiles(n), 1), x, flag, n)
 
 
 def mean_magnitude(x: Tensor) -> Tensor:

@@ -78,13 +78,13 @@ def settle_products_(
     Places are those of `thin_products_`: F lies in `own` and G in `mean`, and the product in `out` where M is.
     """
     views = _views([matrices, out], bases, [own, mean * factor], places, rank, transposed=transposed)
-    for (matrix, here), basis, (gone, heard) in views:
+    for (matrix, here), basis, (own_factor, mean_factor) in views:
         if transposed:
-            matrix.addmm_(basis, gone.mT, alpha=-1)
-            here.copy_(basis @ heard.mT)
+            matrix.addmm_(basis, own_factor.mT, alpha=-1)
+            here.copy_(basis @ mean_factor.mT)
         else:
-            matrix.addmm_(gone, basis.mT, alpha=-1)
-            here.copy_(heard @ basis.mT)
+            matrix.addmm_(own_factor, basis.mT, alpha=-1)
+            here.copy_(mean_factor @ basis.mT)
 
 
 def _views(

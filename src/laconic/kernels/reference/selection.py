@@ -62,16 +62,16 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
 
 
 @kernel
-def flag_nonfinite_(found: Tensor, x: Tensor, below: float = math.inf) -> None:
-    """Set `found`, one int32, unless all |x| are below a bound and none is NaN; whoever wants to know looks later."""
+def flag_nonfinite_(flag: Tensor, x: Tensor, below: float = math.inf) -> None:
+    """Set `flag`, one int32, unless all |x| are below a bound and none is NaN; whoever wants to know looks later."""
     low, high = torch.aminmax(x)
-    found |= ~((low > -below) & (high < below))
+    flag |= ~((low > -below) & (high < below))
 
 
 @kernel
-def zero_if_(x: Tensor, found: Tensor) -> None:
-    """x = 0 where `found`, one int32, is set."""
-    x.masked_fill_(found.bool(), 0)
+def zero_if_(x: Tensor, flag: Tensor) -> None:
+    """x = 0 where `flag`, one int32, is set."""
+    x.masked_fill_(flag.bool(), 0)
 
 
 @kernel
