@@ -34,6 +34,7 @@ class Flow:
     """What goes to a peer and what comes from it."""
 
     def __init__(self, link: Connection, out: Iterable[memoryview] = (), into: Iterable[memoryview] = ()) -> None:
+        sockets.library()  # which is loaded now, and not when a first message is waited for
         self.link = link
         self.out = Cursor(out)
         self.sent_at = time.monotonic()  # when the peer last took something, or was first sent it
