@@ -8,7 +8,7 @@ PY = .venv/bin/python
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/kernels/native/*) lab/src/laconic_lab/network/relay.cpp
+.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/*/native/*) lab/src/laconic_lab/network/relay.cpp
 	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable lab
@@ -52,4 +52,4 @@ docs: .venv/docs
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build lab/build src/laconic/kernels/cpu/*.so lab/src/laconic_lab/network/relay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build lab/build src/laconic/kernels/cpu/*.so src/laconic/transport/*.so lab/src/laconic_lab/network/relay

@@ -38,6 +38,9 @@ FLOORS = (
 FENCES = {
     "torch.distributed": {"transport", "adapters", "integrations", "planning", "doctor", "cli"},
     "triton": {"kernels"},
+    "socket": {"transport"},
+    "ssl": {"transport"},
+    "selectors": {"transport"},
     "pyroute2": set[str](),
     "laconic_lab": set[str](),
 }
@@ -94,6 +97,21 @@ def test_fences_hold(fenced: str) -> None:
     for path in _files():
         if any(name == fenced or name.startswith(f"{fenced}.") for name in _imports(path)):
             assert _room(path) in FENCES[fenced], f"{path} imports {fenced}"
+
+
+def test_kernels_are_reached_through_the_dispatcher() -> None:
+    inner = {path.stem for path in (SOURCE / "kernels").iterdir()} - {"__init__"}
+    for path in _files():
+        names = {name for name in _imports(path) if name.startswith("laconic.kernels.")}
+        reached = {name for name in names if name.split(".")[2] in inner}
+        assert _room(path) == "kernels" or not reached, f"{path} imports {reached}; import names of laconic.kernels"
+
+
+def test_the_library_logs_and_prints_nothing_but_in_its_commands() -> None:
+    for path in _files():
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        printing = [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
+        assert _room(path) == "cli" or not printing, f"{path} prints; log to a child of the logger laconic"
 
 
 def test_public_names_are_sorted_and_exist() -> None:

@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from laconic import cli
 from laconic.doctor import CHECKS, Finding, Seen, examine
-from laconic.doctor.between import everyones
+from laconic.doctor.examine import gather_all
 from laconic.doctor.facts import HostFacts, facts_here
-from laconic.doctor.interfaces import Interface, interfaces
 from laconic.errors import PeerError
 from laconic.planning import PairLink
 from laconic.planning.pairs import EchoTimes
-from laconic.transport import own_group, world
+from laconic.transport import Interface, interfaces, own_group, world
 from laconic_lab.errors import LabError
 from laconic_lab.network import Host, Lab, LabSpec, Link, netlink, noted_signals, run
 from laconic_lab.network.enter import CONGESTION_CONTROL, join
@@ -162,7 +161,7 @@ def test_the_command_says_it_as_a_table_and_as_json(
 
 def _examined() -> tuple[list[Finding], list[Any]]:
     rank = dist.get_rank()
-    return examine(world()), everyones(world(), [rank, list(range(1000 * rank))])
+    return examine(world()), gather_all(world(), [rank, list(range(1000 * rank))])
 
 
 def test_ranks_of_one_host_agree(two_workers: WorkerPool) -> None:

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from laconic import KernelError, kernels
 from laconic.exchange import Shares, piece_borders
-from laconic.kernels import reference
-from laconic.kernels.cpu import frames, library, owners
-from laconic.kernels.cpu.pointer import give_threads
-from laconic.kernels.reference.frames import HEAD_WORDS, Blocks
-from laconic.kernels.reference.owners import Pieces
+from laconic.kernels import Blocks, Pieces, give_threads, reference
+from laconic.kernels.cpu import library, owners
+from laconic.kernels.reference.owners import HEAD_WORDS
 from laconic.layout import Layout
 
 cpu = kernels.module("cpu")
@@ -31,8 +29,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Each instruction set, in one thread and in several, however little there is to do."""
     name, threads = request.param
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (frames, owners):
-        monkeypatch.setattr(module, "library", chosen)
+    monkeypatch.setattr(owners, "library", chosen)
     give_threads(threads)
     yield
     give_threads(0)

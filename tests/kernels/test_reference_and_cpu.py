@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic import KernelError, kernels
-from laconic.kernels import reference
-from laconic.kernels.cpu import bits, library, orthonormal, residues, rounding, selection, signs, sums
-from laconic.kernels.draws import key_of
+from laconic.kernels import dispatch, key_of, reference
+from laconic.kernels.cpu import bits, library, low_rank, residues, rounding, selection, signs, sums
 from laconic.kernels.registry import DEFINITIONS, kernels_in
 from laconic.select import SEARCHES
 from tests.inputs import SIZES, thin_matrices, vectors
@@ -35,7 +34,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, orthonormal, residues, rounding, selection, signs, sums):
+    for module in (bits, low_rank, residues, rounding, selection, signs, sums):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -484,15 +483,15 @@ def test_a_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LACONIC_KERNELS", raising=False)
-    monkeypatch.setattr(kernels, "level", lambda: None)
-    kernels._backend.cache_clear()
+    monkeypatch.setattr(dispatch, "level", lambda: None)
+    dispatch._backend.cache_clear()
     assert kernels.backend("cpu") == "reference" and "C++17 compiler" in (kernels.missing("cpu") or "")
     monkeypatch.setenv("LACONIC_KERNELS", "reference")
     assert kernels.missing("cpu") is None  # it was asked for
     monkeypatch.setenv("LACONIC_KERNELS", "cpu")
     with pytest.raises(KernelError, match="install a C\\+\\+17 compiler"):
         kernels.missing("cpu")
-    kernels._backend.cache_clear()
+    dispatch._backend.cache_clear()
 
 
 @pytest.mark.skipif(not library.levels(), reason="no native kernels were built")

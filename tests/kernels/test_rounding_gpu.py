@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic import KernelError
-from laconic.kernels.draws import key_of
+from laconic.kernels import key_of
 from laconic.kernels.reference import rounding as reference
 from tests.inputs import vectors
 from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, _usable_interpreter, same  # noqa: F401 - and its skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic import Scheme, SchemeError, Session, kernels, parse
-from laconic.kernels.draws import Key, key_of
+from laconic.kernels import Key, key_of
 from laconic.kernels.reference.rounding import draw_bits
 from laconic.layout import Layout
 from laconic.paths import bits_per_entry

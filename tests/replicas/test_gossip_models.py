@@ -115,7 +115,7 @@ def test_one_model_that_is_not_finite_is_left_out_of_the_mean_and_healed_by_it()
     assert torch.equal(learners[0].follower.vector.read(), learners[1].follower.vector.read())
 
 
-def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_dies_after_its_last_exchange_is_missed_and_named(caplog: pytest.LogCaptureFixture) -> None:
     def start(transport: InProcess) -> Learner:
         box = open_mailbox(transport, 1.0, 60.0)
         return Learner("gossip", box.rank, lambda m, o, s: Follower(policy_for(m, o, s, box)), 0.1)
@@ -126,7 +126,7 @@ def test_who_dies_after_its_last_exchange_is_missed_and_named(capsys: pytest.Cap
         for done in [pool.submit(learner.follower.average_) for learner in others]:
             done.result(30)
     assert all(learner.follower.stats().lost == {2: "rank 2 is gone"} for learner in others)
-    assert capsys.readouterr().err.count("rank 2 is gone; going on without it") == 2
+    assert caplog.text.count("rank 2 is gone; going on without it") == 2
     for learner in others:
         learner.follower.close()
 

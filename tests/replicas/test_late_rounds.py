@@ -207,7 +207,7 @@ def test_a_late_worker_that_is_not_finite_spoils_nobody() -> None:
 
 def _talk(work: Callable[[ServerClient], None], *, wait_s: float = 0.05, timeout_s: float = 20) -> Listener:
     """The listener afterwards of two workers who add up in rounds."""
-    listener = Listener(2, timeout_s, say=lambda text: None, wait_s=wait_s)
+    listener = Listener(2, timeout_s, wait_s=wait_s)
     listener.longest = 1 << 25
     server = serve_totals(listener)
     wrong: list[Exception] = []
@@ -261,7 +261,7 @@ def test_who_speaks_late_hears_what_the_others_heard() -> None:
 
 @pytest.mark.usefixtures("_loopback")
 def test_who_is_far_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_MOST_OWED", 2)
+    monkeypatch.setattr(listening, "_MOST_MISSED", 2)
     others_went_on = threading.Event()
     sums: dict[int, list[float]] = {0: [], 1: []}
 
@@ -317,8 +317,8 @@ def test_who_is_late_and_then_silent_is_lost() -> None:
             others_went_on.set()
         else:
             others_went_on.wait(20)
-            client._connections[0].close()
-            client._connections = []
+            client._servers[0].link.close()
+            client._servers = []
 
     listener = _talk(work, timeout_s=0.5)
     assert sums in ([1, 1, 1], [1, 2, 1])  # of one living, as many as there were

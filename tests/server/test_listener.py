@@ -25,7 +25,7 @@ from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.server.serve import _RequestHandler
-from laconic.transport import Push, moving
+from laconic.transport import Push, sockets
 from laconic.transport.connection import Kind, Message, payload_of, views_of
 from laconic.wire import FrameShape
 from laconic_lab.train import Job, verdict
@@ -47,7 +47,7 @@ def _talk(
     wait_s: float = math.inf,
 ) -> tuple[Listener, dict[int, str]]:
     """(the listener afterwards, what went wrong by rank) of workers that only add up."""
-    listener = Listener(num_workers, timeout_s, say=lambda text: None, wait_s=wait_s)
+    listener = Listener(num_workers, timeout_s, wait_s=wait_s)
     listener.longest = longest
     wrong: dict[int, str] = {}
     server = serve_totals(listener)
@@ -74,11 +74,11 @@ def serve_totals(listener: Listener) -> threading.Thread:
 
     def run() -> None:
         listener.accept()
-        while heard := listener.hear(lambda rank, message: None):
+        while heard := listener.receive_round(lambda rank, message: None):
             about = next(iter(heard.values()))
             adds = about.kind in (Kind.SUM, Kind.TOTAL, Kind.PARTS)
             said = [message.payload for message in heard.values()]
-            listener.answer(torch.stack(said).sum(0, dtype=said[0].dtype) if adds else payload_of(b""), about)
+            listener.reply(torch.stack(said).sum(0, dtype=said[0].dtype) if adds else payload_of(b""), about)
             if about.kind == Kind.CLOSE:
                 break
         listener.close()
@@ -114,14 +114,14 @@ def test_who_trickles_is_lost_and_not_who_waits(slow: int) -> None:
     def work(served: ServerClient) -> None:
         if served.rank == slow:
             said = b"".join(bytes(view) for view in views_of(Message(Kind.TOTAL, payload=torch.ones(100))))
-            trickle(served._connections[0]._link, said, stop)
+            trickle(served._servers[0].link._link, said, stop)
         else:
             sums.extend(float(served.total(torch.ones(1))) for _ in range(2))
             stop.set()
 
     listener, wrong = _talk(2, 0.4, work)
     assert not wrong and sums == [1, 1]
-    assert listener.lost == {slow: "was slow to speak for 0.4 s before the first step"}
+    assert listener.lost == {slow: "was slow to send for 0.4 s before the first step"}
 
 
 def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() -> None:
@@ -131,7 +131,7 @@ def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() ->
     def work(served: ServerClient) -> None:
         ones = torch.ones(2_000_000)
         if served.rank == 0:
-            served._connections[0].send(Message(Kind.TOTAL, payload=ones))
+            served._servers[0].link.send(Message(Kind.TOTAL, payload=ones))
             others_go_on.wait(20)
         else:
             sums.extend(float(served.total(ones)[-1]) for _ in range(2))
@@ -139,7 +139,7 @@ def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() ->
 
     listener, wrong = _talk(2, 1.5, work, longest=1 << 23)
     assert not wrong and sums == [2, 1]
-    assert listener.lost == {0: "was slow to take an answer for 1.5 s before the first step"}
+    assert listener.lost == {0: "was slow to take a reply for 1.5 s before the first step"}
 
 
 def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
@@ -147,7 +147,7 @@ def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
 
     def work(served: ServerClient) -> None:
         if served.rank == 0:
-            link = served._connections[0]._link
+            link = served._servers[0].link._link
             link.sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, 1 << 45, 0))
             assert link.recv(1) == b""
         else:
@@ -192,7 +192,7 @@ GOOD = with_layout(
     ],
 )
 def test_a_malformed_message_is_a_refusal_that_names_its_sender(kind: Kind, good: Tensor, bad: Tensor) -> None:
-    listener = Listener(2, 20, say=lambda text: None)
+    listener = Listener(2, 20)
     told: dict[int, str] = {}
     good_arrived = threading.Event()
 
@@ -200,21 +200,21 @@ def test_a_malformed_message_is_a_refusal_that_names_its_sender(kind: Kind, good
         served = ServerClient(rank, 2, [listener.address], "", 20)
         if rank == 1:
             good_arrived.wait(20)
-        served._connections[0].send(Message(kind, 0, 0, said))
-        told[rank] = served._connections[0].receive({Kind.ERROR: 1 << 16}, 20).text.decode()
-        served._connections[0].close()
+        served._servers[0].link.send(Message(kind, 0, 0, said))
+        told[rank] = served._servers[0].link.receive({Kind.ERROR: 1 << 16}, 20).text.decode()
+        served._servers[0].link.close()
 
     with ThreadPoolExecutor(4) as pool:
         working = [pool.submit(work, rank, said) for rank, said in enumerate([good, bad])]
         listener.accept()
         handler = _RequestHandler(listener, OWNER, dict, pool)
-        arrived = handler._arrived
+        arrived = handler._on_arrival
 
         def note_arrived(rank: int, message: Message) -> None:
             arrived(rank, message)
             good_arrived.set()
 
-        handler._arrived = note_arrived  # type: ignore[method-assign]
+        handler._on_arrival = note_arrived  # type: ignore[method-assign]
         with pytest.raises(FrameError, match="sent"):
             handler.handle_round()
         listener.close()
@@ -255,7 +255,7 @@ def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
 
 def _push(served: ServerClient, step: int, said: Tensor) -> Push:
     push = Push(Layout.of(["w"], [8]), step, 0, [said], [said.nbytes])
-    served._told[0] = push.layout
+    served._layouts[0] = push.layout
     served.push(push)
     return push
 
@@ -263,7 +263,7 @@ def _push(served: ServerClient, step: int, said: Tensor) -> Push:
 @pytest.mark.parametrize("built", [True, False])
 def test_parts_may_be_on_their_way_while_answers_are(monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
     if not built:
-        monkeypatch.setattr(moving, "level", lambda: None)
+        monkeypatch.setattr(sockets, "library", lambda: None)
     parts = [torch.full((6_000_000,), step, dtype=torch.uint8) for step in range(5)]  # more than sockets hold
     answers: dict[int, list[Tensor]] = {0: [], 1: []}
 
@@ -285,12 +285,12 @@ def test_parts_may_be_on_their_way_while_answers_are(monkeypatch: pytest.MonkeyP
 def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
     part = torch.zeros(75_000, dtype=torch.uint8)  # of which some waits in the server's kernel, as on a slow link
     failed = threading.Event()
-    listener = Listener(2, 20, say=lambda text: None)
+    listener = Listener(2, 20)
     listener.longest = part.nbytes
 
     def work(rank: int) -> None:
         served = ServerClient(rank, 2, [listener.address], "", 20, listener.longest)
-        served._connections[0]._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        served._servers[0].link._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         pushed = [_push(served, step, part) for step in range(3)]
         failed.wait(20)
         with pytest.raises(FrameError, match="server 0: nobody may say that"):
@@ -301,8 +301,8 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
     with ThreadPoolExecutor(2) as pool:
         working = [pool.submit(work, rank) for rank in range(2)]
         listener.accept()
-        listener.answer(part, listener.hear(lambda rank, message: None)[0])
-        listener.hear(lambda rank, message: None)
+        listener.reply(part, listener.receive_round(lambda rank, message: None)[0])
+        listener.receive_round(lambda rank, message: None)
         threading.Timer(0.5, failed.set).start()
         with pytest.raises(FrameError):
             listener.fail(FrameError("nobody may say that"))
@@ -316,8 +316,8 @@ def test_who_has_more_to_compute_takes_its_answer_meanwhile() -> None:
     def work(served: ServerClient) -> None:
         push = _push(served, 0, torch.ones(16_000_000, dtype=torch.uint8))  # more than a socket holds
         while not answered.wait(0.1):
-            served.catch_up()
-            if served._answers[0]:
+            served.receive_pending()
+            if served._servers[0].replies:
                 answered.set()
         time.sleep(1.5)  # longer than the timeout
         assert int(served.pull(push, None)[0][-1]) == 1
@@ -327,14 +327,14 @@ def test_who_has_more_to_compute_takes_its_answer_meanwhile() -> None:
 
 
 def test_who_fails_between_two_servers_hangs_up_without_a_word() -> None:
-    listeners = [Listener(1, 20, say=lambda text: None) for _ in range(2)]
+    listeners = [Listener(1, 20) for _ in range(2)]
     part = torch.zeros(20_000_000, dtype=torch.uint8)
 
     def work() -> None:
         served = ServerClient(0, 1, [listener.address for listener in listeners], "", 20)
         with pytest.raises(ServerLostError, match="server 0 is gone"):
             served.push(Push(Layout.of(["w"], [8]), 0, 0, [part, part], [part.nbytes] * 2))
-        assert served._flows[1].out.view  # which a server would take a goodbye for
+        assert served._servers[1].flow.out.view  # which a server would take a goodbye for
         served.close()
 
     worker = threading.Thread(target=work)
@@ -345,7 +345,7 @@ def test_who_fails_between_two_servers_hangs_up_without_a_word() -> None:
     listeners[0].close()
     worker.join(20)
     assert not worker.is_alive()
-    assert not listeners[1].hear(lambda rank, message: None) and listeners[1].lost == {
+    assert not listeners[1].receive_round(lambda rank, message: None) and listeners[1].lost == {
         0: "is gone before the first step"
     }
     listeners[1].close()
@@ -361,14 +361,14 @@ def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_s: float) -> None:
         if served.rank == 0:
             served._send(Message(Kind.SUM), [ones], [ones.nbytes])
             while not stop.wait(0.05):
-                served._connections[0]._link.recv(10_000)
+                served._servers[0].link._link.recv(10_000)
         else:
-            sums.append(float(served._ask(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
+            sums.append(float(served._request(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
             stop.set()
 
     listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_s=wait_s)
     assert not wrong and sums == [2]
-    assert listener.lost == {0: "was slow to take an answer for 1 s before the first step"}
+    assert listener.lost == {0: "was slow to take a reply for 1 s before the first step"}
 
 
 def test_who_is_late_and_closes_ends_nobody() -> None:
@@ -390,7 +390,7 @@ def test_who_is_late_and_closes_ends_nobody() -> None:
 def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
     large = torch.zeros(8_000_000, dtype=torch.uint8)  # more than a socket holds
     others_wait = threading.Event()
-    listener = Listener(2, 20, say=lambda text: None)
+    listener = Listener(2, 20)
     listener.longest = large.nbytes
 
     def work(rank: int) -> None:
@@ -404,13 +404,13 @@ def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
     with ThreadPoolExecutor(2) as pool:
         working = [pool.submit(work, rank) for rank in range(2)]
         listener.accept()
-        heard = listener.hear(lambda rank, message: None)
-        listener.answer(large, heard[0])
-        listener._waited_for[1] = time.monotonic() - 2 * listener.timeout_s
+        heard = listener.receive_round(lambda rank, message: None)
+        listener.reply(large, heard[0])
+        listener._workers[1].awaited_since = time.monotonic() - 2 * listener.timeout_s
         lost_at = listener._lost_at(1)
         others_wait.set()
-        closing = listener.hear(lambda rank, message: None)
-        listener.answer(payload_of(b""), closing[0])
+        closing = listener.receive_round(lambda rank, message: None)
+        listener.reply(payload_of(b""), closing[0])
         listener.close()
     assert lost_at == math.inf and not listener.lost and all(done.result() is None for done in working)
 
@@ -418,7 +418,7 @@ def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<2sBBHHiiqq", b"LC", 0, 0, 0, 0, 0, 0, 1 << 60, 0)]
 )
-def test_strangers_at_the_door_are_turned_away(said: bytes) -> None:
+def test_strangers_are_turned_away(said: bytes) -> None:
     listener = Listener(1, 20)
     server = serve_totals(listener)
     with socket.create_connection(listener.address[:2]) as stranger:

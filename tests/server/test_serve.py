@@ -23,7 +23,7 @@ import laconic
 from laconic import FrameError, LaunchError, ServerLostError, Session, attach, serve
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
-from laconic.server.serve import greeting
+from laconic.server.serve import worker_terms
 from laconic.session import Replicas
 from laconic.transport import (
     InProcess,
@@ -39,7 +39,7 @@ from tests.workers import WorkerPool, flat_parameters
 
 def _client(text: str) -> ServerClient:
     """This rank's end under rank 0, which serves."""
-    hello = greeting(made(text), undoes=False, holds_idle=False)
+    hello = worker_terms(made(text), undoes=False, holds_idle=False)
     addresses = exchange_addresses([0], None)
     return ServerClient(dist.get_rank() - 1, dist.get_world_size() - 1, addresses, hello, 60)
 
@@ -118,7 +118,7 @@ def test_a_dedicated_server_goes_on_without_a_worker_that_was_killed() -> None:
     (stats, said), first, second = told
     assert stats["lost"] == {2: "is gone after step 2"} and stats["steps"] == 6
     assert first == second == ([2.0, 2.0, 2.0, 1.5, 1.5, 1.5], 2)  # small parameters go whole: the mean over the living
-    assert said.count("laconic: worker 2 is gone after step 2; going on with 2 of 3") == 1
+    assert said.count("worker 2 is gone after step 2; going on with 2 of 3") == 1
 
 
 def _out_of_step(text: str) -> str:
@@ -141,7 +141,7 @@ def _server_that_ends(text: str) -> str:
         listener = Listener(dist.get_world_size() - 1, 60)
         exchange_addresses([0], listener.address)
         listener.accept()
-        listener.hear(lambda rank, message: None)
+        listener.receive_round(lambda rank, message: None)
         listener.close()
         return "server 0 is gone"
     session = _as_worker(str(made(text)))

@@ -97,7 +97,7 @@ def test_what_comes_is_taken_where_the_next_bucket_takes_long() -> None:
     said: list[tuple[str, int]] = []
     session = _session_of_rounds(said, offsets=(0, 2))
     caught_up = threading.Event()
-    session.transport.catch_up = caught_up.set  # type: ignore[method-assign]
+    session.transport.receive_pending = caught_up.set  # type: ignore[method-assign]
     first, second = (Layout.of([f"{b}", f"{b}'"], [1, 1]) for b in range(2))
 
     def slowly(pipeline: Pipeline, landed: list[BaseException | None]) -> None:

@@ -217,7 +217,7 @@ def test_a_stopped_worker_costs_the_timeout_that_was_given(text: str) -> None:
             pipe.send((_beside_one_that_hangs, (text,)))
         assert pool._pipes[0].poll(60), "a worker waits for one that is stopped"
         ok, said = pool._pipes[0].recv()
-        assert ok and re.search("cannot go on: .* has said nothing|rank 1 has said nothing for 1 s", said), said
+        assert ok and re.search("cannot go on: .* has sent nothing|rank 1 has sent nothing for 1 s", said), said
     finally:
         os.kill(pool.processes[1].pid, signal.SIGCONT)
         pool.close()

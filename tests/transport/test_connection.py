@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ import pytest
 import torch
 
 from laconic.errors import FrameError, LaunchError
+from laconic.transport import rendezvous
 from laconic.transport.connection import HEAD_BYTES, Connection, Kind, Message, payload_of
-from laconic.transport.door import Acceptor, Address, connect
+from laconic.transport.rendezvous import Acceptor, Address, connect
 
 ANY = dict.fromkeys(Kind, 1 << 20)
 TYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -94,7 +94,7 @@ def test_a_message_has_one_deadline_however_it_trickles(links: tuple[socket.sock
 def test_half_a_message_is_an_error_when_its_sender_is_gone(links: tuple[socket.socket, socket.socket]) -> None:
     links[0].sendall(b"LC")
     links[0].close()
-    with pytest.raises(ConnectionError, match="hung up"):
+    with pytest.raises(ConnectionError, match="closed the connection"):
         Connection(links[1]).receive(ANY)
 
 
@@ -115,19 +115,19 @@ def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.so
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
-    """A door on the loopback that a stranger may greet for 0.3 s."""
+def acceptor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
+    """An acceptor on the loopback that gives a handshake 0.3 s."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(sys.modules["laconic.transport.door"], "_GREETING_S", 0.3)
-    acceptor = Acceptor(5)
-    yield acceptor
-    acceptor.close()
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.3)
+    opened = Acceptor(5)
+    yield opened
+    opened.close()
 
 
-def test_only_those_who_know_the_key_come_in_and_each_once(door: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = door.address
+def test_only_those_who_know_the_key_come_in_and_each_once(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = acceptor.address
     with ThreadPoolExecutor(1) as beside:
-        accepting = beside.submit(door.accept, range(2), 1.0)  # rank 7 is none of theirs, and rank 0 does not come
+        accepting = beside.submit(acceptor.accept, range(2), 1.0)  # rank 7 is none of theirs, and rank 0 does not come
         with pytest.raises(LaunchError, match=r"rank 0 and it at 127.0.0.1:\d+ do not know the same secret; give all"):
             connect(told._replace(token="0" * 32), 0, "it", 5.0)
         with monkeypatch.context() as other, pytest.raises(LaunchError, match="do not know the same secret"):
@@ -140,7 +140,7 @@ def test_only_those_who_know_the_key_come_in_and_each_once(door: Acceptor, monke
     assert str(accepted[1][0].receive(ANY)) == "parts of step 4, bucket -1"
     for connection in (*calls, accepted[1][0]):
         connection.close()
-    door.close()
+    acceptor.close()
     with pytest.raises(LaunchError, match=r"rank 3 cannot reach server 0 at 127.0.0.1:\d+ \(Connection refused\)"):
         connect(told, 3, "server 0", 5.0)
 
@@ -159,15 +159,15 @@ def test_who_answers_must_know_the_key_as_well() -> None:
         answering.result()
 
 
-def test_strangers_who_trickle_or_stay_hold_up_nobody(door: Acceptor) -> None:
+def test_strangers_who_trickle_or_stay_hold_up_nobody(acceptor: Acceptor) -> None:
     stop = threading.Event()
-    strangers = [socket.create_connection(door.address[:2]) for _ in range(4)]
+    strangers = [socket.create_connection(acceptor.address[:2]) for _ in range(4)]
     threads = [threading.Thread(target=trickle, args=(link, bytes(500), stop)) for link in strangers[:2]]
     for thread in threads:
         thread.start()
     with ThreadPoolExecutor(1) as beside:
-        accepting = beside.submit(door.accept, range(2), 20.0)
-        calls = [connect(door.address, rank, "it", 5.0) for rank in range(2)]
+        accepting = beside.submit(acceptor.accept, range(2), 20.0)
+        calls = [connect(acceptor.address, rank, "it", 5.0) for rank in range(2)]
         accepted = accepting.result()
     assert accepted.keys() == {0, 1} and any(thread.is_alive() for thread in threads)
     stop.set()
@@ -179,9 +179,9 @@ def test_strangers_who_trickle_or_stay_hold_up_nobody(door: Acceptor) -> None:
         stranger.close()
 
 
-def test_a_welcome_has_an_end_whoever_knocks(door: Acceptor) -> None:
+def test_accepting_has_an_end_whoever_calls(acceptor: Acceptor) -> None:
     stop = threading.Event()
-    with ThreadPoolExecutor(1) as beside, socket.create_connection(door.address[:2]) as stranger:
+    with ThreadPoolExecutor(1) as beside, socket.create_connection(acceptor.address[:2]) as stranger:
         trickling = beside.submit(trickle, stranger, bytes(500), stop)
-        assert door.accept(range(1), 0.5) == {} and not trickling.done()
+        assert acceptor.accept(range(1), 0.5) == {} and not trickling.done()
         stop.set()

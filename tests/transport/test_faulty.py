@@ -40,7 +40,7 @@ def _heard(fault: Fault, what: str) -> list[list[int]]:
             elif what == "all_to_all":
                 heard.append(end.all_to_all(mine.expand(2, -1).contiguous(), "kind")[1].tolist())
             elif what == "swap":
-                heard.append(end.swap(mine, 1 - end.rank, "kind", mine.numel()).tolist())
+                heard.append(end.sendrecv(mine, 1 - end.rank, "kind", mine.numel()).tolist())
             else:
                 heard.append(end.broadcast(mine if end.rank else None, 1, 100).tolist())
         return heard

@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.errors import LaunchError, PeerError
 from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
 from laconic.transport.connection import Connection, Kind, Message
-from laconic.transport.door import Address, connect
+from laconic.transport.rendezvous import Address, connect
 
 
 @contextmanager
@@ -170,22 +170,21 @@ def test_a_worker_without_a_way_to_the_first_does_not_wait_for_ever() -> None:
         for box in boxes:
             box.listen(_echo)
         links[2, 0].shutdown(socket.SHUT_RDWR)  # while rank 1 waits for rank 0
-        with pytest.raises(LaunchError, match="waited 0 s to meet rank 1 and has lost rank 0; mend its links"):
+        with pytest.raises(LaunchError, match="waited 0 s for rank 1 and has lost rank 0; mend its links"):
             boxes[2].combine_all(torch.zeros(1), _mean, None)
 
 
-def test_a_peer_that_hangs_is_one_line_and_then_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_hangs_is_one_line_and_then_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with _linked(3, patience_s=0.2, timeout_s=2.0) as (boxes, _):
         boxes[1].listen(_echo)
         boxes[2].listen(_echo)  # while rank 0, the one that leads, hangs: its connections stand, and nothing comes
-        with pytest.raises(PeerError, match=r"rank 0 has said nothing for 2 s"):
+        with pytest.raises(PeerError, match=r"rank 0 has sent nothing for 2 s"):
             boxes[1].ask(0, 7, _bytes(4), 4)
         with ThreadPoolExecutor(2) as pool:
             told = [pool.submit(boxes[rank].combine_all, torch.tensor([float(rank)]), _mean, None) for rank in (1, 2)]
         assert [done.result().tolist() for done in told] == [[1.5]] * 2
-    said = capsys.readouterr().err.splitlines()
-    line = "rank 0 has said nothing for 0.2 s; it is waited for, and dropped after 2"
-    assert sorted(each for each in said if line in each) == [f"laconic: rank {rank}: {line}" for rank in (1, 2)]
+    line = "rank 0 has sent nothing for 0.2 s; it is waited for, and dropped after 2"
+    assert sorted(each for each in caplog.messages if line in each) == [f"rank {rank}: {line}" for rank in (1, 2)]
 
 
 def test_a_peer_that_is_slow_but_lives_is_waited_for() -> None:
@@ -206,7 +205,7 @@ def test_a_peer_that_is_slow_but_lives_is_waited_for() -> None:
             assert torch.equal(slow.result(), _bytes(5))
 
 
-def test_an_answer_that_fails_is_said_and_leaves_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_fails_is_logged_and_leaves_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     def fails(peer: int, turn: int, message: Tensor, num_bytes: int) -> Tensor:
         raise ZeroDivisionError
 
@@ -214,7 +213,7 @@ def test_an_answer_that_fails_is_said_and_leaves_a_refusal(capsys: pytest.Captur
         boxes[1].listen(fails)
         for _ in range(2):
             assert boxes[0].ask(1, 7, _bytes(4), 8).tolist() == [0] * 8
-    assert capsys.readouterr().err.count("Traceback") == 2
+    assert caplog.text.count("Traceback") == 2
 
 
 def test_who_does_not_speak_as_a_mailbox_does_is_hung_up_on() -> None:
@@ -226,25 +225,25 @@ def test_who_does_not_speak_as_a_mailbox_does_is_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize(("length", "reply"), [(1 << 45, 0), (0, 1 << 45), (-1, 0)])
-def test_who_says_a_length_that_cannot_be_is_heard_no_more(
-    length: int, reply: int, capsys: pytest.CaptureFixture[str]
+def test_a_peer_with_a_length_that_cannot_be_is_dropped(
+    length: int, reply: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _linked(2) as (boxes, links):
         boxes[1].listen(_echo)
         links[0, 1].sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.QUESTION, 0, 0, 0, 0, 7, length, reply))
         assert links[0, 1].recv(1) == b""
-    said = f"laconic: rank 0 sent question of {max(length, reply)} bytes, of at most {1 << 20}; it is heard no more\n"
-    assert capsys.readouterr().err == said
+    what = f"rank 0 sent question of {max(length, reply)} bytes, of at most {1 << 20}"
+    assert caplog.messages == [f"{what}; its messages are dropped from now on"]
 
 
-def test_who_gives_something_else_to_combine_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_gives_something_else_to_combine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with _linked(2) as (boxes, links):
         for box in boxes:
             box.listen(_echo)
         Connection(links[1, 0]).send(Message(Kind.COMBINE, 0, payload=torch.ones(3)))
         assert boxes[0].combine_all(torch.zeros(2), _mean, None).tolist() == [0, 0]
         assert links[1, 0].recv(1) == b""
-    assert "rank 1 gave 12 bytes, not 8" in capsys.readouterr().err
+    assert "rank 1 gave 12 bytes, not 8" in caplog.text
 
 
 class _Overheard(InProcess):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from io import StringIO
 from itertools import combinations
 
 import pytest
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import FrameError, LaunchError, PeerError
-from laconic.transport import Group, own_group, world
+from laconic.transport import Group, own_group, sockets, world
 from laconic.transport.connection import Connection
-from laconic.transport.door import Acceptor
 from laconic.transport.mesh import Mesh
+from laconic.transport.rendezvous import Acceptor
 from tests.workers import WorkerPool
 
 ADDED = (
@@ -51,7 +51,7 @@ def pair() -> Iterator[tuple[Mesh, socket.socket]]:
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes move natively, where that is built, and by Python alike."""
     if request.param == "python":
-        monkeypatch.setattr(sys.modules["laconic.transport.moving"], "level", lambda: None)
+        monkeypatch.setattr(sockets, "library", lambda: None)
 
 
 class _Local(Connection):
@@ -66,15 +66,15 @@ def test_a_length_that_cannot_be_names_its_sender(pair: tuple[Mesh, socket.socke
     mesh, theirs = pair
     theirs.send(length.to_bytes(8, "little", signed=True))
     with pytest.raises(FrameError, match=f"from rank 1 says it has {length} bytes of 40"):
-        mesh.deal([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
+        mesh.all_to_all_v([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
     with pytest.raises(PeerError, match="rank 1 is gone"):  # who fails hangs up, for good
-        mesh.deal([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
+        mesh.all_to_all_v([torch.zeros(4, dtype=torch.uint8)] * 2, [40] * 2)
 
 
 def test_who_hangs_up_and_who_says_nothing_is_named(pair: tuple[Mesh, socket.socket]) -> None:
     mesh, theirs = pair
     rows = torch.zeros(2, 100_000, dtype=torch.uint8)
-    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):
+    with pytest.raises(PeerError, match=r"rank 1 has sent nothing for 0\.2 s"):
         mesh.all_gather(rows[0].clone(), rows)
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerError, match="rank 1 is gone, or gave up this step"):
@@ -134,7 +134,7 @@ def test_messages_of_any_length_reach_whom_they_are_for(num_workers: int) -> Non
             for _ in meshes
         ]
         with ThreadPoolExecutor(num_workers) as pool:
-            heard = list(pool.map(Mesh.deal, meshes, said, [[3_000_010] * num_workers] * num_workers))
+            heard = list(pool.map(Mesh.all_to_all_v, meshes, said, [[3_000_010] * num_workers] * num_workers))
         for to, messages in enumerate(heard):
             assert all(torch.equal(message, said[sender][to]) for sender, message in enumerate(messages))
     for mesh in meshes:
@@ -150,7 +150,7 @@ def test_sums_in_hops_are_those_of_virtual_workers_bit_for_bit(dtype: torch.dtyp
         vectors = [torch.randn(count, dtype=torch.float64).mul(100).to(dtype) for _ in meshes]
         want = reduce(torch.add, vectors)
         with ThreadPoolExecutor(num_workers) as pool:
-            list(pool.map(Mesh.add_up_, meshes, vectors))
+            list(pool.map(Mesh.all_reduce_, meshes, vectors))
         for got in vectors:
             assert torch.equal(got, want)
     for mesh in meshes:
@@ -161,17 +161,17 @@ def test_sums_in_hops_are_those_of_virtual_workers_bit_for_bit(dtype: torch.dtyp
 def test_who_fails_in_a_sum_is_named(pair: tuple[Mesh, socket.socket], dtype: torch.dtype) -> None:
     mesh, theirs = pair
     vector = torch.ones(3, dtype=dtype)  # of which two are rank 0's share
-    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):
-        mesh.add_up_(vector)
+    with pytest.raises(PeerError, match=r"rank 1 has sent nothing for 0\.2 s"):
+        mesh.all_reduce_(vector)
     theirs.send(bytes(1))
     with pytest.raises(PeerError, match=r"rank 1 is not through with a message after 0\.2 s"):
-        mesh.add_up_(vector)
+        mesh.all_reduce_(vector)
     theirs.send(bytes(2 * vector.element_size()))
-    with pytest.raises(PeerError, match=r"rank 1 has said nothing for 0\.2 s"):  # in the second hop
-        mesh.add_up_(vector)
+    with pytest.raises(PeerError, match=r"rank 1 has sent nothing for 0\.2 s"):  # in the second hop
+        mesh.all_reduce_(vector)
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerError, match="rank 1 is gone, or gave up this step"):
-        mesh.add_up_(vector)
+        mesh.all_reduce_(vector)
 
 
 def _summed(entries: int, how: str) -> tuple[Tensor, Tensor, bool]:
@@ -214,14 +214,16 @@ def test_ports_are_those_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 def _gathered_without_own_connections() -> tuple[Tensor, list[str]]:
     """Rank 1 finds no address of its own."""
     cpu = torch.device("cpu")
+    log = StringIO()
+    handler = logging.StreamHandler(log)
     os.environ["LACONIC_PORTS"] = "none" if dist.get_rank() == 1 else "0-0"
     try:
         group = Group(own_group(world(), cpu), cpu)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            everyone = group.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8), "frame")
-        return everyone, [str(one.message) for one in said if "Gloo" in str(one.message)]
+        logging.getLogger("laconic.transport").addHandler(handler)
+        everyone = group.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8), "frame")
+        return everyone, [line for line in log.getvalue().splitlines() if "Gloo" in line]
     finally:
+        logging.getLogger("laconic.transport").removeHandler(handler)
         del os.environ["LACONIC_PORTS"]
 
 

@@ -14,8 +14,8 @@ import torch
 from laconic import LaunchError
 from laconic.transport import in_process, open_mailbox
 from laconic.transport.connection import Connection, Kind, Message, payload_of
-from laconic.transport.door import Acceptor, connect
 from laconic.transport.mesh import Mesh
+from laconic.transport.rendezvous import Acceptor, connect
 from laconic.transport.tls import certificate
 
 ANY = dict.fromkeys(Kind, 1 << 23)

@@ -22,7 +22,7 @@ from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import ServerClient
-from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
     Background,
     OnDrift,
@@ -122,7 +122,7 @@ def attach_to_ddp(
         scheme = served_scheme(scheme)
         longest = longest_message([*ddp.parameters(), *ddp.buffers()])
         undoes = options.get("grad_scaler") is not None
-        terms = greeting(scheme, undoes=undoes, holds_idle=ddp.find_unused_parameters, longest=longest)
+        terms = worker_terms(scheme, undoes=undoes, holds_idle=ddp.find_unused_parameters, longest=longest)
         addresses = exchange_addresses(servers, None)
         transport = ServerClient(ranks.rank(), ranks.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
     else:

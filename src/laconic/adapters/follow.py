@@ -12,7 +12,7 @@ from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
-from laconic.server.serve import TIMEOUT_S, greeting, served_scheme
+from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import OnDrift
 from laconic.transport import (
     Everyone,
@@ -131,6 +131,6 @@ def _end(
         return meeting
     meeting.close()
     longest = longest_message(tensors_of(model))
-    terms = greeting(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
+    terms = worker_terms(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
     addresses = exchange_addresses(servers, None)
     return ServerClient(meeting.rank, meeting.num_workers, addresses, terms, timeout_s, longest)

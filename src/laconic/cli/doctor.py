@@ -38,48 +38,48 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Look at this host, or at those of the group that this process is in."""
     if is_worker():
-        return as_worker(lambda: _look_between(asked), failed=_FAILED)
+        return as_worker(lambda: _look_between(arguments), failed=_FAILED)
     from laconic.doctor import examine
 
-    return _print(examine(), asked, "of what one host shows alone; run it under torchrun to look between hosts")
+    return _print(examine(), arguments, "of what one host shows alone; run it under torchrun to look between hosts")
 
 
-def _look_between(asked: argparse.Namespace) -> int:
+def _look_between(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
     from laconic.doctor import examine
     from laconic.transport import world
 
-    if asked.backend == "nccl":
+    if arguments.backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        dist.init_process_group(asked.backend, timeout=timedelta(seconds=_TIMEOUT_S))
+        dist.init_process_group(arguments.backend, timeout=timedelta(seconds=_TIMEOUT_S))
     except RuntimeError as error:
         raise PeerError(
             f"the ranks did not meet within {_TIMEOUT_S} s: see that all run, and reach MASTER_ADDR and each other "
             f"through their firewalls ({' '.join(str(error).split()):.140})"
         ) from None
-    findings = examine(world(), nominal_bits_per_s=asked.nominal)
+    findings = examine(world(), nominal_bits_per_s=arguments.nominal)
     leads = dist.get_rank() == 0
-    looked_at = f"between {dist.get_world_size()} ranks over {asked.backend}"
+    looked_at = f"between {dist.get_world_size()} ranks over {arguments.backend}"
     dist.destroy_process_group()
-    return _print(findings, asked, looked_at) if leads else _code(findings, asked)
+    return _print(findings, arguments, looked_at) if leads else _code(findings, arguments)
 
 
-def _print(findings: Sequence[Finding], asked: argparse.Namespace, looked_at: str) -> int:
-    if asked.json:
+def _print(findings: Sequence[Finding], arguments: argparse.Namespace, looked_at: str) -> int:
+    if arguments.json:
         print(to_json([asdict(finding) for finding in findings]), flush=True)
     elif findings:
         rows = [[one.name, one.host, one.measured, one.expected, one.cure] for one in findings]
         print(table(["found", "host", "measured", "expected", "cure"], rows, num_left=5), flush=True)
     else:
         print(f"nothing found {looked_at}", flush=True)
-    return _code(findings, asked)
+    return _code(findings, arguments)
 
 
-def _code(findings: Sequence[Finding], asked: argparse.Namespace) -> int:
-    return FOUND if findings and asked.strict else 0
+def _code(findings: Sequence[Finding], arguments: argparse.Namespace) -> int:
+    return FOUND if findings and arguments.strict else 0

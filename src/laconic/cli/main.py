@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,16 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 ENTRY_POINTS = "laconic.commands"
 OF_THE_LAB = ("train", "compare", "plan", "report", "inspect", "lab", "bench", "chaos", "demo")
 _INTERRUPTED = 130
+
+
+class _ToStderr(logging.Handler):
+    """Writes what the library logs as lines of the command, to whatever stderr is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"laconic: {self.format(record)}")
+
+
+_TO_STDERR = _ToStderr()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,17 +56,18 @@ def all_commands() -> argparse.ArgumentParser:
     return parser
 
 
-def _needs_the_lab(asked: argparse.Namespace) -> int:
-    raise LaconicError(f"`laconic {asked.command}` is a command of the lab; install it with pip install 'laconic[lab]'")
+def _needs_the_lab(options: argparse.Namespace) -> int:
+    raise LaconicError(f"`laconic {options.command}` is a command of the lab; get it with pip install 'laconic[lab]'")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _open_closed_streams()
+    logging.getLogger("laconic").addHandler(_TO_STDERR)
     try:
         try:
-            asked = all_commands().parse_args(arguments)
-            code: int = asked.run(asked)
+            options = all_commands().parse_args(arguments)
+            code: int = options.run(options)
         finally:
             sys.stdout.flush()  # here, where an error can be told
     except LaconicError as error:

@@ -22,14 +22,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
-    if asked.workers < 2:
-        raise SchemeError(f"--workers is {asked.workers}; give 2 or more")
-    for text in asked.scheme:
-        print(f"{text}: {_bits(parse(text), asked.workers)} bits an entry among {asked.workers} workers")
-    if not asked.scheme:
-        _print_all(asked.workers)
+    if arguments.workers < 2:
+        raise SchemeError(f"--workers is {arguments.workers}; give 2 or more")
+    for text in arguments.scheme:
+        print(f"{text}: {_bits(parse(text), arguments.workers)} bits an entry among {arguments.workers} workers")
+    if not arguments.scheme:
+        _print_all(arguments.workers)
     return 0
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from laconic.doctor.facts import HostFacts
-from laconic.doctor.finding import Finding
-from laconic.doctor.interfaces import Interface
 from laconic.planning import PairLink
 from laconic.planning.pairs import EchoTimes
+from laconic.transport import Interface
 
 _USUAL_MTU = 1500
 _TOO_SLOW = 0.5  # of what was to be expected of a link; TCP's headers alone take 5 %
@@ -24,6 +23,17 @@ _BRIDGES = {"bridge", "openvswitch"}
 _TUNNEL_NAMES = re.compile(r"(tun|tap|wg|zt|tailscale|flannel|cali|vxlan|weave)")
 _BRIDGE_NAMES = re.compile(r"(docker|br-|cni|virbr|lxcbr|podman)")
 _DOCKERS_OWN = ipaddress.ip_network("172.17.0.0/16")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is slow or wrong, where, and what to do about it."""
+
+    name: str  # of the check
+    host: str
+    measured: str
+    expected: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -61,28 +71,27 @@ class Seen:
         if self.nominal_bits_per_s is not None:
             return self.nominal_bits_per_s
         ends = [self.facts[rank].used for rank in (pair.source, pair.target)]
-        told = [end.bits_per_s for end in ends if end is not None and end.bits_per_s is not None]
-        return min(told, default=None)
+        return min((end.bits_per_s for end in ends if end and end.bits_per_s is not None), default=None)
 
-    def way(self, pair: PairLink) -> str:
-        """Its ends by name."""
+    def ends(self, pair: PairLink) -> str:
+        """The hosts at both ends of a link."""
         return f"{self.facts[pair.source].host} to {self.facts[pair.target].host}"
 
 
 def interface(seen: Seen) -> Iterator[Finding]:
-    """Gloo talks through another interface than the one that joins the hosts."""
+    """Gloo uses another interface than the one that joins the hosts."""
     for facts in seen.hosts:
-        asked = facts.asked_interface.split(",")[0]
-        if asked and facts.interfaces and asked not in facts.interfaces:
+        named = facts.asked_interface.split(",")[0]
+        if named and facts.interfaces and named not in facts.interfaces:
             names = ", ".join(facts.interfaces)
             yield Finding(
                 "interface",
                 facts.host,
-                f"GLOO_SOCKET_IFNAME={asked}, which is not there",
+                f"GLOO_SOCKET_IFNAME={named}, which is not there",
                 f"one of {names}",
                 _name_it(facts.towards),
             )
-        elif _differ(facts.used, facts.towards) and (asked or len(seen.hosts) > 1):
+        elif _differ(facts.used, facts.towards) and (named or len(seen.hosts) > 1):
             assert facts.used and facts.towards
             yield Finding(
                 "interface",
@@ -118,7 +127,7 @@ def rate(seen: Seen) -> Iterator[Finding]:
         if nominal is not None and 8 * pair.bytes_per_s < _TOO_SLOW * nominal:
             yield Finding(
                 "rate",
-                seen.way(pair),
+                seen.ends(pair),
                 _bits(8 * pair.bytes_per_s),
                 f"{_bits(nominal)} nominal",
                 "look for other traffic, a shaper, a half-duplex port or a cable (ethtool); many streams may do more",
@@ -128,11 +137,11 @@ def rate(seen: Seen) -> Iterator[Finding]:
 def slow_link(seen: Seen) -> Iterator[Finding]:
     """The links of one host, or one way of a link, are much slower than the others."""
     if len(seen.pairs) == 2:
-        there, back = sorted(seen.pairs, key=lambda pair: pair.bytes_per_s)
-        if there.bytes_per_s < _TOO_SLOW * back.bytes_per_s:
-            measured, other = _bits(8 * there.bytes_per_s), _bits(8 * back.bytes_per_s)
+        slower, faster = sorted(seen.pairs, key=lambda pair: pair.bytes_per_s)
+        if slower.bytes_per_s < _TOO_SLOW * faster.bytes_per_s:
+            measured, other = _bits(8 * slower.bytes_per_s), _bits(8 * faster.bytes_per_s)
             cure = "look at what shapes or fills that way alone (a firewall, an upload limit)"
-            yield Finding("slow link", seen.way(there), measured, f"{other}, as the other way", cure)
+            yield Finding("slow link", seen.ends(slower), measured, f"{other}, as the other way", cure)
         return
     for rank in seen.leaders:
         own = [8 * pair.bytes_per_s for pair in seen.pairs if rank in (pair.source, pair.target)]
@@ -158,9 +167,9 @@ def mtu(seen: Seen) -> Iterator[Finding]:
             cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
             yield Finding("MTU", host, f"{size}", f"{_USUAL_MTU}", cure)
     for source, target, size in seen.narrow_paths:
-        way = f"{seen.facts[source].host} to {seen.facts[target].host}"
+        path = f"{seen.facts[source].host} to {seen.facts[target].host}"
         cure = "lower the MTU of the interface to what the way takes, or raise that of the switch or tunnel"
-        yield Finding("MTU", way, f"packets of {size} bytes get lost", "they arrive as short ones do", cure)
+        yield Finding("MTU", path, f"packets of {size} bytes get lost", "they arrive as short ones do", cure)
 
 
 def congestion_control(seen: Seen) -> Iterator[Finding]:
@@ -210,9 +219,11 @@ def kernels(seen: Seen) -> Iterator[Finding]:
     """laconic runs on its reference kernels."""
     for facts in seen.hosts:
         if facts.kernels:
-            asked = "LACONIC_KERNELS" in facts.kernels
+            is_named = "LACONIC_KERNELS" in facts.kernels
             cure = (
-                "unset LACONIC_KERNELS" if asked else "install a C++17 compiler (triton for CUDA), then laconic again"
+                "unset LACONIC_KERNELS"
+                if is_named
+                else "install a C++17 compiler (triton for CUDA), then laconic again"
             )
             yield Finding("kernels", facts.host, facts.kernels, "native kernels", cure)
 
@@ -232,14 +243,15 @@ def clocks(seen: Seen) -> Iterator[Finding]:
 
 def versions(seen: Seen) -> Iterator[Finding]:
     """Ranks run other releases."""
-    told = set()
+    reported = set()
+    first = seen.facts[0]
     for facts in seen.facts[1:]:
         for name, version in facts.versions.items():
-            first = seen.facts[0].versions[name]
-            if version != first and (facts.machine, name) not in told:
-                told.add((facts.machine, name))
-                where = f"{first}, as on {seen.facts[0].host}"
-                yield Finding("versions", facts.host, f"{name} {version}", where, f"install {name} {first} there")
+            if version != first.versions[name] and (facts.machine, name) not in reported:
+                reported.add((facts.machine, name))
+                expected = f"{first.versions[name]}, as on {first.host}"
+                cure = f"install {name} {first.versions[name]} there"
+                yield Finding("versions", facts.host, f"{name} {version}", expected, cure)
 
 
 CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
@@ -258,7 +270,7 @@ CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 
 
 def _differ(used: Interface | None, towards: Interface | None) -> bool:
-    """Whether both are known, and neither is the loopback, by which a host only talks to itself."""
+    """Whether both are known, and neither is the loopback, by which a host only reaches itself."""
     if used is None or towards is None or "lo" in (used.name, towards.name):
         return False
     return used.name != towards.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 
 from laconic import __version__, kernels
-from laconic.doctor.interfaces import (
+from laconic.errors import KernelError
+from laconic.transport import (
     Interface,
     address_in_use,
     address_to_be_used,
@@ -23,7 +23,6 @@ from laconic.doctor.interfaces import (
     interface_at,
     interfaces,
 )
-from laconic.errors import KernelError
 
 _WORK_SIDE = 256
 _WORK_S = 0.5
@@ -44,7 +43,7 @@ class HostFacts:
     kernels: str  # why the fast ones do not run; empty where they do
     asked_interface: str  # GLOO_SOCKET_IFNAME
     interfaces: tuple[str, ...]
-    used: Interface | None  # by which the group talks, or would
+    used: Interface | None  # that the group uses, or would
     towards: Interface | None  # on the way to MASTER_ADDR, or on the default route
     work_s: float = 0.0  # of a fixed piece of work
     congestion_control: str = ""  # of TCP
@@ -54,20 +53,20 @@ class HostFacts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
-        """What as_dict told."""
-        ends = {name: Interface(**told[name]) if told[name] else None for name in ("used", "towards")}
-        return cls(**{**told, **ends, "interfaces": tuple(told["interfaces"])})
+    def from_dict(cls, saved: Mapping[str, Any]) -> HostFacts:
+        """The inverse of as_dict."""
+        ends = {name: Interface(**saved[name]) if saved[name] else None for name in ("used", "towards")}
+        return cls(**{**saved, **ends, "interfaces": tuple(saved["interfaces"])})
 
 
 def facts_here(work: Callable[[], object] | None = None) -> HostFacts:
-    """This process and its host; after the group has talked, if there is one."""
+    """This process and its host; after the first messages of the group, if there is one."""
     towards = interface_at(address_towards(os.environ.get("MASTER_ADDR", "")))
     used = interface_at(address_in_use() or address_to_be_used())
     if used is None or used.name == "lo":  # nobody else is there, or nobody else yet
         used = towards
     return HostFacts(
-        host=socket.gethostname(),
+        host=platform.node(),
         machine=_machine(),
         versions={"laconic": __version__, "torch": torch.__version__, "Python": platform.python_version()},
         num_threads=torch.get_num_threads(),
@@ -100,7 +99,7 @@ def _congestion_control() -> str:
 
 def _machine() -> str:
     """The kernel since it was started, and the network in it that this process sees."""
-    named = [socket.gethostname()]
+    named = [platform.node()]
     with suppress(OSError):
         named.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         named.append(os.readlink("/proc/self/ns/net"))
@@ -112,7 +111,7 @@ def _kernels_missing() -> str:
         return "LACONIC_KERNELS=reference asks for the slow ones"
     try:
         devices = ["cpu", *["cuda"] * torch.cuda.is_available()]
-        return next((said for device in devices if (said := kernels.missing(device))), "")
+        return next((reason for device in devices if (reason := kernels.missing(device))), "")
     except KernelError as error:
         return str(error)
 

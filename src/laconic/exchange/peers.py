@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from laconic.errors import SchemeError
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 
 GRAPHS = ("uniform", "ring", "exponential")
 _PICK, _MATCH, _ASK = range(3)  # streams of draws

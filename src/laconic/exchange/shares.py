@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laconic.kernels.host import joined_runs, repeated
+from laconic.kernels import joined_runs, repeated
 from laconic.layout import Layout
 
 _LONG_RUN = 500  # entries, on average, from which on runs are copied sooner than entries are looked up

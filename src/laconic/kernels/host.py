@@ -1,4 +1,4 @@
-"""Vectors of the host by numpy, in the calling thread alone.
+"""Vectors of the host by numpy, in the calling thread alone; those of a GPU by torch.
 
 torch starts a team of OpenMP threads for each thread that calls it, and those spin for milliseconds afterwards: where
 eight workers of two threads gossiped on 16 cores, an exchange took 12 ms instead of 7.
@@ -20,13 +20,13 @@ def end_to_end(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.concatenate([row.numpy() for row in rows]))
 
 
-def half_way(there: Tensor, here: Tensor) -> Tensor:
-    """(there - here)/2; where they are not on the host, by torch."""
-    if there.device.type != "cpu":
-        return torch.sub(there, here).mul_(0.5)
-    way = np.subtract(there.numpy(), here.numpy())
-    way *= np.float32(0.5)
-    return torch.from_numpy(way)
+def half_way(theirs: Tensor, own: Tensor) -> Tensor:
+    """(theirs - own)/2; where they are not on the host, by torch."""
+    if theirs.device.type != "cpu":
+        return torch.sub(theirs, own).mul_(0.5)
+    half = np.subtract(theirs.numpy(), own.numpy())
+    half *= np.float32(0.5)
+    return torch.from_numpy(half)
 
 
 def repeated(values: Tensor, counts: Tensor, total: int) -> Tensor:
@@ -70,3 +70,17 @@ def joined_runs(
             np.add(at[run], way, out=moved[start:end])
             joined[start:end] = what[run]
     return torch.from_numpy(moved), torch.from_numpy(joined)
+
+
+def has_zeros(x: Tensor) -> bool:
+    """Whether any entry of a vector is zero."""
+    if x.device.type == "cpu":
+        return bool(np.count_nonzero(x.numpy()) < x.numel())
+    return not x.all()
+
+
+def nonzero(x: Tensor) -> Tensor:
+    """Positions of the entries of a vector that are not zero, ascending, int64."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(x.numpy()))  # 0.7 ms for 1.2 M booleans; torch.nonzero takes 7
+    return x.nonzero().squeeze(1)

@@ -1,7 +1,7 @@
-"""Ways to the k largest: r += g, find them, take them out.
+"""Other ways to the k largest than kernels.withdraw_, which is one pass, and exact whatever the data.
 
-All take what kernels.withdraw_ takes, which is the default: one pass, and exact whatever the data. The others are here
-to be compared with: the bisection of the Laplace paper, the sampled selection of Deep Gradient Compression, torch.topk.
+All take what that takes: r += g, find them, take them out. They are here to be compared with: the bisection of the
+Laplace paper, the sampled selection of Deep Gradient Compression, torch.topk, and the k largest of every chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laconic import kernels
+from laconic.kernels import dispatch as kernels
+from laconic.kernels.reference.selection import CALLS, PASSES, new_search
 
 _ENOUGH = 1.25  # candidates, in units of k, at which a search for a threshold ends
 _MOST_ROUNDS = 40
@@ -42,7 +43,7 @@ def bisection_(
             break
         threshold = (low + high) / 2
     candidates, values = kernels.compact(balance, low)
-    among, chosen = kernels.withdraw_(values, None, k, kernels.new_search(values.numel(), k, values.device))
+    among, chosen = kernels.withdraw_(values, None, k, new_search(values.numel(), k, values.device))
     positions = candidates[among]
     balance[positions] = 0
     note_(search, passes)
@@ -90,8 +91,8 @@ def _take_(balance: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def note_(search: Tensor, passes: int) -> None:
     """Count one selection, and its passes."""
-    search[kernels.PASSES] += passes
-    search[kernels.CALLS] += 1
+    search[PASSES] += passes
+    search[CALLS] += 1
 
 
 SEARCHES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -100,3 +101,45 @@ SEARCHES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "sampled": sampled_,
     "torch": torch_topk_,
 }
+
+
+def withdraw_of_chunks_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """What kernels.withdraw_ returns, but the same number from each chunk: ties to the lower position.
+
+    The vector is a whole number of chunks, or one that is shorter; k is that number times theirs.
+    """
+    add_(balance, addend, factor)
+    note_(search, 1)
+    chunk = min(chunk, balance.numel())
+    k = k * chunk // balance.numel()
+    sizes = balance.view(-1, chunk).abs()
+    smallest = sizes.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    larger = sizes > smallest
+    ties = sizes == smallest
+    num_ties = k - larger.sum(1, keepdim=True)
+    taken = larger | (ties & (ties.cumsum(1) <= num_ties))
+    positions = taken.view(-1).nonzero().view(-1)
+    values = balance.index_select(0, positions)
+    balance.index_fill_(0, positions, 0)
+    return positions.to(torch.int32), values
+
+
+def withdraw_runs_(
+    balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0, length: int
+) -> tuple[Tensor, Tensor]:
+    """What kernels.withdraw_ returns, but of the k/length runs with the largest root mean square; ties to the lower.
+
+    The vector is a whole number of runs, or one that is shorter and goes whole. The squares are added in float64, so
+    that neither they nor their order shows in a float32; a mean of theirs is never beyond the largest entry.
+    """
+    add_(balance, addend, factor)
+    length = min(length, balance.numel())
+    rows = balance.view(-1, length)
+    energy = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).div_(math.sqrt(length)).to(torch.float32)
+    runs, _ = kernels.withdraw_(energy, None, k // length, search)
+    values = rows[runs].view(-1)
+    rows.index_fill_(0, runs.to(torch.int64), 0)
+    positions = runs.unsqueeze(1) * length + torch.arange(length, dtype=torch.int32, device=runs.device)
+    return positions.view(-1), values

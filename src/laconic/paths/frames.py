@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.kernels.device import Executor
+from laconic.kernels import Executor
 from laconic.layout import Layout, positions_of
 from laconic.memory import Due
 from laconic.paths.path import Messages, Path, Withdrawn, Work

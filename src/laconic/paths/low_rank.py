@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger
 from laconic.paths.path import Message, Messages, Path, Work

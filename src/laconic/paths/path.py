@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.device import to_host
+from laconic.kernels import to_host
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, SetAside
 from laconic.transport import Transport
@@ -90,7 +90,7 @@ class Work:
         What is withdrawn all the same is refunded, as it is on the workers that receive the flag.
         """
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
-        kernels.mark_strange_(flag, self.flat, self.too_large)
+        kernels.flag_nonfinite_(flag, self.flat, self.too_large)
         kernels.zero_if_(self.flat, flag)
         return flag
 

@@ -61,7 +61,7 @@ class PairMean(Path):
         with self.clock.time("encode", work.device):
             own = work.flat.to(self.quantize.code_dtype)
             frame = self.on_wire(own).view(torch.uint8)  # not every backend knows every type
-        peers = yield partial(self.transport.swap, frame, partner, "pairs", frame.numel())
+        peers = yield partial(self.transport.sendrecv, frame, partner, "pairs", frame.numel())
         return own, peers.view(own.dtype)
 
     def apply_(self, work: Work, received: tuple[Tensor, Tensor]) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from laconic.errors import FrameError
 from laconic.exchange import Server, Shares, piece_borders
-from laconic.kernels.device import Executor, to_device
-from laconic.kernels.reference.nonzero import has_zeros, nonzero
-from laconic.kernels.reference.owners import Pieces
+from laconic.kernels import Executor, Pieces, has_zeros, nonzero, to_device
 from laconic.layout import Layout
 from laconic.memory import Account, Due, Ledger
 from laconic.paths.frames import FramePlan, FramePlans

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.exchange import Shares
-from laconic.kernels.host import merged
-from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels import merged, nonzero
 from laconic.layout import positions_of
 from laconic.memory import Due, Ledger
 from laconic.paths.frames import FramePlan

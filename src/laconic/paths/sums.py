@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.draws import key_of
+from laconic.kernels import key_of
 from laconic.layout import Layout, positions_of
 from laconic.paths.path import Message, Messages, Path, Withdrawn, Work
 from laconic.quantize import Carrier, FloatCode, Grid, Steps, round_up

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from laconic.exchange import AllReduce, Pairs
-from laconic.kernels.device import Executor
+from laconic.kernels import Executor
 from laconic.layout import Layout
 from laconic.memory import Account, Ledger, Residual
 from laconic.paths.frames import FramePlans, Gathering

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels.host import end_to_end
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
+from laconic.kernels import RESIDUE_BLOCK, end_to_end
 from laconic.quantize.quantizers import Quantizer
 from laconic.wire import ValueCode
 

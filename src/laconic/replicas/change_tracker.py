@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 from laconic.replicas.vector import ModelVector
 from laconic.trigger import GossipTrigger
 

@@ -201,7 +201,7 @@ class MatchedGossip(GossipPolicy):
         return subset, update
 
     def _swap(self, message: Tensor, partner: int, num_back: int) -> Tensor:
-        return self.end.swap(message.to(self.vector.device), partner, "model", num_back)
+        return self.end.sendrecv(message.to(self.vector.device), partner, "model", num_back)
 
     def settle(self, step: int) -> None:
         """Nothing is ever in flight between two steps."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.kernels.host import end_to_end, half_way
+from laconic.kernels import end_to_end, half_way
 from laconic.quantize import Quantizer
 from laconic.replicas.pending import Subset
 from laconic.replicas.vector import ModelVector

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 from laconic.quantize import ModuloCode, Told, exponents_for, num_blocks, steps_of
 from laconic.replicas.messages import MessageWriter, Request, check_taken, no_positions, not_finite
 from laconic.replicas.pending import Subset

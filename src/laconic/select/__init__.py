@@ -1,6 +1,6 @@
 """Frozen answers to *what is sent*: which positions of a bucket go out at a step."""
 
-from laconic.kernels.searches import SEARCHES
+from laconic.kernels import SEARCHES
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector
 from laconic.select.overlap import SCORES, Overlap, Score
 from laconic.select.shared import Everything, LowRank, RandK

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError, check_least, check_option
-from laconic.kernels.draws import hash_64
+from laconic.kernels import hash_64
 from laconic.layout import Layout, Span, positions_of
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector, Window, plan_of_bucket
 

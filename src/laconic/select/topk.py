@@ -7,8 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from laconic.errors import SchemeError, check_least, check_option, check_share
-from laconic.kernels.chunks import withdraw_of_chunks_, withdraw_runs_
-from laconic.kernels.searches import SEARCHES
+from laconic.kernels import SEARCHES, withdraw_of_chunks_, withdraw_runs_
 from laconic.layout import Layout
 from laconic.select.bucket_plan import BucketPlan, Chooser, Window, plan_of_bucket, plan_of_chunks, share_of
 from laconic.wire import IndexBlock, Runs

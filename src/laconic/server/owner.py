@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError, StateError
 from laconic.exchange import Shares, piece_borders
-from laconic.kernels.reference.owners import Window
+from laconic.kernels import Window
 from laconic.layout import Layout, positions_of
 from laconic.memory import Ledger, Residual, Undo
 from laconic.quantize import Sign, Trits

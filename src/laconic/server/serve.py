@@ -21,8 +21,7 @@ from laconic.scheme import AnyScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.transport.collectives import exchange_addresses, world
-from laconic.transport.connection import Kind, Message, longest_message, payload_of
+from laconic.transport import Kind, Message, exchange_addresses, longest_message, payload_of, world
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -54,24 +53,39 @@ def serve(
 ) -> ServerStats:
     """Answer the workers until they are done; a call of each rank in `servers` while all others attach or follow.
 
-    A worker that hangs up, or lets the others wait for longer than `timeout_s`, is left behind: means and votes are
-    over those from then on. With `wait_s`, for outer steps under one server, who is late by more than that is not
-    waited for either, but lives: its drift comes later. `facts` are told beside the stats to workers that ask.
+    Args:
+        scheme: what the workers run.
+        servers: the ranks that serve, this one among them.
+        timeout_s: a worker that is gone, or lets the others wait for longer, is left behind: means and votes are over
+            the others from then on.
+        wait_s: for outer steps under one server, a worker that is late by more than this wait budget is not waited
+            for, but lives: its drift comes later.
+        facts: what workers that ask for the stats get beside them.
+
+    Returns:
+        The account of this server's answers.
+
+    Raises:
+        SchemeError: where the scheme has no server, or no worker can be late.
+        FrameError: where the workers' schemes or models differ, on all of them too.
+
+    Example:
+        stats = laconic.serve("topk:rho=0.01,exchange=server", servers=[0])
     """
     check_wait(scheme, wait_s, len(servers))
     scheme = served_scheme(scheme)
     listener = Listener(world().size() - len(servers), timeout_s, wait_s=math.inf if wait_s is None else wait_s)
     exchange_addresses(servers, listener.address)
-    asked = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
-    for rank, terms in asked.items():
+    by_rank = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
+    for rank, terms in by_rank.items():
         if terms["scheme"] != str(scheme):
             listener.fail(
                 FrameError(f"worker {rank} runs {terms['scheme']}, this server {scheme}; give all the same scheme")
             )
-        if terms["longest"] != asked[0]["longest"]:
+        if terms["longest"] != by_rank[0]["longest"]:
             listener.fail(FrameError(f"worker {rank} has another model than worker 0; give all the same model"))
-    listener.longest = asked[0]["longest"]
-    wanted = {name: any(terms[name] for terms in asked.values()) for name in ("undoes", "holds_idle")}
+    listener.longest = by_rank[0]["longest"]
+    wanted = {name: any(terms[name] for terms in by_rank.values()) for name in ("undoes", "holds_idle")}
     owner = Owner(scheme, servers.index(world().rank()), len(servers), **wanted)
     with ThreadPoolExecutor(listener.num_workers) as readers:
         handler = _RequestHandler(listener, owner, facts, readers)
@@ -101,11 +115,11 @@ def check_wait(scheme: AnyScheme | str, wait_s: float | None, num_servers: int) 
     if not 0 <= wait_s < math.inf:
         raise SchemeError(f"the wait budget is {wait_s}; give seconds, 0 to wait for nobody")
     if num_servers != 1:
-        raise SchemeError(f"a wait budget is one server's, who says who is late, not that of {num_servers}; use one")
+        raise SchemeError(f"a wait budget is one server's, which tells who is late, not that of {num_servers}; use one")
 
 
-def greeting(scheme: Scheme, *, undoes: bool, holds_idle: bool, longest: int = longest_message()) -> str:
-    """What a worker says to a server when it comes: the terms on which it is to be answered."""
+def worker_terms(scheme: Scheme, *, undoes: bool, holds_idle: bool, longest: int = longest_message()) -> str:
+    """The terms on which a worker is to be answered, which it sends in its handshake."""
     return json.dumps({"scheme": str(scheme), "undoes": undoes, "holds_idle": holds_idle, "longest": longest})
 
 
@@ -118,7 +132,7 @@ def _terms(rank: int, text: str, listener: Listener) -> dict[str, Any]:
         terms = json.loads(text)
         if isinstance(terms, dict) and {name: type(value) for name, value in terms.items()} == _TERMS:
             return terms
-    listener.fail(FrameError(f"worker {rank} greets in other words; run the same release of laconic on all ranks"))
+    listener.fail(FrameError(f"worker {rank} came with other terms; run the same release of laconic on all ranks"))
 
 
 @dataclass
@@ -130,58 +144,66 @@ class _RequestHandler:
     facts: Callable[[], Mapping[str, Any]]
     readers: Executor  # so that the link is never idle while a part is being read, or an answer found
     layouts: dict[int, Layout] = field(default_factory=dict)  # by bucket
-    contents: dict[int, Future[Contents]] = field(default_factory=dict)  # of the round that is heard, by worker
+    contents: dict[int, Future[Contents]] = field(default_factory=dict)  # of the round that comes in, by worker
     num_steps: int = 0
 
     def handle_round(self) -> bool:
-        """Hear one round and answer it; False when the workers are done."""
+        """Receive one round and reply to it; False when the workers are done."""
         fault_point("server.round")
         self.contents = {}
-        heard = self.listener.hear(self._arrived)
-        if not heard:
+        received = self.listener.receive_round(self._on_arrival)
+        if not received:
             return False
-        about = next(iter(heard.values()))
-        self.listener.answer(self._reply(about, heard), about)
+        about = next(iter(received.values()))
+        self.listener.reply(self._reply(about, received), about)
         return about.kind != Kind.CLOSE
 
-    def _reply(self, about: Message, heard: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
+    def _reply(self, about: Message, received: Mapping[int, Message]) -> Tensor | dict[int, Tensor]:
         if about.kind in (Kind.LAYOUT, Kind.PARTS):
-            self.num_steps = max(self.num_steps, about.step + 1)
-            try:
-                told = {rank: self.contents[rank].result() for rank in heard}
-            except FrameError as error:
-                self.listener.fail(error)
-            layout = self.layouts[about.bucket]
-            answer = self.readers.submit(self.owner.answer_to, told, layout, step=about.step, bucket=about.bucket)
-            self.listener.send_until(answer)
-            return answer.result().cpu()
+            return self._answer(about, received)
         if about.kind in (Kind.SUM, Kind.TOTAL, Kind.AVERAGE):
-            for rank, message in heard.items():
-                theirs = message.payload
-                if (theirs.dtype, theirs.numel()) != (about.payload.dtype, about.payload.numel()):
-                    self._refuse(rank, f"{theirs.numel()} {theirs.dtype} to add up, the others did not")
-            total = reduce(torch.add, (message.payload for message in heard.values()))  # in rank order
-            num_living = len(self.listener.living)  # over whom it is, as workers take it
-            return total if len(heard) == num_living else total * (num_living / len(heard))
-        giver = next((rank for rank, message in heard.items() if message.payload.numel()), next(iter(heard)))
-        given = heard[giver].payload
+            return self._sum(about, received)
+        sender = next((rank for rank, message in received.items() if message.payload.numel()), next(iter(received)))
+        payload = received[sender].payload
         if about.kind == Kind.ECHO:
-            return given
+            return payload
         if about.kind == Kind.STATE:
             packed = io.BytesIO()
             torch.save(self.owner.state_dict(), packed)
             first = min(self.listener.living, default=-1)
             return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
-        if about.kind == Kind.LOAD and given.numel():
+        if about.kind == Kind.LOAD and payload.numel():
             try:
-                self.owner.load_state_dict(torch.load(io.BytesIO(heard[giver].text), weights_only=True))
-            except Exception as error:  # which are many: what it says may be anything
-                self._refuse(giver, f"a state that cannot be loaded ({type(error).__name__})")
+                self.owner.load_state_dict(torch.load(io.BytesIO(received[sender].text), weights_only=True))
+            except Exception as error:  # which are many: a state may hold anything
+                self._refuse(sender, f"a state that cannot be loaded ({type(error).__name__})")
         if about.kind == Kind.STATS:
             return payload_of(json.dumps({**self.stats().as_dict(), **self.facts()}).encode())
         return payload_of(b"")
 
-    def _arrived(self, rank: int, message: Message) -> None:
+    def _answer(self, about: Message, received: Mapping[int, Message]) -> Tensor:
+        """The owner's answer to the parts of a bucket."""
+        self.num_steps = max(self.num_steps, about.step + 1)
+        try:
+            contents = {rank: self.contents[rank].result() for rank in received}
+        except FrameError as error:
+            self.listener.fail(error)
+        layout = self.layouts[about.bucket]
+        answer = self.readers.submit(self.owner.answer_to, contents, layout, step=about.step, bucket=about.bucket)
+        self.listener.send_until(answer)
+        return answer.result().cpu()
+
+    def _sum(self, about: Message, received: Mapping[int, Message]) -> Tensor:
+        """The sum of all payloads, in rank order; scaled to the living, where some of those are late."""
+        for rank, message in received.items():
+            theirs = message.payload
+            if (theirs.dtype, theirs.numel()) != (about.payload.dtype, about.payload.numel()):
+                self._refuse(rank, f"{theirs.numel()} {theirs.dtype} to add up, the others did not")
+        total = reduce(torch.add, (message.payload for message in received.values()))
+        num_living = len(self.listener.living)  # over which it is, as workers take it
+        return total if len(received) == num_living else total * (num_living / len(received))
+
+    def _on_arrival(self, rank: int, message: Message) -> None:
         """Read a part while those of others are still on their way."""
         if message.kind not in (Kind.LAYOUT, Kind.PARTS):
             return
@@ -191,14 +213,14 @@ class _RequestHandler:
             layout = None
             with suppress(ValueError, TypeError, RecursionError):
                 layout, part = without_layout(part, self.listener.longest // 16)
-            if not self.contents:  # the first of a round says what the others must say too
+            if not self.contents:  # the first of a round has the layout that the others must have
                 self.layouts.pop(message.bucket, None)
             if layout is not None and self.layouts.setdefault(message.bucket, layout) != layout:
                 layout = None
         self.contents[rank] = self.readers.submit(self._read, rank, message, layout, part)
 
     def _read(self, rank: int, message: Message, layout: Layout | None, part: Tensor) -> Contents:
-        """What a worker says of a bucket of this layout; FrameError, which names it, if that cannot be."""
+        """The contents of a worker's part of a bucket of this layout; FrameError, which names it, if that cannot be."""
         if layout is None or part.dtype != torch.uint8:
             raise FrameError(
                 f"worker {rank} sent {message} without the layout that the others have; give all one model"
@@ -213,8 +235,8 @@ class _RequestHandler:
         return ServerStats(
             steps=self.num_steps,
             num_workers=self.listener.num_workers,
-            lost=dict(self.listener.lost),
-            late=dict(self.listener.late),
+            lost=self.listener.lost,
+            late=self.listener.late,
             bytes_out=traffic.bytes_out,
             bytes_in=traffic.bytes_in,
             held_bytes=self.owner.num_bytes,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels import nonzero
 from laconic.wire import Contents
 
 _DECAY = 0.99  # of a record at each step: a hundred steps back counts a third

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from laconic import kernels
 from laconic.errors import LaconicError
-from laconic.kernels.cpu.pointer import give_threads
+from laconic.kernels import give_threads
 from laconic.layout import Bucket, Layout
 from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.replicas import Replicas

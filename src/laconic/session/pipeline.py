@@ -111,7 +111,7 @@ class Pipeline:
                 return self._begun.get(timeout=_CATCH_UP_S if sending and self.error is None else None)
             except queue.Empty:
                 try:
-                    self._session.transport.catch_up()
+                    self._session.transport.receive_pending()
                 except BaseException as error:
                     self._fail(error)
 

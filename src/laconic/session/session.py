@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import LaconicError
 from laconic.fault_points import fault_point
-from laconic.kernels.device import Executor
+from laconic.kernels import Executor
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger, Nothing, SetAside, Undo
 from laconic.paths import Exchange, Path, PhaseClock, Work, dense_path, path_for

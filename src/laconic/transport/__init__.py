@@ -1,8 +1,7 @@
-"""Everything that talks: collectives, framed TCP, virtual workers; what is said is counted here."""
+"""Everything that opens a socket: collectives, framed TCP, virtual workers; bytes are counted here."""
 
 from torch.distributed import ProcessGroup
 
-from laconic.transport.agreement import agree, agreement_bytes, rows_of
 from laconic.transport.collectives import (
     CountedGroup,
     Everyone,
@@ -19,11 +18,22 @@ from laconic.transport.collectives import (
     world,
     world_without,
 )
-from laconic.transport.connection import longest_message
+from laconic.transport.connection import Connection, Kind, Message, longest_message, payload_of
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox
-from laconic.transport.silence import say
-from laconic.transport.tcp_mailbox import TcpMailbox, open_mailbox
+from laconic.transport.flows import Flow, move_some
+from laconic.transport.heartbeat import say
+from laconic.transport.interfaces import (
+    SHORT_BYTES,
+    Interface,
+    Packets,
+    address_in_use,
+    address_to_be_used,
+    address_towards,
+    interface_at,
+    interfaces,
+)
+from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox, TcpMailbox, open_mailbox
+from laconic.transport.rendezvous import Acceptor, Address, connect
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
-from laconic.transport.transport import Collectives, Push, Transport
+from laconic.transport.transport import Collectives, Push, Transport, agree, agreement_bytes, rows_of
 from laconic.transport.virtual import InProcess, in_process, silent_end

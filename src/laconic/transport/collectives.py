@@ -3,8 +3,8 @@
 import atexit
 import hashlib
 import json
+import logging
 import traceback
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
-from laconic.kernels.device import to_host
-from laconic.transport.door import Address
+from laconic.kernels import to_host
 from laconic.transport.mesh import Mesh, open_mesh
-from laconic.transport.rounds import deal_in_rounds
+from laconic.transport.rendezvous import Address
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
 
-_CARD_BYTES = 1024  # in which a rank says what it runs, and a server where it is
+_LOG = logging.getLogger("laconic.transport")
+_CARD_BYTES = 1024  # of a rank's release, and a server's address
 _FACT_BYTES = 1 << 16  # of what a rank has, where two differ
 _PIECE_BYTES = 1 << 26  # of a state: what a GPU has to find room for at once
 # A sum of at most so many bytes goes by two hops of the mesh instead of Gloo's ring. In a lab among 4 at 100mbit that
@@ -62,7 +62,7 @@ class Group(Collectives):
             mesh = open_mesh(self.rank, self.num_workers, self.tell_all, self._timeout_s)
         except LaunchError as error:
             if self.rank == 0:
-                warnings.warn(f"frames go through Gloo, which fills less of the link: {error}", stacklevel=2)
+                _LOG.warning("frames go through Gloo, which fills less of the link: %s", error)
             return None
         self._hang_up = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
         self._hang_up.atexit = False  # `_let_go` knows when
@@ -78,80 +78,92 @@ class Group(Collectives):
     def _add_up_(self, tensor: Tensor, kind: str, mesh: Mesh | None) -> None:
         """By the mesh, or else by the backend."""
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
-        mine = self._on_wire(tensor)
+        total = self._on_wire(tensor)
         if mesh is not None:
-            mesh.add_up_(mine.view(-1))
+            mesh.all_reduce_(total.view(-1))
         else:
             with silence_said(self.rank):
-                dist.all_reduce(mine, group=self._group)
-        if mine is not tensor:
-            tensor.copy_(mine)
+                dist.all_reduce(total, group=self._group)
+        if total is not tensor:
+            tensor.copy_(total)
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_gather(kind, frame.nbytes, self.num_workers)
-        mine = self._on_wire(frame)
+        own = self._on_wire(frame)
         if self._mesh is None:
-            return self._gathered(mine).to(frame.device)
-        everyone = _room_for((self.num_workers, mine.numel()), mine)
-        self._mesh.all_gather(mine, everyone)
+            return self._gathered(own).to(frame.device)
+        everyone = _room_for((self.num_workers, own.numel()), own)
+        self._mesh.all_gather(own, everyone)
         return everyone.to(frame.device)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         self.traffic.count_all_to_all(kind, rows.nbytes, self.num_workers)
-        mine = self._on_wire(rows)
-        heard = _room_for(mine.shape, mine)
+        outgoing = self._on_wire(rows)
+        incoming = _room_for(outgoing.shape, outgoing)
         if self._mesh is None:
             with silence_said(self.rank):
-                dist.all_to_all_single(heard, mine, group=self._group)
+                dist.all_to_all_single(incoming, outgoing, group=self._group)
         else:
-            self._mesh.all_to_all(mine, heard)
-        return heard.to(rows.device)
+            self._mesh.all_to_all(outgoing, incoming)
+        return incoming.to(rows.device)
 
     def push(self, push: Push) -> dict[int, Tensor]:
-        heard = self._deal(push.parts, [push.longest[self.rank]] * self.num_workers)
-        self.traffic.count_push(self.rank, *([part.numel() for part in parts] for parts in (push.parts, heard)))
-        return dict(enumerate(heard))
+        received = self._all_to_all_v(push.parts, [push.longest[self.rank]] * self.num_workers)
+        self.traffic.count_push(self.rank, *([part.numel() for part in parts] for parts in (push.parts, received)))
+        return dict(enumerate(received))
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         assert own is not None
-        answers = self._deal([own] * self.num_workers, push.longest)
+        answers = self._all_to_all_v([own] * self.num_workers, push.longest)
         self.traffic.count_pull(self.rank, [answer.numel() for answer in answers])
         return answers
 
-    def _deal(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
-        """Message r goes to worker r; those for this one, by rank, of at most longest[r] bytes."""
+    def _all_to_all_v(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+        """Send message r to worker r; returns those for this one, by rank, each of up to longest[r] bytes.
+
+        A collective receives into room of its own length, so the lengths go first, in one hop.
+        """
         if self._mesh is not None:
-            return self._mesh.deal(messages, longest)
+            return self._mesh.all_to_all_v(messages, longest)
+        sent = [message.numel() for message in messages]
         with silence_said(self.rank):
-            return deal_in_rounds(messages, longest, self._group, self.wire)
+            lengths = torch.empty(len(sent), dtype=torch.int64, device=self.wire)
+            dist.all_to_all_single(lengths, torch.tensor(sent, device=self.wire), group=self._group)
+            received: list[int] = lengths.tolist()
+            for rank, (length, most) in enumerate(zip(received, longest, strict=True)):
+                _check_length(rank, length, most)
+            outgoing = torch.cat(list(messages))
+            incoming = outgoing.new_empty(sum(received))
+            dist.all_to_all_single(incoming, outgoing, received, sent, group=self._group)
+        # A message may begin anywhere, its words may not.
+        return [message.clone() for message in torch.split(incoming, received)]
 
     def hang_up(self) -> None:
         if self._mesh is not None:
             self._mesh.shut_down()
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
-        speaks = self.rank == speaker
-        mine = frame if speaks and frame is not None else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([mine.numel()], device=self.wire)
+        sends = self.rank == speaker
+        own = frame if sends and frame is not None else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([own.numel()], device=self.wire)
         with silence_said(self.rank):
             dist.broadcast(length, group=self._group, group_src=speaker)
-            if not 0 <= int(length) <= longest:
-                raise FrameError(f"rank {speaker} is to say {int(length)} bytes of {longest}; nothing is applied")
-            said = mine.to(self.wire) if speaks else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
-            if said.numel():
-                dist.broadcast(said, group=self._group, group_src=speaker)
-        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=speaks)
-        return said
+            _check_length(speaker, int(length), longest)
+            received = own.to(self.wire) if sends else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
+            if received.numel():
+                dist.broadcast(received, group=self._group, group_src=speaker)
+        self.traffic.count_broadcast(received.numel(), self.num_workers, sends=sends)
+        return received
 
-    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         if peer == self.rank:
             return frame
         self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
-        mine = self._on_wire(frame)
-        theirs = mine.new_empty(num_back)
+        own = self._on_wire(frame)
+        theirs = own.new_empty(num_back)
         ops = [
             dist.P2POp(move, tensor, group=self._group, group_peer=peer)
-            for move, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+            for move, tensor in ((dist.isend, own), (dist.irecv, theirs))
             if tensor.numel()
         ]
         with silence_said(self.rank):
@@ -182,7 +194,7 @@ class Group(Collectives):
         return self._gathered(card.to(self.wire)).cpu()
 
     def _gathered(self, frame: Tensor) -> Tensor:
-        """Everyone's frame by the backend's own hands."""
+        """Everyone's frame, by the backend itself."""
         everyone = _room_for((self.num_workers, frame.numel()), frame)
         with silence_said(self.rank):
             dist.all_gather(list(everyone), frame, group=self._group)
@@ -203,15 +215,15 @@ class Everyone:
         self._group = group
         _held.add(self)
 
-    def gather(self, mine: Tensor) -> list[Tensor] | None:
+    def gather(self, own: Tensor) -> list[Tensor] | None:
         """Everyone's bytes in rank order at rank 0, None elsewhere."""
         lengths = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.num_ranks)]
         with silence_said(self.rank):
-            dist.all_gather(lengths, torch.tensor([mine.numel()], device=self._wire), group=self._group)
+            dist.all_gather(lengths, torch.tensor([own.numel()], device=self._wire), group=self._group)
             if self.rank > 0:
-                self._send(mine, 0)
+                self._send(own, 0)
                 return None
-            return [mine, *(self._receive(int(lengths[rank]), rank) for rank in range(1, self.num_ranks))]
+            return [own, *(self._receive(int(lengths[rank]), rank) for rank in range(1, self.num_ranks))]
 
     def scatter(self, theirs: Sequence[Tensor] | None) -> Tensor | None:
         """This rank's of the bytes that rank 0 has for each; None, on all ranks, where it has none."""
@@ -228,17 +240,17 @@ class Everyone:
                 self._send(theirs[rank], rank)
             return theirs[0]
 
-    def _send(self, mine: Tensor, rank: int) -> None:
-        for piece in torch.split(mine, _PIECE_BYTES):
+    def _send(self, own: Tensor, rank: int) -> None:
+        for piece in torch.split(own, _PIECE_BYTES):
             dist.send(piece.to(self._wire), group=self._group, group_dst=rank)
 
     def _receive(self, num_bytes: int, rank: int) -> Tensor:
-        heard = torch.empty(num_bytes, dtype=torch.uint8)
-        for piece in torch.split(heard, _PIECE_BYTES):
+        received = torch.empty(num_bytes, dtype=torch.uint8)
+        for piece in torch.split(received, _PIECE_BYTES):
             room = torch.empty_like(piece, device=self._wire)
             dist.recv(room, group=self._group, group_src=rank)
             piece.copy_(room)
-        return heard
+        return received
 
     def let_go(self) -> None:
         """Hold the group no longer."""
@@ -247,7 +259,7 @@ class Everyone:
 
 @contextmanager
 def silence_said(rank: int) -> Iterator[None]:
-    """Where a backend gives up in here because a peer ended or hangs, that is one line."""
+    """Raise PeerError, one line, where a backend gives up in here because a peer ended or hangs."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -256,8 +268,8 @@ def silence_said(rank: int) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
         why = " ".join(str(error).split())
         raise PeerError(
-            f"rank {rank} cannot go on: a peer has ended, takes another number of steps, or has said nothing for the "
-            "timeout; see what it says, and resume from a checkpoint, with a longer timeout_s (--server-timeout) if "
+            f"rank {rank} cannot go on: a peer has ended, takes another number of steps, or has sent nothing for the "
+            "timeout; see its log, and resume from a checkpoint, with a longer timeout_s (--server-timeout) if "
             f"need be ({why:.140})"
         ) from None
 
@@ -277,8 +289,13 @@ class CountedGroup(dist.ProcessGroup):
 
 
 def _room_for(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Where what is heard is to lie: beside another tensor; PyTorch keeps pinned memory for the next one."""
+    """Room for what is received, beside another tensor; PyTorch keeps pinned memory for the next one."""
     return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+
+
+def _check_length(rank: int, length: int, longest: int) -> None:
+    if not 0 <= length <= longest:
+        raise FrameError(f"rank {rank} is to send {length} bytes of {longest}; nothing is applied")
 
 
 _held: weakref.WeakSet[Group | Everyone] = weakref.WeakSet()
@@ -288,7 +305,7 @@ _held: weakref.WeakSet[Group | Everyone] = weakref.WeakSet()
 def _let_go() -> None:
     """End the threads of sessions' groups: one that frees a tensor while the interpreter is torn down aborts it.
 
-    Registered before any session, it comes after those that end sessions' own threads, which may be talking.
+    Registered before any session, it comes after those that end sessions' own threads, which may be sending.
     """
     for group in list(_held):
         group.let_go()
@@ -336,9 +353,9 @@ def counterparts(
     group: dist.ProcessGroup, within: dist.ProcessGroup, device: torch.device, timeout_s: float | None
 ) -> dist.ProcessGroup:
     """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
-    mine = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
+    own = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
     places = [place.tolist() for place in everyone]
     if len({size for _, _, size in places}) > 1:
         raise SchemeError("nodes have unequal numbers of processes; give within= groups of one size")
@@ -357,14 +374,14 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
-def exchange_addresses(servers: Sequence[int], mine: Address | None) -> list[Address]:
+def exchange_addresses(servers: Sequence[int], own: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
     try:
-        everyone = _texts(world(), place_of_texts(world()), json.dumps([release(), mine]), _CARD_BYTES)
+        everyone = _texts(world(), place_of_texts(world()), json.dumps([release(), own]), _CARD_BYTES)
     except RuntimeError:  # as Gloo tells of a rank that has ended
-        if mine is None:
+        if own is None:
             raise
-        raise LaunchError("the workers ended before they met this server; see what they said") from None
+        raise LaunchError("the workers ended before they reached this server; see their logs") from None
     cards = [json.loads(card) for card in everyone]
     for rank, (theirs, _) in enumerate(cards):
         if theirs != release():
@@ -390,14 +407,14 @@ def release() -> str:
 
 def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[str]) -> None:
     """SchemeError, on all ranks, that names who differs and in which of these; a call that all of the group make."""
-    strangers = ranks_that_differ(group, device, "\n".join(facts))
-    if not strangers:
+    different = ranks_that_differ(group, device, "\n".join(facts))
+    if not different:
         return
-    theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[strangers[0]].split("\n")
+    theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
     pairs = zip_longest(facts, theirs, fillvalue="nothing more")
-    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
+    own, other = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
     raise SchemeError(
-        f"rank {strangers[0]} has {there}, this rank {here}; give all ranks the same release, scheme and model"
+        f"rank {different[0]} has {other}, this rank {own}; give all ranks the same release, scheme and model"
     )
 
 
@@ -408,11 +425,11 @@ def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str)
     return [rank for rank, other in enumerate(everyone) if other != digest]
 
 
-def _texts(group: dist.ProcessGroup, device: torch.device, mine: str, num_bytes: int) -> list[str]:
-    """What each rank of a group says, in so many bytes at most."""
-    said = torch.frombuffer(bytearray(mine.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(said) for _ in range(group.size())]
-    dist.all_gather(everyone, said, group=group)
+def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:
+    """The text of each rank of a group, of so many bytes at most."""
+    padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(everyone, padded, group=group)
     return [other.cpu().numpy().tobytes().decode(errors="replace").rstrip() for other in everyone]
 
 

@@ -1,7 +1,7 @@
 """Framed messages over TCP connections of our own: between workers and dedicated servers, and between gossiping peers.
 
 Not over Gloo: there one receive that times out closes every other connection of its group, a message whose sender dies
-half-way is waited for for ever, and a question takes three hand-shakes and two new threads: 2 to 4 ms of one that takes
+half-way is waited for for ever, and a request takes three handshakes and two new threads: 2 to 4 ms of one that takes
 8 in all (75,770 entries, two busy processes on two cores).
 """
 
@@ -28,7 +28,7 @@ from laconic.transport.tls import secured
 class Kind(IntEnum):
     """What a message is for."""
 
-    HELLO = 0  # who calls, and that it was told where
+    HELLO = 0  # the terms of a caller that has shown that it knows the key
     LAYOUT = auto()  # parts, behind the layout that they and later ones are of
     PARTS = auto()
     SUM = auto()
@@ -39,10 +39,10 @@ class Kind(IntEnum):
     STATS = auto()
     CLOSE = auto()
     ERROR = auto()
-    QUESTION = auto()  # answered by as many bytes as it asks for, without a head
+    QUESTION = auto()  # a request that is answered by as many bytes as it asks for, without a head
     COMBINE = auto()
-    AVERAGE = auto()  # a sum of models, of all who live
-    LATE = auto()  # the answer of a round that its hearer spoke too late for
+    AVERAGE = auto()  # a sum of models, over all that live
+    LATE = auto()  # the reply of a round that was closed before its receiver's message came
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -65,7 +65,7 @@ _TYPES = (
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 _GOODBYE_S = 5.0  # for what is still to be encrypted
-_A_MOMENT_S = 1e-6  # since a timeout of 0 would not wait, but say so in other words
+_A_MOMENT_S = 1e-6  # since a timeout of 0 would mean a socket that never waits, with another error
 _PROBES = 4  # that the kernel sends before it takes a silent host for dead
 _SMALL_BYTES = 65_536  # of a payload that is copied behind its head: one packet less
 _MORE = getattr(socket, "MSG_MORE", 0)  # a head goes with what follows it
@@ -73,7 +73,7 @@ _MORE = getattr(socket, "MSG_MORE", 0)  # a head goes with what follows it
 
 @dataclass(frozen=True)
 class Message:
-    """What one end says to the other; a server adds how many workers live and which of them the hearer is."""
+    """What one end sends to the other; a server adds how many workers live and which of them the receiver is."""
 
     kind: Kind
     step: int = -1
@@ -81,7 +81,7 @@ class Message:
     payload: Tensor = _NOTHING  # on the CPU, of one dimension
     living: int = 0
     place: int = 0
-    reply_bytes: int = 0  # that a question awaits
+    reply_bytes: int = 0  # that a request awaits
 
     @property
     def id(self) -> tuple[Kind, int, int]:
@@ -126,7 +126,7 @@ class Connection:
         self._link.settimeout(timeout_s)
 
     def give_up_after(self, silence_s: float) -> None:
-        """Take a host that says nothing, not even that it lives, for dead; one that dies in order says so at once."""
+        """Take a host for dead that answers no probe of the kernel for so long; one that ends is known at once."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             pause_s = min(max(1, round(silence_s / (_PROBES + 1))), 32_767)
             options = {
@@ -144,16 +144,16 @@ class Connection:
             self._wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def send(self, message: Message) -> int:
-        """Say it; returns the bytes that took. The timeout is for each part that the other end takes."""
+        """Send a message; returns its bytes. The timeout is for each part that the other end takes."""
         head, *payload = views_of(message)
         self._send(head, _MORE if payload else 0)
         for view in payload:
             self._send(view)
         return message.num_bytes
 
-    def send_bytes(self, said: Tensor) -> None:
-        """Say what the other end knows the length of."""
-        self._send(said.view(torch.uint8).numpy().data)
+    def send_bytes(self, payload: Tensor) -> None:
+        """Send what the other end knows the length of."""
+        self._send(payload.view(torch.uint8).numpy().data)
 
     def _send(self, view: memoryview, flags: int = 0) -> None:
         """Send all of it; the timeout is for each part that the other end takes, where that of `sendall` is for all."""
@@ -162,21 +162,21 @@ class Connection:
             view = view[self._link.send(view, flags) :]
 
     def send_some(self, view: memoryview) -> int:
-        """Say as much of it as the link takes now; how many bytes that is."""
+        """Send as much of it as the link takes now; how many bytes that is."""
         return self._link.send(view)
 
     def receive_some(self, view: memoryview, flags: int = 0) -> int:
         """Fill as much of it as is there; how many bytes that is."""
         fresh = self._link.recv_into(view, 0, flags)
         if fresh == 0:
-            raise ConnectionError("it has hung up")
+            raise ConnectionError("it has closed the connection")
         return fresh
 
     def receive(self, most: Mapping[Kind, int], timeout_s: float | None = None) -> Message:
-        """Hear the next message, whole within so long; `most` are the bytes that one of each awaited kind may have.
+        """Receive the next message, whole within so long; `most` are the bytes that one of each awaited kind may have.
 
-        ConnectionError where the other end is gone, TimeoutError where it is late, FrameError where it says anything
-        else.
+        ConnectionError where the other end is gone, TimeoutError where it is overdue, FrameError where it sends
+        anything else.
         """
         message: Message = self.fill(Cursor(rooms_of_message(most)), timeout_s)
         return message
@@ -188,11 +188,11 @@ class Connection:
         return received
 
     def fill(self, cursor: "Cursor", timeout_s: float | None) -> Any:
-        """Hear all that there is room for, within so long; what its end found."""
+        """Receive all that there is room for, within so long; the cursor's result."""
         if timeout_s is None:
             while cursor.view:
                 cursor.advance(self.receive_some(cursor.view, socket.MSG_WAITALL))
-            return cursor.found
+            return cursor.result
         until = time.monotonic() + timeout_s
         before = self._link.gettimeout()
         try:
@@ -201,7 +201,7 @@ class Connection:
                 cursor.advance(self.receive_some(cursor.view))
         finally:
             self._link.settimeout(before)
-        return cursor.found
+        return cursor.result
 
     def shut_down(self) -> None:
         """End it for both; a thread that waits on it finds that out."""
@@ -209,23 +209,23 @@ class Connection:
             self._link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back, once what was said is on its way."""
+        """Give the socket back, once what was sent is on its way."""
         self._link.close()
         if self._relay is not None:
             self._relay.join(_GOODBYE_S)
 
 
 class Cursor:
-    """How far one has come in memory that is to be sent, or to be filled."""
+    """A place in memory that is being sent, or filled."""
 
     def __init__(self, rooms: Iterable[memoryview]) -> None:
         self.view = memoryview(b"")  # what comes next; empty at the end
-        self.found: Any = None  # what a generator of rooms returns then
+        self.result: Any = None  # what a generator of rooms returns then
         self._rooms: Iterator[memoryview] = iter(rooms)
         self.advance(0)
 
     def extend(self, rooms: Iterable[memoryview]) -> None:
-        """Go on with these after what is left; what a generator returns before that is not found."""
+        """Continue with these after what is left; the result of a generator before them is dropped."""
         self._rooms = chain(self._rooms, rooms) if self.view else iter(rooms)
         self.advance(0)
 
@@ -235,7 +235,7 @@ class Cursor:
             try:
                 self.view = next(self._rooms)
             except StopIteration as end:
-                self.found = self.found or end.value
+                self.result = self.result or end.value
                 return
 
 

@@ -1,4 +1,4 @@
-"""Networks that fail on purpose: messages lost, late, cut short, damaged or heard again, and a worker that dies."""
+"""Networks that fail on purpose: messages lost, delayed, cut short, damaged or repeated, and a worker that dies."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.transport.mailbox import Combine, Mailbox, OnAnswered, Reply, nobody_is_told
+from laconic.transport.mailbox import Combine, Mailbox, OnAnswered, Reply
 from laconic.transport.transport import Collectives, Push, Transport
 
 
@@ -23,7 +23,7 @@ class Fault(Enum):
     TRUNCATE = auto()  # its first half arrives
     DUPLICATE = auto()  # it arrives again, in place of the next one
     DAMAGE = auto()  # with a bit of it flipped
-    DIE = auto()  # its sender says nothing any more
+    DIE = auto()  # its sender sends nothing any more
 
 
 class WorkerDiedError(RuntimeError):
@@ -38,7 +38,7 @@ class Faults:
     delay_s: float = 0.0
     sleep: Callable[[float], None] = time.sleep
     num_messages: int = 0
-    _last: list[Tensor] = field(default_factory=list)  # which is heard again
+    _last: list[Tensor] = field(default_factory=list)  # which arrives again
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_fault(self) -> Fault | None:
@@ -85,7 +85,7 @@ def _damaged(frame: Tensor) -> Tensor:
 class FaultyTransport(Transport):
     """One worker's end of any transport, of which some calls go wrong; a call is a message, whatever it is split into.
 
-    Who only hears a broadcast says nothing, and what owners answer arrives.
+    A worker that only receives a broadcast sends nothing, and what owners answer arrives.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -133,8 +133,8 @@ class FaultyTransport(Transport):
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         return self._inner.pull(push, own)
 
-    def catch_up(self) -> None:
-        self._inner.catch_up()
+    def receive_pending(self) -> None:
+        self._inner.receive_pending()
 
     def hang_up(self) -> None:
         self._inner.hang_up()
@@ -150,7 +150,7 @@ class FaultyTransport(Transport):
 
 
 class FaultyCollectives(FaultyTransport):
-    """The same of a transport on which workers hear each other."""
+    """The same of a transport on which workers receive from each other."""
 
     def __init__(self, inner: Collectives, faults: Faults) -> None:
         super().__init__(inner, faults)
@@ -165,48 +165,48 @@ class FaultyCollectives(FaultyTransport):
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         return self._collectives.all_to_all(self.faults.filled(rows), kind)
 
-    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
-        return self._collectives.swap(self.faults.filled(frame), peer, kind, num_back)
+    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        return self._collectives.sendrecv(self.faults.filled(frame), peer, kind, num_back)
 
 
 class FaultyMailbox:
-    """One worker's mailbox: `questions` befall what it asks and gives to combine, `replies` what it answers.
+    """One worker's mailbox: `requests` befall what it asks and gives to combine, `replies` what it answers.
 
-    A question that is lost takes its connection with it, so who asks is told that the peer is gone. One that is heard
-    twice is answered twice, and its second answer is the one that counts. Who dies closes its mailbox.
+    A request that is lost takes its connection with it, so its sender finds that the peer is gone. One that arrives
+    twice is answered twice, and its second answer is the one that counts. A worker that dies closes its mailbox.
     """
 
-    def __init__(self, inner: Mailbox, questions: Faults, replies: Faults) -> None:
+    def __init__(self, inner: Mailbox, requests: Faults, replies: Faults) -> None:
         self.rank = inner.rank
         self.num_workers = inner.num_workers
         self.traffic = inner.traffic
         self._inner = inner
-        self._questions = questions
+        self._requests = requests
         self._replies = replies
 
-    def listen(self, reply: Reply, answered: OnAnswered = nobody_is_told) -> None:
-        def faulty(peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
-            return self._replies.filled(reply(peer, turn, said, num_bytes))
+    def listen(self, reply: Reply, answered: OnAnswered = lambda peer, turn: None) -> None:
+        def faulty(peer: int, turn: int, request: Tensor, num_bytes: int) -> Tensor:
+            return self._replies.filled(reply(peer, turn, request, num_bytes))
 
         self._inner.listen(faulty, answered)
 
-    def ask(self, peer: int, turn: int, said: Tensor, num_bytes: int) -> Tensor:
+    def ask(self, peer: int, turn: int, request: Tensor, num_bytes: int) -> Tensor:
         with self._closed_at_death():
-            fault = self._questions.next_fault()
+            fault = self._requests.next_fault()
         if fault == Fault.DROP:
-            raise PeerError(f"rank {peer} is gone (a question was lost)")
+            raise PeerError(f"rank {peer} is gone (a request was lost)")
         if fault == Fault.DUPLICATE:
-            self._inner.ask(peer, turn, said, num_bytes)
+            self._inner.ask(peer, turn, request, num_bytes)
         if fault == Fault.TRUNCATE:
-            said = said[: said.numel() // 2]
+            request = request[: request.numel() // 2]
         if fault == Fault.DAMAGE:
-            said = _damaged(said)
-        return self._inner.ask(peer, turn, said, num_bytes)
+            request = _damaged(request)
+        return self._inner.ask(peer, turn, request, num_bytes)
 
-    def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:
+    def combine_all(self, own: Tensor, combine: Combine, kind: str | None) -> Tensor:
         with self._closed_at_death():
-            mine = self._questions.filled(mine)
-        return self._inner.combine_all(mine, combine, kind)
+            own = self._requests.filled(own)
+        return self._inner.combine_all(own, combine, kind)
 
     def close(self) -> None:
         self._inner.close()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic.transport.connection import Connection
-from laconic.transport.door import TellAll, meet
-from laconic.transport.moving import Deadline, Flow, add_up_, adds_natively, deal, move
+from laconic.transport.flows import Deadline, Flow, all_reduce_, all_to_all, move
+from laconic.transport.rendezvous import Gather, open_connections
 
 _USUAL_BYTES = 1 << 16  # of a message whose length only its sender knows, until longer ones have come
 
@@ -20,7 +20,7 @@ class Mesh:
     """One worker's connections to all others, used by one thread at a time; messages are uint8 on the host.
 
     Everything goes to all peers, and comes from all of them, at once, so that no link waits for another one. A worker
-    that fails hangs up, and so do those who wait for it.
+    that fails closes its connections, and so do those that wait for it.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Connection], timeout_s: float) -> None:
@@ -29,60 +29,61 @@ class Mesh:
         self._timeout_s = timeout_s
         self._usual = _USUAL_BYTES
         for link in links.values():
-            link.set_timeout(0)  # whoever waits, waits for all of them
+            link.set_timeout(0)  # a caller waits for all of them at once
 
     def all_gather(self, frame: Tensor, rows: Tensor) -> None:
         """Fill `rows` with everyone's frame, in rank order."""
         self.all_to_all(frame.expand_as(rows), rows)
 
     def all_to_all(self, outgoing: Tensor, incoming: Tensor) -> None:
-        """Give row r of `outgoing` to worker r, and fill row r of `incoming` with what that one gives."""
+        """Send row r of `outgoing` to worker r, and fill row r of `incoming` with what that one sends."""
         incoming[self.rank] = outgoing[self.rank]
         self._fill([_view(row) for row in outgoing], [_view(row) for row in incoming])
 
-    def add_up_(self, vector: Tensor) -> None:
-        """Overwrite a vector with its sum over all workers: each adds up a share, in rank order, and tells all.
+    def all_reduce_(self, vector: Tensor) -> None:
+        """Overwrite a vector with its sum over all workers: each adds up a share, in rank order, and sends it to all.
 
         Shares differ by an entry at most, and lie where they are: two hops, where a ring of M workers takes 2*(M-1).
         """
-        if adds_natively(vector.dtype):
-            add_up_(vector, self.rank, self._links, self._timeout_s)
+        if all_reduce_(vector, self.rank, self._links, self._timeout_s):
             return
         num_workers = len(self._links) + 1
         shares = vector.tensor_split(num_workers)
-        mine = shares[self.rank]
-        rows = mine.new_empty(num_workers, mine.numel())
+        own = shares[self.rank]
+        rows = own.new_empty(num_workers, own.numel())
         self._fill([_view(share) for share in shares], [_view(row) for row in rows])
-        rows[self.rank] = mine
-        mine.copy_(rows[0])
+        rows[self.rank] = own
+        own.copy_(rows[0])
         for row in rows[1:]:
-            mine.add_(row)
-        self._fill([_view(mine)] * num_workers, [_view(share) for share in shares])
+            own.add_(row)
+        self._fill([_view(own)] * num_workers, [_view(share) for share in shares])
 
-    def deal(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
-        """Give message r to worker r; those for this one, by rank: of up to longest[r] bytes, as only senders know."""
+    def all_to_all_v(self, messages: Sequence[Tensor], longest: Sequence[int]) -> list[Tensor]:
+        """Send message r to worker r; returns those for this one, by rank, each of up to longest[r] bytes."""
         links = {peer: self._links[peer] for peer in self._ahead()}
         try:
-            heard = deal(links, dict(enumerate(messages)), dict(enumerate(longest)), self._usual, self._timeout_s)
+            received = all_to_all(
+                links, dict(enumerate(messages)), dict(enumerate(longest)), self._usual, self._timeout_s
+            )
         except Exception:
             self.shut_down()
             raise
-        heard[self.rank] = messages[self.rank]
-        self._usual = max(self._usual, *(2 * message.numel() for message in heard.values()))
-        return [heard[rank] for rank in range(len(messages))]
+        received[self.rank] = messages[self.rank]
+        self._usual = max(self._usual, *(2 * message.numel() for message in received.values()))
+        return [received[rank] for rank in range(len(messages))]
 
     def _fill(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
-        """Give each other worker its part, and fill its room; by rank."""
+        """Send each other worker its part, and fill the room for what it sends; both by rank."""
         flows = {peer: Flow(self._links[peer], [outgoing[peer]], [incoming[peer]]) for peer in self._ahead()}
         move(flows, Deadline(self._timeout_s))
 
     def _ahead(self) -> list[int]:
-        """The others, from the next one on: everyone begins with another one, and no link is asked by all at once."""
+        """The others, from the next rank on: each worker begins with another, so that not all use one link at once."""
         num_workers = len(self._links) + 1
         return [(self.rank + hop) % num_workers for hop in range(1, num_workers)]
 
     def shut_down(self) -> None:
-        """Hang up: whoever waits for this worker finds that out."""
+        """End all connections: workers that wait for this one find that out."""
         for link in self._links.values():
             link.shut_down()
 
@@ -93,9 +94,9 @@ class Mesh:
             link.close()
 
 
-def open_mesh(rank: int, num_workers: int, tell_all: TellAll, timeout_s: float) -> Mesh:
+def open_mesh(rank: int, num_workers: int, gather: Gather, timeout_s: float) -> Mesh:
     """Connections among all workers; a call that all of them make, and LaunchError on all where one cannot."""
-    to, of = meet(rank, tell_all, calls=range(rank), awaits=range(rank + 1, num_workers))
+    to, of = open_connections(rank, gather, calls=range(rank), awaits=range(rank + 1, num_workers))
     return Mesh(rank, to | of, timeout_s)
 
 

@@ -27,7 +27,7 @@ def certificate(*, accepts: bool) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # addresses are told where workers meet; who is there shows the certificate
+    context.check_hostname = False  # addresses are exchanged by workers; the certificate shows who answers
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(shown, key)
@@ -42,20 +42,20 @@ def certificate(*, accepts: bool) -> ssl.SSLContext | None:
 
 def secured(link: socket.socket, context: ssl.SSLContext) -> tuple[socket.socket, ssl.SSLSocket, threading.Thread]:
     """The plain end of TLS over `link`, its other end, and the thread between them."""
-    here, there = socket.socketpair()
+    plain, inner = socket.socketpair()
     link.setblocking(False)
-    there.setblocking(False)
+    inner.setblocking(False)
     accepts = context.protocol == ssl.PROTOCOL_TLS_SERVER
     wire = context.wrap_socket(link, server_side=accepts, do_handshake_on_connect=False)
-    thread = threading.Thread(target=_relay, args=(wire, there), name="laconic-tls", daemon=True)
+    thread = threading.Thread(target=_relay, args=(wire, inner), name="laconic-tls", daemon=True)
     thread.start()
-    return here, wire, thread
+    return plain, wire, thread
 
 
 def _relay(wire: ssl.SSLSocket, plain: socket.socket) -> None:
     """Pass bytes on both ways until one end is closed, and then what is left."""
-    outward = _Way(plain.recv_into, wire.send)
-    inward = _Way(wire.recv_into, plain.send)
+    outward = _Direction(plain.recv_into, wire.send)
+    inward = _Direction(wire.recv_into, plain.send)
     with suppress(OSError), wire, plain:
         _shake_hands(wire, plain)
         while not inward.is_over and not (outward.is_over and not outward.waiting):
@@ -65,7 +65,7 @@ def _relay(wire: ssl.SSLSocket, plain: socket.socket) -> None:
                 _wait(wire, plain, outward, inward)
 
 
-class _Way:
+class _Direction:
     """One direction, a chunk at a time."""
 
     def __init__(self, read: Callable[[bytearray], int], write: Callable[[memoryview], int]) -> None:
@@ -90,7 +90,7 @@ class _Way:
         return False
 
 
-def _wait(wire: ssl.SSLSocket, plain: socket.socket, outward: _Way, inward: _Way) -> None:
+def _wait(wire: ssl.SSLSocket, plain: socket.socket, outward: _Direction, inward: _Direction) -> None:
     reads = select.POLLIN * (not outward.waiting and not outward.is_over)
     events = {
         wire: select.POLLIN * (not inward.waiting) | select.POLLOUT * bool(outward.waiting),

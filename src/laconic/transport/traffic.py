@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-BESIDE = frozenset({"total", "state", "load", "stats", "close", "error"})  # said beside the exchange of gradients
+BESIDE = frozenset({"total", "state", "load", "stats", "close", "error"})  # kinds beside the exchange of gradients
 
 
 @dataclass
 class Count:
-    """What one worker said and heard in one kind of message."""
+    """What one worker sent and received in one kind of message."""
 
     messages: int = 0
     payload_bytes: int = 0  # what it contributed, once
@@ -42,24 +42,24 @@ class Traffic:
         moved = payload_bytes // num_workers * (num_workers - 1)
         self.count(kind, payload_bytes, moved, moved)
 
-    def count_push(self, rank: int, sent: Sequence[int], heard: Sequence[int]) -> None:
+    def count_push(self, rank: int, sent: Sequence[int], received: Sequence[int]) -> None:
         """Parts that went up, in bytes by rank, where each of M workers is an owner, and lengths, of answers too."""
         others = len(sent) - 1
         self.count("lengths", 8, 16 * others, 16 * others)
-        self.count("up", sum(sent), sum(sent) - sent[rank], sum(heard) - heard[rank])
+        self.count("up", sum(sent), sum(sent) - sent[rank], sum(received) - received[rank])
 
     def count_pull(self, rank: int, answers: Sequence[int]) -> None:
         """Answers that came down."""
         self.count("down", answers[rank], (len(answers) - 1) * answers[rank], sum(answers) - answers[rank])
 
-    def count_broadcast(self, num_bytes: int, num_workers: int, *, speaks: bool) -> None:
+    def count_broadcast(self, num_bytes: int, num_workers: int, *, sends: bool) -> None:
         """A frame that goes from one worker to all others."""
         out = num_bytes * (num_workers - 1)
-        self.count("broadcast", num_bytes if speaks else 0, out if speaks else 0, 0 if speaks else num_bytes)
+        self.count("broadcast", num_bytes if sends else 0, out if sends else 0, 0 if sends else num_bytes)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is said inside serves measuring, and leaves no trace here."""
+        """What is sent inside serves measuring, and is not counted."""
         before = self.copy()
         yield
         self.by_kind = before
@@ -80,6 +80,6 @@ class Traffic:
 def ring_bytes(payload_bytes: int, num_workers: int) -> int:
     """What leaves each of M workers in an all-reduce: 2*(M-1)/M of the payload (Gloo, the mesh, and NCCL at size).
 
-    It is the mean over workers: whose share of the sum is longer by an entry sends M-2 more than the others.
+    It is the mean over workers: one whose share of the sum is longer by an entry sends M-2 more than the others.
     """
     return -(-2 * (num_workers - 1) * payload_bytes // num_workers)

@@ -1,6 +1,9 @@
-"""What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers."""
+"""What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers.
 
-from collections.abc import Sequence
+And how workers agree on something small over it: each receives every vector, and combines them alike.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -9,6 +12,10 @@ from torch import Tensor
 
 from laconic.layout import Layout
 from laconic.transport.traffic import Traffic
+
+# What a worker may send to all others at once: one hop instead of the 2*(M-1) of a ring. At 1 ms one way among 4
+# workers over Gloo that is 5.5 ms instead of 26.6 for the 2,344 norms of a small net; beyond, bytes count for more.
+_DIRECT_BYTES = 49_152
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Transport(Protocol):
 
     @property
     def num_living(self) -> int:
-        """The workers that are still there; all of them where none can be lost."""
+        """The number of workers that are still there; all of them where none can be lost."""
         return self.num_workers
 
     @property
@@ -45,7 +52,7 @@ class Transport(Protocol):
 
     @property
     def was_late(self) -> bool:
-        """Whether what was last heard was agreed on without this worker; never where all wait for each other."""
+        """Whether the last answer was found without this worker; never where all wait for each other."""
         return False
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -63,29 +70,29 @@ class Transport(Protocol):
         return []
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
-        """What one worker says to all, in at most so many bytes: its `frame`, else None; empty where it is gone."""
+        """The frame of one worker, of at most so many bytes, on all; the others give None. Empty where it is gone."""
 
     @property
     def pull_turn(self) -> int:
-        """How many turns after a push its answers are pulled: owners have one to find theirs in."""
+        """How many turns after a push its answers are pulled: owners have one to compute theirs in."""
         return 2
 
     def push(self, push: Push) -> dict[int, Tensor]:
-        """Give every owner its part; those for the share that this worker owns, by rank, none where it owns none."""
+        """Send every owner its part; returns those for the share that this worker owns, by rank, if it owns one."""
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
-        """Every owner's answer to the parts it heard, the same on all workers; `own` is this worker's for its share."""
+        """Every owner's answer to the parts it received, the same on all workers; `own` is this worker's own."""
 
-    def catch_up(self) -> None:
-        """Take what has come: nobody is to wait until this worker has more to say, or asks for it."""
+    def receive_pending(self) -> None:
+        """Take what has come, so that a sender need not wait until this worker sends more, or asks for it."""
         return
 
     def hang_up(self) -> None:
-        """Let nobody wait for what this worker was to say: it has failed."""
+        """Close all connections, since this worker has failed: nobody is to wait for its next message."""
         return
 
     def owner_states(self) -> list[bytes]:
-        """What owners that are no workers keep, for a checkpoint, told to one of the workers; [] where workers own."""
+        """What owners that are no workers keep, for a checkpoint, sent to one of the workers; [] where workers own."""
         return []
 
     def load_owner_states(self, states: Sequence[bytes]) -> None:
@@ -93,13 +100,13 @@ class Transport(Protocol):
         return
 
     def close(self) -> None:
-        """Say no more."""
+        """Give connections and threads back."""
         return
 
 
 @runtime_checkable
 class Collectives(Transport, Protocol):
-    """A transport on which workers also hear each other, without anyone between them."""
+    """A transport on which workers also receive from each other, without a server between them."""
 
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
@@ -116,8 +123,63 @@ class Collectives(Transport, Protocol):
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         """Row r of `rows` (num_workers, n) goes to worker r; returns the rows for this one, in rank order."""
 
-    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
-        """Give `frame` to `peer`, who makes the same call, and get its frame of so many elements; either may be empty.
+    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        """Send `frame` to `peer`, which makes the same call; returns its frame of so many elements. Both may be empty.
 
         With oneself nothing is sent.
         """
+
+
+def agree(transport: Collectives, own: Tensor, combine: Callable[[Tensor], Tensor], kind: str) -> Tensor:
+    """combine(everyone's vectors as (M, n)), the same on every worker; it must act entry by entry.
+
+    A longer vector is combined in shares, one by each worker, which sends it to all: the bytes of a ring.
+    """
+    num_workers = transport.num_workers
+    count = own.numel()
+    if not count:  # of which bytes are no view
+        return own
+    if (num_workers - 1) * own.nbytes <= _DIRECT_BYTES:
+        return combine(_all_to_all(transport, own.expand(num_workers, count).contiguous(), kind))
+    rows = own.new_zeros(num_workers, _share(count, num_workers))
+    rows.view(-1)[:count] = own
+    share = combine(_all_to_all(transport, rows, kind))
+    gathered = transport.all_gather(share.view(torch.uint8), kind)
+    return gathered.view(-1).view(own.dtype)[:count]
+
+
+def agreement_bytes(count: int, item_bytes: int, num_workers: int) -> int:
+    """The bytes that leave each of M workers that agree on a vector of `count`."""
+    direct = (num_workers - 1) * count * item_bytes
+    if direct <= _DIRECT_BYTES:
+        return direct
+    return 2 * (num_workers - 1) * _share(count, num_workers) * item_bytes
+
+
+class Adding(Protocol):
+    """Workers that can add something up, among which this one knows its place."""
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def num_living(self) -> int: ...
+
+    def total(self, tensor: Tensor) -> Tensor: ...
+
+
+def rows_of(workers: Adding, own: Sequence[float]) -> list[list[float]]:
+    """The same numbers of all of them, by place: the sum of tables of which each worker fills its own row."""
+    table = torch.zeros(workers.num_living, len(own), dtype=torch.float64)
+    table[workers.place] = torch.tensor(own, dtype=torch.float64)
+    rows: list[list[float]] = workers.total(table).tolist()
+    return rows
+
+
+def _share(count: int, num_workers: int) -> int:
+    return -(-count // num_workers)
+
+
+def _all_to_all(transport: Collectives, rows: Tensor, kind: str) -> Tensor:
+    """As bytes: not every backend knows every type."""
+    return transport.all_to_all(rows.view(torch.uint8), kind).view(rows.dtype)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where virtual workers show each other what they say."""
+    """Where virtual workers show each other what they send."""
 
     def __init__(self, num_workers: int) -> None:
         self.shown: list[Any] = [None] * num_workers
@@ -51,14 +51,14 @@ class InProcess(Collectives):
         return self._exchange(rows, lambda shown: torch.stack([theirs[self.rank] for theirs in shown]))
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
-        mine = torch.empty(0, dtype=torch.uint8) if frame is None else frame
-        said: Tensor = self._exchange(mine, lambda shown: shown[speaker].clone())
-        self.traffic.count_broadcast(said.numel(), self.num_workers, speaks=self.rank == speaker)
-        return said
+        own = torch.empty(0, dtype=torch.uint8) if frame is None else frame
+        received: Tensor = self._exchange(own, lambda shown: shown[speaker].clone())
+        self.traffic.count_broadcast(received.numel(), self.num_workers, sends=self.rank == speaker)
+        return received
 
     def push(self, push: Push) -> dict[int, Tensor]:
         share = self.owned_share
-        heard: list[Tensor] = self._exchange(
+        received: list[Tensor] = self._exchange(
             push.parts, lambda shown: [] if share is None else [parts[share] for parts in shown]
         )
         sent = [part.numel() for part in push.parts]
@@ -66,8 +66,8 @@ class InProcess(Collectives):
         if self._served:
             self.traffic.count("up", sum(sent), sum(sent), 0)
         else:
-            self.traffic.count_push(self.rank, sent, [part.numel() for part in heard])
-        return dict(enumerate(heard))
+            self.traffic.count_push(self.rank, sent, [part.numel() for part in received])
+        return dict(enumerate(received))
 
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         answers = self._exchange(own, lambda shown: shown[: self.num_shares])
@@ -79,7 +79,7 @@ class InProcess(Collectives):
             self.traffic.count_pull(self.rank, lengths)
         return answers
 
-    def swap(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
         """Unlike over processes, a call that all workers make at once, those without a peer with themselves."""
         if peer != self.rank:
             self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
@@ -87,25 +87,25 @@ class InProcess(Collectives):
         assert theirs.numel() == num_back, "over a network this would hang"
         return theirs
 
-    def _exchange(self, mine: object, read: Callable[[list[Any]], T]) -> T:
+    def _exchange(self, own: object, read: Callable[[list[Any]], T]) -> T:
         """What `read` makes of that which all show, by rank; nobody overwrites it while another still reads."""
-        self._meeting.shown[self.rank] = mine
+        self._meeting.shown[self.rank] = own
         self._meeting.barrier.wait()
-        found = read(self._meeting.shown)
+        result = read(self._meeting.shown)
         self._meeting.barrier.wait()
-        return found
+        return result
 
 
 def silent_end(num_workers: int, *, num_servers: int = 0) -> InProcess:
-    """One of M workers' ends of a network on which nobody talks: to foretell what would be said on it."""
+    """One of M workers' ends of a network that carries nothing: to predict what would be sent on it."""
     return InProcess(0, _Meeting(num_workers), num_servers)
 
 
 def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
     """Run `work` once per virtual worker and return the results in rank order; the first failure ends them all.
 
-    With `num_servers` the first workers lend their threads to as many dedicated servers, whose talk is not counted as
-    theirs; without, each worker owns a share.
+    With `num_servers` the first workers lend their threads to as many dedicated servers, whose traffic is not
+    counted as theirs; without, each worker owns a share.
     """
     meeting = _Meeting(num_workers)
 

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import FrameError, SchemeError
-from laconic.kernels.host import end_to_end
-from laconic.wire.elias_fano import EliasFano
-from laconic.wire.index_codec import IndexBlock, foretold_block
-from laconic.wire.rice import Rice
+from laconic.wire.index_codec import EliasFano, IndexBlock, Rice, foretold_block
 
 _MAGIC = int.from_bytes(b"LACN", "little")
 _VERSION = 2
@@ -58,7 +55,7 @@ class ValueCodec(ValueCode, Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a frame says: values at the fixed entries first, then at `positions`."""
+    """The contents of a frame: values at the fixed entries first, then at `positions`."""
 
     positions: Tensor  # int32, ascending
     values: Tensor  # float32, num_fixed + k of them
@@ -113,7 +110,7 @@ class CodesShape:
         blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
-        return end_to_end(blocks)
+        return kernels.end_to_end(blocks)
 
     def head(self, *, step: int, bucket: int, scale: float = 0.0) -> list[int]:
         """The words of a header, whose check sum is yet to come, and its scale where none is given."""
@@ -129,11 +126,11 @@ class CodesShape:
         return frame
 
     def is_overflow(self, frame: Tensor) -> bool:
-        """Whether this worker's own frame says that it saw Inf or NaN."""
+        """Whether this worker's own frame is one of write_overflow."""
         return bool(_header_of(frame)[_CODECS] & _OVERFLOW)
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
-        """A frame of the same length that only says: I saw Inf or NaN, skip this."""
+        """A frame of the same length that only tells that its writer saw Inf or NaN."""
         words = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)
         kernels.seal_(words, self._header(step, bucket, _OVERFLOW))
         return words.view(torch.uint8)
@@ -144,15 +141,15 @@ class CodesShape:
             if frame.numel() != self.num_bytes:
                 raise FrameError(f"it has {frame.numel()} bytes, not {self.num_bytes}")
             words = frame.view(torch.int32)
-            found = _header_of(frame)
-            overflow = found[_CODECS] & _OVERFLOW
+            header = _header_of(frame)
+            overflow = header[_CODECS] & _OVERFLOW
             foretold = self._header(step, bucket, overflow)
-            for name, there, expected in zip(_FORETOLD, found[_MAGIC_AT:_SCALE], foretold, strict=True):
-                if there != expected:
+            for name, value, expected in zip(_FORETOLD, header[_MAGIC_AT:_SCALE], foretold, strict=True):
+                if value != expected:
                     raise FrameError(
-                        f"{name} is {there}, not {expected}; all workers must run the same scheme and model"
+                        f"{name} is {value}, not {expected}; all workers must run the same scheme and model"
                     )
-            if int(kernels.check_sum(words[2:])) != _check_in(found):
+            if int(kernels.check_sum(words[2:])) != _check_in(header):
                 raise FrameError("its check sum does not match; it was damaged on the way")
         if overflow:
             return None
@@ -181,7 +178,7 @@ class FrameShape(CodesShape):
 
     @classmethod
     def of(cls, frame: Tensor, num_entries: int, quantizers: Sequence[ValueCodec], *, peer: int) -> FrameShape:
-        """The shape that a frame says it has, where only the number of entries is known beforehand."""
+        """The shape in a frame's header, where only the number of entries is known beforehand."""
         magic, codecs, n, k, num_fixed = _header_of(frame)[_MAGIC_AT:][:5]
         decoders = [quantize for quantize in quantizers if quantize.code_id == codecs >> 16 & 0xFF]
         if magic != _MAGIC or not decoders or n != num_entries or not 0 <= min(k, num_fixed) <= k + num_fixed <= n:
@@ -216,15 +213,15 @@ class FrameShape(CodesShape):
             together = self._read_together(frames, device, step, bucket)
             if together is not None:
                 return together
-        heard = [self.read(row, step=step, bucket=bucket, peer=peer) for peer, row in enumerate(frames)]
-        if any(contents.overflow for contents in heard):
+        everyone = [self.read(row, step=step, bucket=bucket, peer=peer) for peer, row in enumerate(frames)]
+        if any(contents.overflow for contents in everyone):
             return None
-        positions = torch.stack([contents.positions for contents in heard])
-        values = torch.stack([contents.values for contents in heard])
+        positions = torch.stack([contents.positions for contents in everyone])
+        values = torch.stack([contents.values for contents in everyone])
         return positions.to(device), values.to(device)
 
     def are_foretold(self, frames: Tensor, *, step: int, bucket: int) -> bool:
-        """Whether all frames have the length and the header that they should, and none says that it overflowed."""
+        """Whether all frames have the length and the header that they should, and none is of an overflow."""
         return self._foretold_heads(frames, step, bucket) is not None
 
     def is_foretold(self, frame: Tensor, *, step: int, bucket: int) -> bool:
@@ -249,7 +246,7 @@ class FrameShape(CodesShape):
         damaged |= (kernels.check_sum(words[:, 2:]) != stated).any()
         positions = EliasFano.read(words[:, _HEADER_WORDS : self._end_of_index], self.num_entries, self.k, damaged)
         values = self._values_of(frames)
-        kernels.mark_strange_(damaged, values.view(-1))
+        kernels.flag_nonfinite_(damaged, values.view(-1))
         return positions, values
 
     def _values_of(self, frames: Tensor) -> Tensor:
@@ -261,30 +258,30 @@ class FrameShape(CodesShape):
     def _read_together(
         self, frames: Tensor, device: torch.device, step: int, bucket: int
     ) -> tuple[Tensor, Tensor] | None:
-        """What all frames say, or None if one of them is not as foretold."""
+        """The contents of all frames, or None if one of them is not as foretold."""
         heads = self._foretold_heads(frames, step, bucket)
         if heads is None:
             return None
-        there = frames.to(device, non_blocking=True)
-        words = there.view(torch.int32)
+        frames = frames.to(device, non_blocking=True)
+        words = frames.view(torch.int32)
         sums = kernels.check_sum(words[:, 2:])
         try:
             index = words[:, _HEADER_WORDS : self._end_of_index]
             positions = self.index.codec.decode(index, self.num_entries, self.k)
         except FrameError:
             return None
-        values = self._values_of(there)
+        values = self._values_of(frames)
         fits = sums.tolist() == [_check_in(head) for head in heads]
         return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
 
 
 def bucket_of(frame: Tensor) -> int:
-    """What a frame says that it is about, not yet checked; -1 if it is too short to say."""
+    """The bucket in a frame's header, not yet checked; -1 if it has none."""
     return _header_of(frame)[_BUCKET]
 
 
 def count_in(frame: Tensor) -> int:
-    """How many positions a frame says that it has, not yet checked."""
+    """The number of positions in a frame's header, not yet checked."""
     return _header_of(frame)[_COUNT]
 
 
@@ -299,8 +296,8 @@ def _header_of(frame: Tensor) -> list[int]:
     end = 4 * _HEADER_WORDS
     if frame.numel() < end:
         return [-1] * _HEADER_WORDS
-    there = frame if frame.device.type == "cpu" else frame[:end].cpu()
-    words: list[int] = there.numpy()[:end].view(np.int32).tolist()
+    on_host = frame if frame.device.type == "cpu" else frame[:end].cpu()
+    words: list[int] = on_host.numpy()[:end].view(np.int32).tolist()
     return words
 
 
@@ -314,5 +311,5 @@ def _from(peer: int, step: int, bucket: int) -> Iterator[None]:
 
 
 def _check_in(head: Sequence[int]) -> int:
-    """The check sum that a header says, as an int64."""
+    """The check sum in a header, as an int64."""
     return head[0] & 0xFFFFFFFF | head[1] << 32

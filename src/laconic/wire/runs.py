@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError
-from laconic.kernels.host import repeated
+from laconic.kernels import repeated
 from laconic.wire.index_codec import IndexBlock, foretold_block
 
 

@@ -1,4 +1,4 @@
-"""Several frames at once, as owners hear and answer them: in one call where bf16 values lie behind Rice's code."""
+"""Several frames at once, as owners receive and answer them: in one call where bf16 values lie behind Rice's code."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.kernels.reference.frames import Blocks
-from laconic.kernels.reference.owners import Pieces
+from laconic.kernels import Blocks, Pieces
 from laconic.wire.frame import Contents, FrameShape, count_in
-from laconic.wire.index_codec import IndexBlock
-from laconic.wire.rice import Rice
+from laconic.wire.index_codec import IndexBlock, Rice
 
 _ANY_LENGTH = IndexBlock(Rice, 0)  # how positions are written, before it is known in how many words
 
@@ -19,14 +17,14 @@ _ANY_LENGTH = IndexBlock(Rice, 0)  # how positions are written, before it is kno
 def write_each(
     shapes: Sequence[FrameShape], places: Sequence[Tensor], values: Sequence[Tensor], *, step: int, bucket: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each frame in the shortest code for its places, and what it says of its values."""
-    asked = list(zip(shapes, places, values, strict=True))
+    """Each frame in the shortest code for its places, and its values as it holds them."""
+    frames = list(zip(shapes, places, values, strict=True))
     if not all(_is_bf16(shape) and Rice.can_code(shape.num_entries, shape.k) for shape in shapes):
-        return [_write(*each, step=step, bucket=bucket) for each in asked]
+        return [_write(*each, step=step, bucket=bucket) for each in frames]
     written = kernels.write_rice_frames(places, values, [_head(shape, step, bucket) for shape in shapes])
     return [
-        (frame, said) if frame.numel() < each[0].num_bytes else _write(*each, step=step, bucket=bucket)
-        for each, (frame, said) in zip(asked, written, strict=True)
+        (frame, decoded) if frame.numel() < each[0].num_bytes else _write(*each, step=step, bucket=bucket)
+        for each, (frame, decoded) in zip(frames, written, strict=True)
     ]
 
 
@@ -35,20 +33,20 @@ def write_parts(
     positions: Tensor,
     values: Tensor,
     pieces: Pieces,
-    said: Tensor,
+    decoded: Tensor,
     *,
     step: int,
     bucket: int,
 ) -> list[Tensor] | None:
     """A frame for each owner, as the kernel writes them; None where Rice's code is not the shortest.
 
-    How many positions there are in a shape only the frame says.
+    `decoded` becomes the values as the frames hold them. The number of positions in a shape only the frame tells.
     """
-    frames = kernels.write_parts(positions, values, pieces, [_head(shape, step, bucket) for shape in shapes], said)
+    frames = kernels.write_parts(positions, values, pieces, [_head(shape, step, bucket) for shape in shapes], decoded)
     if frames is None:
         return None
-    told = zip(shapes, frames, strict=True)
-    are_shortest = all(frame.numel() < replace(shape, k=count_in(frame)).num_bytes for shape, frame in told)
+    pairs = zip(shapes, frames, strict=True)
+    are_shortest = all(frame.numel() < replace(shape, k=count_in(frame)).num_bytes for shape, frame in pairs)
     return frames if are_shortest else None
 
 
@@ -57,11 +55,11 @@ def read_each(
 ) -> dict[int, Contents]:
     """What each peer wrote; FrameError names one whose frame is not as it should be."""
     if _are_usual(frames.values(), shapes, step, bucket):
-        found = kernels.read_rice_frames(list(frames.values()), [_blocks(shape) for shape in shapes])
-        if found is not None:
-            return {peer: Contents(*held, False) for peer, held in zip(frames, found, strict=True)}
-    told = zip(frames.items(), shapes, strict=True)
-    return {peer: shape.read(frame, step=step, bucket=bucket, peer=peer) for (peer, frame), shape in told}
+        contents = kernels.read_rice_frames(list(frames.values()), [_blocks(shape) for shape in shapes])
+        if contents is not None:
+            return {peer: Contents(*held, False) for peer, held in zip(frames, contents, strict=True)}
+    pairs = zip(frames.items(), shapes, strict=True)
+    return {peer: shape.read(frame, step=step, bucket=bucket, peer=peer) for (peer, frame), shape in pairs}
 
 
 def read_answers(
@@ -74,7 +72,7 @@ def read_answers(
     step: int,
     bucket: int,
 ) -> bool:
-    """Put what all owners say together, as the kernel does; False where it is better read frame by frame."""
+    """Put the answers of all owners together, as the kernel does; False where they are better read frame by frame."""
     usual = _are_usual(frames, shapes, step, bucket)
     return usual and kernels.read_answers(frames, [_blocks(shape) for shape in shapes], pieces, positions, values)
 

@@ -3,7 +3,7 @@
 from laconic.kernels.registry import kernels_in
 
 TAKEN_FROM_REFERENCE = {
-    "mark_strange_": "a CPU need not be asked later",
+    "flag_nonfinite_": "a CPU need not be asked later",
     "zero_if_": "a CPU need not be asked later",
     "read_elias_fano": "a CPU need not be asked later",
     "thin_products_": "torch's own products are as good on a CPU",

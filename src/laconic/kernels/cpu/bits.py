@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import check_reach, pointer
+from laconic.kernels.cpu.library import check_reach, library, pointer
 from laconic.kernels.reference.bits import words_of
 
 
@@ -87,9 +86,9 @@ def check_sum(words: Tensor) -> Tensor:
 
 
 def seal_(words: Tensor, head: Sequence[int]) -> None:
-    there = words.numpy()
-    there[2 : 2 + len(head)] = head
-    there[:2] = np.array([_check_sum(words[2:])]).view(np.int32)
+    view = words.numpy()
+    view[2 : 2 + len(head)] = head
+    view[:2] = np.array([_check_sum(words[2:])]).view(np.int32)
 
 
 def _check_sum(words: Tensor) -> int:

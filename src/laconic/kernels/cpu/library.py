@@ -1,13 +1,18 @@
-"""The native library: one shared object per instruction set, the widest that this machine has."""
+"""The native library: one shared object per instruction set, the widest that this machine has; tensors as pointers."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import threading
 from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from laconic.errors import KernelError
+from laconic.kernels.registry import check_vector
 
 # x86-64 levels, widest first, with the flags of /proc/cpuinfo that they ask for. One shared object for several levels
 # would share the standard library's weak symbols, and an older machine might be given a newer one's code.
@@ -35,8 +40,6 @@ _N = ctypes.c_int64
 _INT = ctypes.c_int
 _U = ctypes.c_uint32
 _F = ctypes.c_float
-
-ROOM = ctypes.CFUNCTYPE(_P, _N, _N)  # where so many bytes from a socket are to go
 
 _SIGNATURES = {
     "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
@@ -71,9 +74,6 @@ _SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
-    "exchange": (_INT, (_N, _P, _P, _P, _P, _P, _INT, _INT, ctypes.POINTER(_N))),
-    "deal": (_INT, (_N, _P, _P, _P, _P, _P, _P, _P, ROOM, _P, _INT, ctypes.POINTER(_N))),
-    "add_up": (_INT, (_P, _N, _INT, _N, _N, _P, _INT, ctypes.POINTER(_N), ctypes.POINTER(_INT))),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),
     "orthonormal": (None, (_P, _P, _P, _N, _N)),
@@ -95,10 +95,10 @@ def levels() -> tuple[str, ...]:
 
 def library() -> ctypes.CDLL:
     """The library of this machine's level."""
-    found = level()
-    if found is None:
+    name = level()
+    if name is None:
         raise KernelError(HOW_TO_GET_THEM)
-    return load(found)
+    return load(name)
 
 
 @cache
@@ -132,3 +132,42 @@ def _levels_here() -> list[str]:
         return ["v2"]
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     return [name for name, needed in _LEVELS if needed <= flags]
+
+
+def pointer(name: str, x: Tensor, dtype: torch.dtype, length: int | None = None, *, dims: int = 1) -> int:
+    """The address of `length` entries of this type, side by side on the CPU; of any number if none is given."""
+    check_vector(x, dtype, x.numel() if length is None else length, name, dims=dims)
+    if x.device.type != "cpu":
+        raise KernelError(f"{name} is on {x.device}; give a tensor on the CPU")
+    return x.data_ptr()
+
+
+def check_apart(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse two vectors that share memory."""
+    start = x.data_ptr()
+    other_start = other.data_ptr()
+    if start < other_start + other.nbytes and other_start < start + x.nbytes:
+        raise KernelError(f"{name} and {other_name} overlap; give tensors of their own")
+
+
+def check_reach(positions: Tensor, n: int) -> None:
+    """Refuse ascending positions of which the first or the last is not under n."""
+    if not positions.numel():
+        return
+    first, last = positions.numpy()[[0, -1]].tolist()
+    if not 0 <= first <= last < n:
+        raise KernelError(f"positions reach from {first} to {last}; give ascending under {n}")
+
+
+def num_threads() -> int:
+    """As many threads as torch uses, unless the calling thread was given a number of its own."""
+    given: int = getattr(_here, "num_threads", 0)
+    return given or torch.get_num_threads()
+
+
+def give_threads(number: int) -> None:
+    """Let native kernels start so many in the calling thread, whatever torch uses there: theirs end with a call."""
+    _here.num_threads = number
+
+
+_here = threading.local()

@@ -1,4 +1,4 @@
-"""A bucket whose entries others answer for."""
+"""A bucket whose entries others answer for: frames of bf16 values behind Rice's code, and their mean."""
 
 from __future__ import annotations
 
@@ -9,17 +9,73 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.cpu.frames import DO_NOT_ASCEND, as_frame, frames_at, room_for
-from laconic.kernels.cpu.library import Facts, library
-from laconic.kernels.cpu.pointer import check_reach, num_threads, pointer
+from laconic.kernels.cpu.library import Facts, check_reach, library, num_threads, pointer
 from laconic.kernels.cpu.sums import addresses
-from laconic.kernels.reference.frames import Blocks
-from laconic.kernels.reference.owners import Pieces, Window
-from laconic.kernels.search import note_
+from laconic.kernels.reference.owners import HEAD_WORDS, Blocks, Pieces, Window
+from laconic.kernels.reference.selection import note_
+
+DO_NOT_ASCEND = "frames of positions that do not ascend; give them sorted, each once, from 0 on"
+# Of a frame to be written, and of one to be read, in native/frames.cpp; the last field of each says how it went.
+_WRITTEN_FIELDS, _READ_FIELDS, _NUM_WORDS = 8, 9, 1
+
+
+def write_rice_frames(
+    positions: Sequence[Tensor], values: Sequence[Tensor], heads: Sequence[Sequence[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    rooms = []
+    table = np.zeros((len(heads), _WRITTEN_FIELDS), dtype=np.int64)
+    for row, (at, what, head) in enumerate(zip(positions, values, heads, strict=True)):
+        k, num_values = at.numel(), what.numel()
+        if not 1 <= k <= num_values:
+            raise KernelError(f"a frame of {num_values} values at {k} positions; give 1 <= positions <= values")
+        words, decoded = room_for(head, k, num_values), torch.empty_like(what)
+        rooms.append((words, decoded))
+        sources = pointer("positions", at, torch.int32), pointer("values", what, torch.float32), decoded.data_ptr()
+        table[row, :-1] = words.ctypes.data, 0, k, num_values, *sources
+    library().laconic_write_frames(table.ctypes.data, len(table), num_threads())
+    if not table[:, -1].all():
+        raise KernelError(DO_NOT_ASCEND)
+    lengths = table[:, _NUM_WORDS].tolist()
+    return [(as_frame(words, length), decoded) for (words, decoded), length in zip(rooms, lengths, strict=True)]
+
+
+def read_rice_frames(frames: Sequence[Tensor], blocks: Sequence[Blocks]) -> list[tuple[Tensor, Tensor]] | None:
+    positions = [torch.empty(each.k, dtype=torch.int32) for each in blocks]
+    values = [torch.empty(each.num_values, dtype=torch.float32) for each in blocks]
+    table = np.zeros((len(frames), _READ_FIELDS), dtype=np.int64)
+    table[:, :6] = frames_at(frames, blocks)
+    table[:, 6:8] = [(at.data_ptr(), what.data_ptr()) for at, what in zip(positions, values, strict=True)]
+    library().laconic_read_frames(table.ctypes.data, len(table), num_threads())
+    return list(zip(positions, values, strict=True)) if table[:, -1].all() else None
+
+
+def room_for(head: Sequence[int], k: int, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Words that begin with a head, and have room for any k positions and for the values."""
+    most = HEAD_WORDS + library().laconic_most_rice_words(k) + -(-num_values // 2)
+    words = np.empty(most, dtype=np.int32)
+    words[:HEAD_WORDS] = head
+    return words
+
+
+def as_frame(words: np.ndarray[tuple[int], np.dtype[np.int32]], length: int) -> Tensor:
+    """So many words as a frame."""
+    return torch.from_numpy(words[:length].view(np.uint8))
+
+
+def frames_at(frames: Sequence[Tensor], blocks: Sequence[Blocks]) -> list[tuple[int, ...]]:
+    """Frames as native code reads them: where, of how many words, and what their blocks are."""
+    rows: list[tuple[int, ...]] = []
+    for frame, each in zip(frames, blocks, strict=True):
+        num_words = frame.numel() // 4
+        expected = HEAD_WORDS + each.num_index_words + -(-each.num_values // 2)
+        if num_words != expected or not 1 <= each.k <= each.num_values:
+            raise KernelError(f"a frame of {num_words} words does not hold {each}; give what its head says")
+        rows.append((pointer("frame", frame, torch.uint8), num_words, *each))
+    return rows
 
 
 def write_parts(
-    positions: Tensor, values: Tensor, pieces: Pieces, heads: Sequence[Sequence[int]], said: Tensor
+    positions: Tensor, values: Tensor, pieces: Pieces, heads: Sequence[Sequence[int]], decoded: Tensor
 ) -> list[Tensor] | None:
     num_owners = len(heads)
     k = positions.numel()
@@ -48,7 +104,7 @@ def write_parts(
         num_threads(),
         words.ctypes.data,
         num_words.ctypes.data,
-        pointer("said", said, torch.float32, values.numel()),
+        pointer("decoded", decoded, torch.float32, values.numel()),
     )
     if not ascends:
         raise KernelError(DO_NOT_ASCEND)
@@ -94,7 +150,7 @@ def take_mean_(
     means = torch.empty(num_fixed + most, dtype=torch.float32)
     ranges = np.array(windows, dtype=np.int64), np.array(spare, dtype=np.int64)
     facts = (Facts * len(windows))()
-    told = library().laconic_take_mean(
+    num_places = library().laconic_take_mean(
         total,
         n,
         pointer("fixed", fixed, torch.int64),
@@ -112,17 +168,17 @@ def take_mean_(
         means.data_ptr(),
         facts,
     )
-    if told < 0:
+    if num_places < 0:
         for one in positions:
             check_reach(one, n)
         raise KernelError("positions are not ascending; give each frame's in order")
-    for search, found in zip(searches, facts, strict=True):
-        if found.passes:
-            note_(search, kth=found.kth, mean=found.mean, passes=found.passes)
-    return places[:told], means[: num_fixed + told]
+    for search, fact in zip(searches, facts, strict=True):
+        if fact.passes:
+            note_(search, kth=fact.kth, mean=fact.mean, passes=fact.passes)
+    return places[:num_places], means[: num_fixed + num_places]
 
 
-def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, said: Tensor, factor: float) -> None:
+def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, decoded: Tensor, factor: float) -> None:
     check_reach(fixed, held.numel())
     check_reach(places, held.numel())
     total = fixed.numel() + places.numel()
@@ -133,6 +189,6 @@ def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, said: Tens
         pointer("places", places, torch.int32),
         places.numel(),
         pointer("values", values, torch.float32, total),
-        pointer("said", said, torch.float32, total),
+        pointer("decoded", decoded, torch.float32, total),
         factor,
     )

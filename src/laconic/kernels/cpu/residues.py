@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import num_threads, pointer
+from laconic.kernels.cpu.library import library, num_threads, pointer
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
 
 

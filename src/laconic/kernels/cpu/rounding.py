@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import num_threads, pointer
-from laconic.kernels.draws import Key
+from laconic.kernels.cpu.library import library, num_threads, pointer
+from laconic.kernels.reference.rounding import Key
 
 
 def largest_magnitudes(x: Tensor, group: int) -> Tensor:

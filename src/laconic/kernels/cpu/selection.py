@@ -10,9 +10,8 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
-from laconic.kernels.cpu.library import Facts, library
-from laconic.kernels.cpu.pointer import check_apart, num_threads, pointer
-from laconic.kernels.search import note_
+from laconic.kernels.cpu.library import Facts, check_apart, library, num_threads, pointer
+from laconic.kernels.reference.selection import note_
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
 # the time of 25 M entries at 1 %; a sample of each step costs 1 % of it and catches 1.2 k.

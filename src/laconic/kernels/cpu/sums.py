@@ -1,4 +1,4 @@
-"""The sum of several sparse frames."""
+"""Vectors end to end, and the sum of several sparse frames."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import check_reach, num_threads, pointer
+from laconic.kernels.cpu.library import check_reach, library, num_threads, pointer
+
+
+def join_(out: Tensor, pieces: Sequence[Tensor], addend: Tensor | None = None) -> None:
+    counts = [piece.numel() for piece in pieces]
+    n = sum(counts)
+    at = [pointer("a piece", piece, torch.float32) for piece in pieces]
+    library().laconic_join(
+        (ctypes.c_void_p * len(at))(*at),
+        (ctypes.c_int64 * len(at))(*counts),
+        len(at),
+        None if addend is None else pointer("addend", addend, torch.float32, n),
+        pointer("out", out, torch.float32, n),
+        n,
+        num_threads(),
+    )
 
 
 def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:

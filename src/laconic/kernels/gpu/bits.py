@@ -1,4 +1,4 @@
-"""Bit vectors in int32 words, little-endian, from bit 0 up."""
+"""Bit vectors, lanes of 1 to 31 bits, and Elias-Fano's code, in int32 words, little-endian, from bit 0 up."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.kernels.checks import check_vector
+from laconic.errors import KernelError
 from laconic.kernels.gpu.launch import launch
+from laconic.kernels.registry import check_rows, check_vector
 
 BLOCK = tl.constexpr(256)  # a bucket of 7 M entries has 6,000 words for a frame's positions, and many share them
 _SUM_BLOCK = tl.constexpr(2048)  # pairs of words
@@ -165,3 +166,155 @@ def seal_(words: Tensor, head: Sequence[int]) -> None:
 
 def _num_sum_blocks(num_words: int) -> int:
     return -(-num_words // (2 * int(_SUM_BLOCK.value)))
+
+
+@triton.jit(do_not_specialize=["count", "width", "num_words"])
+def _pack_lanes(values, words, count, width, num_words):
+    """Each word gathers the lanes that touch it, so that no two programs write to one word."""
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane = 32 * word // width
+    shift = (lane * width - 32 * word).to(tl.int32)  # the first lane may begin in the word before
+    packed = tl.zeros([BLOCK], tl.int32)
+    for _ in range(31 // width + 2):
+        inside = (word < num_words) & (lane < count) & (shift < 32)
+        value = tl.load(values + lane, mask=inside, other=0) & ((1 << width) - 1)
+        packed |= tl.where(shift < 0, value >> tl.maximum(-shift, 0), value << (tl.maximum(shift, 0) & 31))
+        lane += 1
+        shift += width
+    tl.store(words + word, packed, mask=word < num_words)
+
+
+@triton.jit
+def lane_at(words, index, width, inside):
+    """The lane at each int64 `index`, int32; a lane touches two words at most, and never needs bit 63 of the pair."""
+    start = index * width
+    shift = start & 31
+    low = tl.load(words + (start >> 5), mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(words + (start >> 5) + 1, mask=inside & (shift + width > 32), other=0).to(tl.int64) & 0x7FFFFFFF
+    return ((low | (high << 32)) >> shift).to(tl.int32) & ((1 << width) - 1)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _unpack_lanes(words, values, count, width):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(values + at, lane_at(words, at, width, at < count), mask=at < count)
+
+
+def pack_into(words: Tensor, values: Tensor, width: int) -> None:
+    """Write the low `width` bits of the int32 `values` end to end into `words`, all of which are written."""
+    num_words = words.numel()
+    if num_words:
+        launch(_pack_lanes, (num_blocks(num_words), 1), values, words, values.numel(), width, num_words)
+
+
+def pack_lanes(values: Tensor, width: int) -> Tensor:
+    """Non-negative int32 `values`, each under 2^width and 1 <= width <= 31, end to end."""
+    _check_width(width)
+    check_vector(values, torch.int32, values.numel(), "values")
+    words = values.new_empty(words_of(values.numel() * width))
+    pack_into(words, values, width)
+    return words
+
+
+def unpack_lanes(words: Tensor, count: int, width: int) -> Tensor:
+    """The inverse of pack_lanes."""
+    _check_width(width)
+    check_vector(words, torch.int32, max(words.numel(), words_of(count * width)), "words")
+    values = words.new_empty(count)
+    if count:
+        launch(_unpack_lanes, (num_blocks(count), 1), words, values, count, width)
+    return values
+
+
+def _check_width(width: int) -> None:
+    if not 1 <= width <= 31:
+        raise KernelError(f"lanes are {width} bits wide; give 1 to 31")
+
+
+@triton.jit(do_not_specialize=["count", "width", "num_bits"])
+def _set_high_bits(positions, words, count, width, num_bits):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bit = (tl.load(positions + at, mask=at < count, other=0) >> width) + at
+    inside = (at < count) & (bit >= 0) & (bit < num_bits)
+    tl.atomic_or(words + (bit >> 5), 1 << (bit & 31), mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_low_words", "num_words", "stride", "n", "k", "width"])
+def _decode(rows, ends, positions, damaged, num_low_words, num_words, stride, n, k, width):
+    """The i-th one, at bit b, gives position i the high part b - i; `damaged` is set if one is wrong, or if not k.
+
+    Two positions share their high part where their ones are neighbours, and then the low parts must rise.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    lows = rows + row * stride
+    words = lows + num_low_words
+    ends += row * tl.num_programs(0)
+    positions += row * k
+    word, at, rank, most = words_and_ranks(words, ends, num_words)
+    before = tl.load(words + at - 1, mask=(at > 0) & (at < num_words), other=0).to(tl.uint32, bitcast=True)
+    follows = word & ((word << 1) | (before >> 31))
+    for _ in range(most):
+        place = lowest_one(word)
+        inside = (word != 0) & (rank < k)
+        in_lanes = inside & (width > 0)
+        low = lane_at(lows, rank.to(tl.int64), width, in_lanes)
+        same_high = inside & (((follows >> place.to(tl.uint32)) & 1) == 1)
+        low_before = lane_at(lows, rank.to(tl.int64) - 1, width, in_lanes & same_high)
+        position = ((at * 32 + place - rank).to(tl.int64) << width) | low
+        wrong = inside & ((position >= n) | (same_high & (low <= low_before)))
+        tl.store(damaged + rank * 0, 1, mask=wrong)
+        tl.store(positions + rank, position.to(tl.int32), mask=inside)
+        rank += 1
+        word &= word - 1
+    last = tl.program_id(0) == tl.num_programs(0) - 1
+    tl.store(damaged, 1, mask=last & (tl.load(ends + tl.program_id(0)) != k))
+
+
+def encode_elias_fano(positions: Tensor, width: int, num_high_bits: int) -> Tensor:
+    """Low `width` bits of each ascending int32 position as lanes, then ones at (position >> width) + i."""
+    count = positions.numel()
+    check_vector(positions, torch.int32, count, "positions")
+    num_low_words = words_of(count * width)
+    words = torch.zeros(num_low_words + words_of(num_high_bits), dtype=torch.int32, device=positions.device)
+    if count:
+        high = words[num_low_words:]
+        launch(_set_high_bits, (num_blocks(count), 1), positions, high, count, width, num_high_bits)
+        pack_into(words[:num_low_words], positions, width)
+    return words
+
+
+def decode_elias_fano(words: Tensor, n: int, k: int, width: int) -> Tensor:
+    """The positions again, int32; fewer or more than k if `words` are no code of k ascending positions under n.
+
+    With rows, those of each, and none if one of them is no code.
+    """
+    rows = words.view(1, -1) if words.dim() == 1 else words
+    num_low_words = words_of(k * width)
+    num_words = rows.shape[1] - num_low_words
+    check_rows(rows, torch.int32, num_low_words, "words")
+    if k == 0 or num_words == 0:
+        return unpack_bits(words[num_low_words:]) if words.dim() == 1 else words.new_empty(len(rows), 0)
+    damaged = words.new_zeros(1)
+    positions, ends = _read(rows, n, k, width, damaged)
+    if not damaged.item():
+        return positions.view(*words.shape[:-1], k)
+    if words.dim() == 2:
+        return words.new_empty(len(rows), 0)
+    return words.new_empty(0) if int(ends[0, -1]) == k else unpack_bits(words[num_low_words:])
+
+
+def read_elias_fano(words: Tensor, n: int, k: int, width: int, damaged: Tensor) -> Tensor:
+    check_rows(words, torch.int32, words_of(k * width) + 1, "words")
+    check_vector(damaged, torch.int32, 1, "damaged")
+    return _read(words, n, k, width, damaged)[0].clamp_(0, n - 1)
+
+
+def _read(rows: Tensor, n: int, k: int, width: int, damaged: Tensor) -> tuple[Tensor, Tensor]:
+    """What rows say, and how many ones each has up to the end of each block; `damaged` is set if one is no code."""
+    num_low_words = words_of(k * width)
+    num_words = rows.shape[1] - num_low_words
+    ends = count_ones(rows[:, num_low_words:])
+    positions = rows.new_empty(len(rows), k)
+    grid = (num_blocks(num_words), len(rows))
+    launch(_decode, grid, rows, ends, positions, damaged, num_low_words, num_words, rows.stride(0), n, k, width)
+    return positions, ends

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from laconic.kernels.gpu.selection import all_finite
+from laconic.kernels.gpu.selection import all_finite, withdraw_
 from laconic.kernels.gpu.sums import sum_over_union_
-from laconic.kernels.gpu.withdraw import withdraw_
 from laconic.kernels.reference.owners import MeanKernels, Window, take_mean_by
 
 _GPU = MeanKernels(sum_over_union_, withdraw_, all_finite)

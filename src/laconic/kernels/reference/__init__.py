@@ -4,15 +4,11 @@
 # ruff: noqa: F403 - a kernel is declared where it is defined, and nowhere again
 
 from laconic.kernels.reference.bits import *
-from laconic.kernels.reference.frames import *
+from laconic.kernels.reference.low_rank import *
 from laconic.kernels.reference.momentum import *
-from laconic.kernels.reference.orthonormal import *
 from laconic.kernels.reference.owners import *
-from laconic.kernels.reference.products import *
 from laconic.kernels.reference.residues import *
-from laconic.kernels.reference.rice import *
 from laconic.kernels.reference.rounding import *
 from laconic.kernels.reference.selection import *
 from laconic.kernels.reference.signs import *
 from laconic.kernels.reference.sums import *
-from laconic.kernels.reference.vectors import *

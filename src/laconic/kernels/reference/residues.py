@@ -35,7 +35,7 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
 def compare_residues(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(moves, differences, peaks) for the codes and sums of y: half of the way from x to y, and how y's owner is told.
+    """(moves, differences, peaks) for the codes and sums of y: half of the way from x to y, and what y's owner gets.
 
     d is the difference y - x nearest to zero that the codes allow, in whole steps, and at most 2^(bits-2) - 1 of them;
     a move is d*step/2, and `differences` holds d in bits - 1 bits each, packed like codes. Peaks, int8, are the largest
@@ -51,9 +51,9 @@ def compare_residues(
     peaks = away.abs().amax(1)
     alike = (sums == _sums(q + away)) & (peaks < half)
     most = half // 2 - 1
-    told = torch.where(alike.unsqueeze(1), away.clamp(-most, most), 0)
-    moves = told.to(torch.float32) * (steps * 0.5).unsqueeze(1)
-    differences = _pack((told & (half - 1)).view(-1)[: x.numel()], bits - 1)
+    sent = torch.where(alike.unsqueeze(1), away.clamp(-most, most), 0)
+    moves = sent.to(torch.float32) * (steps * 0.5).unsqueeze(1)
+    differences = _pack((sent & (half - 1)).view(-1)[: x.numel()], bits - 1)
     return _in(out, moves.view(-1)[: x.numel()]), differences, torch.where(alike, peaks, -1).to(torch.int8)
 
 

@@ -1,4 +1,7 @@
-"""Which entries are largest, and taking them out."""
+"""Which entries are largest, and taking them out; what a search for them remembers from step to step.
+
+The GPU starts from the guess that the last step left. The CPU can afford a fresh sample, and only keeps the records.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,38 @@ import math
 import torch
 from torch import Tensor
 
-from laconic.kernels.reference.nonzero import nonzero
+from laconic.kernels.host import nonzero
 from laconic.kernels.registry import kernel
-from laconic.kernels.search import note_
+
+# What a search remembers: places in a float64 tensor on the device of the data, so that no kernel waits for the host.
+GUESS, KTH, MEAN, MARGIN, PASSES, CALLS = range(6)
+
+LOG_AIM = math.log(1.4)  # candidates to aim at, in units of k; fewer than k would cost passes
+SHYEST, BOLDEST = 0.3, 0.0005  # the margin's bounds
+PACE = 2.0  # a margin at most doubles or halves in a step
+SMALLEST_CHANGE = 0.5
+
+
+def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
+    """The memory of a search for the k largest of n, before its first step.
+
+    Under a Laplace law P(|x| > t) = exp(-t/b) the k-th largest stands at t = b*ln(n/k), and a threshold that is
+    lower by the share ln(c)/ln(n/k) catches c*k entries: the first margin.
+    """
+    margin = LOG_AIM / max(math.log(n / k), 1e-9)
+    return torch.tensor([0, 0, 0, min(max(margin, BOLDEST), SHYEST), 0, 0], dtype=torch.float64, device=device)
+
+
+def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
+    """Keep the records of a step; the guess of the next is the GPU's alone (gpu/withdraw_rank.py)."""
+    records = search.cpu().numpy()
+    records[KTH] = kth
+    records[MEAN] = mean
+    records[PASSES] += passes
+    records[CALLS] += 1
+    if search.device.type != "cpu":
+        search.copy_(torch.from_numpy(records))
+
 
 _SAMPLE_ENTRIES = 16_384
 _CHUNK = 1 << 20
@@ -30,16 +62,16 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
 
 
 @kernel
-def mark_strange_(found: Tensor, x: Tensor, below: float = math.inf) -> None:
-    """Set `found`, one int32, unless all |x| are below a bound and none is NaN; whoever wants to know looks later."""
+def flag_nonfinite_(flag: Tensor, x: Tensor, below: float = math.inf) -> None:
+    """Set `flag`, one int32, unless all |x| are below a bound and none is NaN; whoever wants to know looks later."""
     low, high = torch.aminmax(x)
-    found |= ~((low > -below) & (high < below))
+    flag |= ~((low > -below) & (high < below))
 
 
 @kernel
-def zero_if_(x: Tensor, found: Tensor) -> None:
-    """x = 0 where `found`, one int32, is set."""
-    x.masked_fill_(found.bool(), 0)
+def zero_if_(x: Tensor, flag: Tensor) -> None:
+    """x = 0 where `flag`, one int32, is set."""
+    x.masked_fill_(flag.bool(), 0)
 
 
 @kernel

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.kernels.checks import check_places
-from laconic.kernels.cpu.library import library
-from laconic.kernels.cpu.pointer import pointer
+from laconic.kernels.cpu.library import library, pointer
+from laconic.kernels.registry import check_places
 
 
 def orthonormal_(bases: Tensor, factors: Tensor, places: Tensor, rank: int) -> None:

@@ -1,15 +1,18 @@
-"""The network interfaces of this host: of which kind they are, and which one a process group uses."""
+"""The network interfaces of this host, which one a process group uses, and which packets pass between hosts."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
+import select
 import socket
 import struct
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,12 @@ _RTM_GETLINK, _NLMSG_ERROR, _NLMSG_DONE, _NLM_F_DUMP_REQUEST = 18, 2, 3, 0x301
 _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 4, 18, 1
 _ESTABLISHED = "01"
 _NOWHERE = "192.0.2.1"  # an address of documentation: whatever is meant for it takes the default route
+SHORT_BYTES = 512  # of a packet that every path takes
+_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # packets are sent whole, whatever the kernel thinks of the path
+_HEADERS = 28  # of IP and UDP
+_LONG_BYTES = 9000  # of a jumbo frame; a packet of the loopback's 65,536 cannot be sent at all
+_TRIES = 3
+_PACKETS_S = 0.5
 SYS = Path("/sys/class/net")
 
 
@@ -38,14 +47,14 @@ def interfaces() -> dict[str, Interface]:
     if sys.platform != "linux":
         return {}
     return {
-        name: Interface(name, _address(name), kind, mtu, _nominal_bits_per_s(name))
+        name: Interface(name, _address_or_none(name), kind, mtu, _nominal_bits_per_s(name))
         for name, kind, mtu in _links(_dumped_links())
     }
 
 
 def interface_at(address: str) -> Interface | None:
     """The interface that has an address."""
-    return next((one for one in interfaces().values() if one.address == address), None)
+    return next((each for each in interfaces().values() if each.address == address), None)
 
 
 def address_towards(peer: str = "") -> str:
@@ -57,9 +66,9 @@ def address_towards(peer: str = "") -> str:
 
 
 def address_to_be_used() -> str:
-    """Where Gloo will listen: at the interface that it is told, or at the address of the host's name."""
+    """Where Gloo will listen: at the interface that is named, or at the address of the host's name."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        return _address(named)
+        return _address_or_none(named)
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
@@ -81,10 +90,10 @@ def _connections() -> Iterator[tuple[str, int, int]]:
     for table in ("tcp", "tcp6"):
         path = Path("/proc/self/net") / table
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
-            _, here, there, state, *rest = line.split()
-            address = _address_of_hex(here)
+            _, own_end, peer_end, state, *rest = line.split()
+            address = _address_of_hex(own_end)
             if state == _ESTABLISHED and f"socket:[{rest[5]}]" in own and address:
-                yield address, int(here.partition(":")[2], 16), int(there.partition(":")[2], 16)
+                yield address, int(own_end.partition(":")[2], 16), int(peer_end.partition(":")[2], 16)
 
 
 def _address_of_hex(text: str) -> str:
@@ -96,14 +105,20 @@ def _address_of_hex(text: str) -> str:
     return str(ipaddress.IPv6Address(packed).ipv4_mapped or "")
 
 
-def _address(name: str) -> str:
-    """The IPv4 address of an interface; empty where it has none, or where there is no such interface."""
+def address_of(name: str) -> str:
+    """The IPv4 address of an interface; OSError where it has none, or where there is no such interface."""
     import fcntl  # not on every system
 
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(packed[20:24])
-    return ""
+
+
+def _address_or_none(name: str) -> str:
+    try:
+        return address_of(name)
+    except OSError:
+        return ""
 
 
 def _nominal_bits_per_s(name: str) -> float | None:
@@ -121,35 +136,75 @@ def _links(dump: bytes) -> Iterator[tuple[str, str, int]]:
     for message_type, body in _messages(dump):
         if message_type in (_NLMSG_ERROR, _NLMSG_DONE):
             return
-        found = dict(_attributes(body[16:]))
-        nested = dict(_attributes(found.get(_IFLA_LINKINFO, b"")))
+        attributes = dict(_attributes(body[16:]))
+        nested = dict(_attributes(attributes.get(_IFLA_LINKINFO, b"")))
         kind = nested.get(_IFLA_INFO_KIND, b"").rstrip(b"\0").decode()
-        yield found[_IFLA_IFNAME].rstrip(b"\0").decode(), kind, int.from_bytes(found[_IFLA_MTU], sys.byteorder)
+        yield (
+            attributes[_IFLA_IFNAME].rstrip(b"\0").decode(),
+            kind,
+            int.from_bytes(attributes[_IFLA_MTU], sys.byteorder),
+        )
 
 
 def _dumped_links() -> bytes:
     """The kernel's own list, by netlink: /sys may show another network namespace than this process is in."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.send(struct.pack("=IHHII16x", 32, _RTM_GETLINK, _NLM_F_DUMP_REQUEST, 1, 0))
-        told = b""
-        while not any(kind in (_NLMSG_ERROR, _NLMSG_DONE) for kind, _ in _messages(told)):
-            told += kernel.recv(1 << 16)
-    return told
+        dump = b""
+        while not any(kind in (_NLMSG_ERROR, _NLMSG_DONE) for kind, _ in _messages(dump)):
+            dump += kernel.recv(1 << 16)
+    return dump
 
 
-def _messages(told: bytes) -> Iterator[tuple[int, bytes]]:
-    while len(told) >= 16:
-        length, message_type = struct.unpack_from("=IH", told)
-        yield message_type, told[16:length]
-        told = told[_aligned(length) :]
+def _messages(dump: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(dump) >= 16:
+        length, message_type = struct.unpack_from("=IH", dump)
+        yield message_type, dump[16:length]
+        dump = dump[_aligned(length) :]
 
 
-def _attributes(told: bytes) -> Iterator[tuple[int, bytes]]:
-    while len(told) >= 4:
-        length, attribute = struct.unpack_from("=HH", told)
-        yield attribute & 0x3FFF, told[4:length]  # without the bits that mark nesting and byte order
-        told = told[_aligned(length) :]
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= 4:
+        length, attribute = struct.unpack_from("=HH", data)
+        yield attribute & 0x3FFF, data[4:length]  # without the bits that mark nesting and byte order
+        data = data[_aligned(length) :]
 
 
 def _aligned(length: int) -> int:
     return max(4, (length + 3) // 4 * 4)
+
+
+class Packets:
+    """Packets between hosts that are sent whole: of which lengths they arrive."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((address or "0.0.0.0", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def send(self, rank: int, mtu: int, places: Sequence[tuple[str, int]]) -> None:
+        """Some of a short length and of the longest that this rank's interface takes, to each place."""
+        self._socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+        for length in (SHORT_BYTES, min(mtu, _LONG_BYTES)):
+            packet = json.dumps([rank, length]).encode().ljust(length - _HEADERS)
+            for place in [*places] * _TRIES:
+                try:
+                    self._socket.sendto(packet, place)
+                except OSError:  # longer than what this host itself would send
+                    break
+
+    def received(self) -> dict[int, list[int]]:
+        """The lengths that came from each rank, within half a second."""
+        lengths_from: dict[int, set[int]] = {}
+        end = time.monotonic() + _PACKETS_S
+        while select.select([self._socket], [], [], max(0.0, end - time.monotonic()))[0]:
+            try:
+                rank, length = json.loads(self._socket.recv(1 << 16))
+            except (ValueError, TypeError):  # somebody else's
+                continue
+            lengths_from.setdefault(rank, set()).add(length)
+        return {rank: sorted(lengths) for rank, lengths in lengths_from.items()}
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._socket.close()

@@ -1,4 +1,4 @@
-"""Where processes meet: who calls proves that it knows a secret before anything else of it is read."""
+"""How processes connect: a caller proves that it knows a secret before anything else of it is read."""
 
 import hmac
 import json
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from laconic.errors import FrameError, LaunchError
 from laconic.transport.connection import Connection, Cursor, Kind, Message, payload_of, rooms_of_message
+from laconic.transport.interfaces import address_of
 from laconic.transport.tls import certificate
 
-TellAll = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
+Gather = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
 
-_GREETING_S = 10.0  # for one that has called to say who it is; strangers may say anything, or nothing
-_MOST_GREETINGS = 256  # at once: beyond, who has taken longest is turned away
+_HANDSHAKE_S = 10.0  # for a caller to show who it is; strangers may send anything, or nothing
+_MOST_HANDSHAKES = 256  # at once: beyond, the oldest is closed
 _LOOK_S = 0.2  # at most between two looks at the clock
 _HELLO_BYTES = 65_536
 _NONCE_BYTES = _PROOF_BYTES = 32
 _PROOF = struct.Struct("<I32s32s")  # who calls, its nonce, its proof
-_MEET_TIMEOUT_S = 60.0  # between two that have just met elsewhere
-_CARD_BYTES = 2048  # in which a worker says where it is, or why it cannot be called
+_CONNECT_TIMEOUT_S = 60.0  # between two that have just exchanged addresses
+_CARD_BYTES = 2048  # of a worker's address, or of the reason why it has none
 _REASON_CHARACTERS = 300  # of which JSON may make six bytes each
-_SIOCGIFADDR = 0x8915
 _CURE = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
 
 
 class Address(NamedTuple):
-    """Where a process can be called, and the token that shows that a caller was told."""
+    """Where a process can be called, and the token that callers were given with it."""
 
     host: str
     port: int
@@ -45,8 +45,8 @@ class Address(NamedTuple):
 class Acceptor:
     """Where others call this process: on the interface that Gloo was told, or at its address towards MASTER_ADDR.
 
-    Who calls is challenged, and shows in a few bytes that it knows the key, before it may say anything else; then this
-    end shows the same. The key is made of the address's token, which is told where workers meet, and LACONIC_SECRET.
+    A caller is challenged, and shows in a few bytes that it knows the key, before it may send anything else; then this
+    end shows the same. The key is made of the address's token, which workers exchange beforehand, and LACONIC_SECRET.
     """
 
     def __init__(self, backlog: int) -> None:
@@ -68,12 +68,12 @@ class Acceptor:
         return Address(host, port, self._token)
 
     def accept(self, ranks: Collection[int], timeout_s: float) -> dict[int, tuple[Connection, str]]:
-        """The connection and terms of each of these that has greeted within so long; strangers are closed.
+        """The connection and terms of each of these whose handshake ends within so long; strangers are closed.
 
-        All greet at once, so that none waits for another. What is waited for on those connections has no timeout.
+        Handshakes happen side by side, so that none waits for another. The connections have no timeout.
         """
         accepted: dict[int, tuple[Connection, str]] = {}
-        greetings: dict[Connection, tuple[Cursor, float]] = {}  # and until when; the oldest comes first
+        handshakes: dict[Connection, tuple[Cursor, float]] = {}  # and until when; the oldest comes first
         until = time.monotonic() + timeout_s
         self._link.settimeout(0)
         with selectors.DefaultSelector() as waiting:
@@ -84,35 +84,35 @@ class Acceptor:
                 if self._link in ready:
                     with suppress(OSError):  # it has hung up already
                         caller = Connection(self._link.accept()[0], 0, self._context)
-                        greetings[caller] = Cursor(self._greeting(caller)), now + _GREETING_S
+                        handshakes[caller] = Cursor(self._handshake(caller)), now + _HANDSHAKE_S
                         waiting.register(caller, selectors.EVENT_READ)
-                for connection, (cursor, end) in list(greetings.items()):
+                for connection, (cursor, end) in list(handshakes.items()):
                     try:
                         if connection in ready:
                             cursor.advance(connection.receive_some(cursor.view))
-                        if cursor.view and now < end and len(greetings) <= _MOST_GREETINGS:
+                        if cursor.view and now < end and len(handshakes) <= _MOST_HANDSHAKES:
                             continue
-                        rank, terms = cursor.found or (-1, "")
+                        rank, terms = cursor.result or (-1, "")
                     except (OSError, FrameError, ValueError):
                         rank = -1
                     waiting.unregister(connection)
-                    del greetings[connection]
+                    del handshakes[connection]
                     if rank in ranks and rank not in accepted:
                         connection.set_timeout(None)
                         accepted[rank] = connection, terms
                     else:
                         connection.close()
-        for connection in greetings:
+        for connection in handshakes:
             connection.close()
         return accepted
 
-    def _greeting(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
-        """Room for what a caller has to say; its rank and terms."""
+    def _handshake(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
+        """Room for what a caller has to send; its rank and terms."""
         challenge = secrets.token_bytes(_NONCE_BYTES)
         connection.send_some(memoryview(challenge))
-        said = bytearray(_PROOF.size)
-        yield memoryview(said)
-        rank, nonce, proof = _PROOF.unpack(said)
+        shown = bytearray(_PROOF.size)
+        yield memoryview(shown)
+        rank, nonce, proof = _PROOF.unpack(shown)
         if not hmac.compare_digest(proof, _proof(self._key, b"calls", challenge, nonce, rank)):
             raise FrameError("does not know the key")
         connection.send_some(memoryview(_proof(self._key, b"accepts", challenge, nonce, rank)))
@@ -120,7 +120,7 @@ class Acceptor:
         return rank, hello.text.decode()
 
     def stop(self) -> None:
-        """Await nobody any more."""
+        """Accept nobody any more."""
         self._is_open = False
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Acceptor:
 
 
 def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str = "") -> Connection:
-    """A connection to an acceptor, greeted as `rank` within so long; what is waited for on it has no timeout."""
+    """A connection to an acceptor, after a handshake as `rank` within so long; it has no timeout."""
     where = f"{whom} at {address.host}:{address.port}"
     until = time.monotonic() + timeout_s
     connection = None
@@ -139,9 +139,9 @@ def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str
         connection.fill(Cursor([memoryview(challenge)]), until - time.monotonic())
         nonce = secrets.token_bytes(_NONCE_BYTES)
         key = _key(address.token)
-        mine = _proof(key, b"calls", challenge, nonce, rank)
-        connection.send_some(memoryview(_PROOF.pack(rank, nonce, mine)))
-        with suppress(ConnectionError):  # so it turns away who does not know the key
+        own_proof = _proof(key, b"calls", challenge, nonce, rank)
+        connection.send_some(memoryview(_PROOF.pack(rank, nonce, own_proof)))
+        with suppress(ConnectionError):  # so an acceptor ends a handshake with a caller that does not know the key
             connection.fill(Cursor([memoryview(proof)]), until - time.monotonic())
         if not hmac.compare_digest(proof, _proof(key, b"accepts", challenge, nonce, rank)):
             connection.close()
@@ -160,14 +160,14 @@ def _key(token: str) -> bytes:
 
 
 def _proof(key: bytes, end: bytes, challenge: bytes | bytearray, nonce: bytes, rank: int) -> bytes:
-    """What only who knows the key can say of these; the two ends say different things."""
+    """What only an end that knows the key can make of these; the two ends show different things."""
     return hmac.digest(key, b"".join([end, challenge, nonce, rank.to_bytes(4, "little")]), "sha256")
 
 
-def meet(
-    rank: int, tell_all: TellAll, *, calls: Collection[int], awaits: Collection[int]
+def open_connections(
+    rank: int, gather: Gather, *, calls: Collection[int], awaits: Collection[int]
 ) -> tuple[dict[int, Connection], dict[int, Connection]]:
-    """Connections to those whom this worker calls, and from those it awaits; a call that all workers make.
+    """Connections to the ranks that this worker calls, and from those it awaits; a call that all workers make.
 
     Where one of them cannot, all of them get its LaunchError, and nothing is left open.
     """
@@ -179,23 +179,23 @@ def meet(
         card: object = acceptor.address
     except LaunchError as error:
         card = str(error)[:_REASON_CHARACTERS]
-    addresses = _told(tell_all, card)
+    addresses = _gathered(gather, card)
     failed = ""
     assert acceptor is not None
-    with ThreadPoolExecutor(1) as door:  # those who are called may be calling, too
-        accepting = door.submit(acceptor.accept, awaits, _MEET_TIMEOUT_S)
+    with ThreadPoolExecutor(1) as beside:  # those that are called may be calling, too
+        accepting = beside.submit(acceptor.accept, awaits, _CONNECT_TIMEOUT_S)
         try:
             for peer in calls:
-                to[peer] = connect(Address(*addresses[peer]), rank, f"rank {peer}", _MEET_TIMEOUT_S)
+                to[peer] = connect(Address(*addresses[peer]), rank, f"rank {peer}", _CONNECT_TIMEOUT_S)
         except LaunchError as error:
             failed = str(error)[:_REASON_CHARACTERS]
             acceptor.stop()
         of.update({peer: link for peer, (link, _) in accepting.result().items()})
-    if not failed and (late := set(awaits) - of.keys()):
-        failed = f"rank {min(late)} has not called rank {rank} for {_MEET_TIMEOUT_S:g} s; {_CURE}"
+    if not failed and (missing := set(awaits) - of.keys()):
+        failed = f"rank {min(missing)} has not called rank {rank} for {_CONNECT_TIMEOUT_S:g} s; {_CURE}"
     acceptor.close()
     try:
-        _told(tell_all, failed)
+        _gathered(gather, failed)
     except LaunchError:
         for link in (*to.values(), *of.values()):
             link.close()
@@ -203,14 +203,13 @@ def meet(
     return to, of
 
 
-def _told(tell_all: TellAll, mine: object) -> list[Any]:
-    """What each worker says, by rank; LaunchError where one says why it cannot: a text."""
-    everyone = tell_all(payload_of(json.dumps(mine).encode().ljust(_CARD_BYTES)))
-    told = [json.loads(bytes(row.tolist())) for row in everyone]
-    for one in told:
-        if isinstance(one, str) and one:
-            raise LaunchError(one)
-    return told
+def _gathered(gather: Gather, own: object) -> list[Any]:
+    """What each worker has to tell, by rank; LaunchError where that is a text: the reason why one of them cannot."""
+    cards = [json.loads(bytes(row.tolist())) for row in gather(payload_of(json.dumps(own).encode().ljust(_CARD_BYTES)))]
+    for card in cards:
+        if isinstance(card, str) and card:
+            raise LaunchError(card)
+    return cards
 
 
 def _listening(host: str, backlog: int) -> socket.socket:
@@ -232,16 +231,11 @@ def _ports() -> range:
 
 
 def _own_host() -> str:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if name:
-        import fcntl  # not on every system, and only needed here
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        return address_of(name)
     towards = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    found = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)
-    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)  # the older kind where there are both
+    places = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)
+    family, _, _, _, place = min(places, key=lambda place: place[0] != socket.AF_INET)  # IPv4 where there are both
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
