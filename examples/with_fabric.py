@@ -1,6 +1,6 @@
 """Fabric: attach to what `setup` returns, and save the session with the model.
 
-`Gathered` brings the states of all ranks to rank 0, whose file is the only one that Fabric writes.
+`RankZeroState` brings the states of all ranks to rank 0, whose file is the only one that Fabric writes.
 Start it with `torchrun --nproc-per-node 2 examples/with_fabric.py`.
 """
 
@@ -31,6 +31,6 @@ for inputs, targets in loader:
     fabric.backward(cross_entropy(model(inputs), targets))
     optimizer.step()
 state = {"model": model, "optimizer": optimizer}
-state["laconic"] = laconic.Gathered(session)
+state["laconic"] = laconic.RankZeroState(session)
 fabric.save(f"{tempfile.gettempdir()}/checkpoint.pt", state)
 print(session.stats())  # laconic

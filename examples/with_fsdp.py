@@ -34,6 +34,6 @@ for _ in range(20):
     optimizer.step()
 model_state, optimizer_state = get_state_dict(model, optimizer)
 state = {"model": model_state, "optimizer": optimizer_state}
-state["laconic"] = laconic.PerRank(session)
+state["laconic"] = laconic.PerRankState(session)
 dcp.save(state, checkpoint_id=f"{tempfile.gettempdir()}/with-fsdp")
 print(session.stats())  # laconic

@@ -17,7 +17,19 @@ FACES = {
     *(
         f"laconic.{room}"
         for room in (
-            *("cli", "errors", "kernels", "layout", "planning", "recipes", "replicas", "scheme", "select", "server"),
+            *(
+                "cli",
+                "errors",
+                "kernels",
+                "layout",
+                "optim",
+                "planning",
+                "recipes",
+                "replicas",
+                "scheme",
+                "select",
+                "server",
+            ),
             *("session", "testing", "transport", "wire"),
         )
     ),

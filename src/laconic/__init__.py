@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, optim, outer, quantize, recipes, select, trigger
-from laconic.adapters import Attached, HookSession, PerRank, hook
+from laconic.adapters import Attached, HookSession, PerRankState, hook
 from laconic.api import attach, follow
 from laconic.errors import (
     FrameError,
@@ -21,7 +21,7 @@ from laconic.recipes import parse
 from laconic.replicas import Follower, FollowerStats
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
-from laconic.session import Gathered, Session, Stats
+from laconic.session import RankZeroState, Session, Stats
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,6 @@ __all__ = [
     "Follower",
     "FollowerStats",
     "FrameError",
-    "Gathered",
     "GossipScheme",
     "HookSession",
     "KernelError",
@@ -40,8 +39,9 @@ __all__ = [
     "LaunchError",
     "OuterScheme",
     "PeerError",
-    "PerRank",
+    "PerRankState",
     "Plan",
+    "RankZeroState",
     "Scheme",
     "SchemeError",
     "ServerLostError",

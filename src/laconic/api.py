@@ -21,7 +21,7 @@ from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer
 from laconic.scheme import AnyScheme
-from laconic.session import OnDrift, check_on_drift
+from laconic.session import OnMismatch, check_on_mismatch
 from laconic.transport import ProcessGroup, world
 
 
@@ -35,8 +35,8 @@ def attach(
     timeout_s: float | None = None,
     pipeline: bool | None = None,
     on_nonfinite: Literal["nan", "zero"] = "nan",
-    on_drift: OnDrift = "warn",
-    drift_every: int = 100,
+    on_mismatch: OnMismatch = "warn",
+    check_replicas_every: int = 100,
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; all its ranks make this call, before the first backward pass.
 
@@ -53,9 +53,9 @@ def attach(
             so it is on for large ones unless given.
         on_nonfinite: "nan" leaves a bucket with Inf or NaN of some worker NaN on all ranks; "zero" makes it zero, and
             ten such steps in a row an error.
-        on_drift: What to do where the ranks' parameters differ: "warn", "raise", or "heal", which takes over what
+        on_mismatch: What to do where the ranks' parameters differ: "warn", "raise", or "heal", which takes over what
             most ranks have.
-        drift_every: Steps between two such comparisons, of eight bytes each; 0: never.
+        check_replicas_every: Steps between two such comparisons, of eight bytes each; 0: never.
 
     Returns:
         A session: stats(), state_dict(), load_state_dict(), close().
@@ -69,12 +69,12 @@ def attach(
     is_auto = scheme == "auto"
     ddp = unwrapped(ddp)
     scheme = of_gradients("bf16" if is_auto else scheme)
-    check_options(scheme, grad_scaler, on_nonfinite, on_drift)
+    check_options(scheme, grad_scaler, on_nonfinite, on_mismatch)
     looks: dict[str, Any] = {
         "grad_scaler": grad_scaler,
         "on_nonfinite": on_nonfinite,
-        "on_drift": on_drift,
-        "drift_every": drift_every,
+        "on_mismatch": on_mismatch,
+        "check_replicas_every": check_replicas_every,
     }
     if hasattr(ddp, "set_all_reduce_hook"):
         if is_auto:
@@ -93,7 +93,7 @@ def attach(
 def follow(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheme: AnyScheme | str = "gossip",
+    scheme: AnyScheme | str = "streaming",
     *,
     group: ProcessGroup | None = None,
     outer_optimizer: MakeOptimizer | None = None,
@@ -101,8 +101,8 @@ def follow(
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
-    on_drift: OnDrift = "warn",
-    drift_every: int = 100,
+    on_mismatch: OnMismatch = "warn",
+    check_replicas_every: int = 100,
 ) -> Follower:
     """Let `model`, which is in no DDP, train apart from others and follow them under `scheme`.
 
@@ -120,9 +120,9 @@ def follow(
         on_host: Whether anchor, outer momentum and residual are kept in the host's memory.
         servers: Ranks that call serve() meanwhile, and are not in `group`; the others then outlive a worker that dies.
         timeout_s: After which a peer that sends nothing is lost: a minute under gossip and servers, else the group's.
-        on_drift: What to do where the ranks' anchors differ: "warn", "raise", or "heal", which takes over what most
+        on_mismatch: What to do where the ranks' anchors differ: "warn", "raise", or "heal", which takes over what most
             ranks have.
-        drift_every: Outer rounds between two such comparisons, of eight bytes each; 0: never.
+        check_replicas_every: Outer rounds between two such comparisons, of eight bytes each; 0: never.
 
     Returns:
         A follower: step(), average_(), stats(), state_dict(), load_state_dict(), close().
@@ -134,9 +134,13 @@ def follow(
         >>> follower = laconic.follow(model, optimizer, "streaming")
         >>> optimizer.step(); follower.step()
     """
-    check_on_drift(on_drift)
+    check_on_mismatch(on_mismatch)
     model = unwrapped(model)
-    looks: dict[str, Any] = {"timeout_s": timeout_s, "on_drift": on_drift, "drift_every": drift_every}
+    looks: dict[str, Any] = {
+        "timeout_s": timeout_s,
+        "on_mismatch": on_mismatch,
+        "check_replicas_every": check_replicas_every,
+    }
     if scheme != "auto":
         return follow_others(
             model,

@@ -359,7 +359,7 @@ class Resuming:
     def whole(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.run.model, self.run.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        return state if self.how == "gathered" else {**state, "laconic": laconic.PerRank(self.mine)}
+        return state if self.how == "gathered" else {**state, "laconic": laconic.PerRankState(self.mine)}
 
     def where(self, folder: str) -> dict[str, Any]:
         if self.how != "follower":
@@ -431,11 +431,11 @@ def test_a_closed_session_gives_the_model_back(fresh_workers: WorkerPool, text: 
     assert fresh_workers.run(_after_close, text) == [(True, True)] * 4
 
 
-def _begun_apart(on_drift: Any) -> tuple[bool, bool, str]:
+def _begun_apart(on_mismatch: Any) -> tuple[bool, bool, str]:
     run = Run()
     with torch.no_grad():
         run.model.body.weight.mul_(1.0 + dist.get_rank() // 2)  # another one on the second node
-    laconic.attach(run.model, "dense", group=run.replicas, on_drift=on_drift, drift_every=2)
+    laconic.attach(run.model, "dense", group=run.replicas, on_mismatch=on_mismatch, check_replicas_every=2)
     alike = equal_everywhere(run.weights())
     run.step(0)
     if dist.get_rank() == 3:

@@ -88,11 +88,11 @@ def test_a_hook_resumes_before_its_first_bucket(two_workers: WorkerPool, named: 
 
 
 @pytest.mark.parametrize(
-    ("scheme", "says"), [("torch-fp16", "PyTorch's own hook"), ("gossip", "exchanges models"), ("topk", "on_drift")]
+    ("scheme", "says"), [("torch-fp16", "PyTorch's own hook"), ("gossip", "exchanges models"), ("topk", "on_mismatch")]
 )
 def test_a_hook_refuses(scheme: str, says: str) -> None:
     with pytest.raises(laconic.SchemeError, match=says):
-        laconic.hook(scheme, on_drift="never" if scheme == "topk" else "warn")  # type: ignore[arg-type]
+        laconic.hook(scheme, on_mismatch="never" if scheme == "topk" else "warn")  # type: ignore[arg-type]
 
 
 def _attach_to_wrapped() -> list[bool]:

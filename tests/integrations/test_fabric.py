@@ -45,7 +45,7 @@ def _train(
     model, optimizer = fabric.setup(bare, sgd(bare))
     loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH))
     session = laconic.attach(model, SCHEME, **options)
-    state = {"model": model, "optimizer": optimizer, "laconic": laconic.Gathered(session)}
+    state = {"model": model, "optimizer": optimizer, "laconic": laconic.RankZeroState(session)}
     seen = Seen(inf_at=inf_at)
     if load is not None:
         fabric.load(load, state)

@@ -36,7 +36,10 @@ def test_what_the_page_says_is_green(tmp_path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
         _apply(block, tmp_path)
     (commands,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    # An editable install finds its own tree before PYTHONPATH.
+    forget = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]"
+    (tmp_path / "sitecustomize.py").write_text(forget)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}:{tmp_path}"}
     for command in commands.splitlines():
         arguments = [sys.executable, *shlex.split(command)[1:]]
         ran = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -113,7 +113,9 @@ def _says_too_much() -> list[str]:
 
 def test_no_more_is_heard_than_may_be_said(four_workers: WorkerPool) -> None:
     for said in four_workers.run(_says_too_much, timeout_s=60):
-        assert said == [f"rank 2 is to say {what}; nothing is applied" for what in ("101 bytes of 100", "9 bytes of 8")]
+        assert said == [
+            f"rank 2 is to send {what}; nothing is applied" for what in ("101 bytes of 100", "9 bytes of 8")
+        ]
 
 
 def test_who_fails_says_so_to_those_who_wait_for_it(four_workers: WorkerPool) -> None:

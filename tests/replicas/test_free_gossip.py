@@ -142,7 +142,7 @@ def test_pairs_wait_for_each_other_and_agree_after_all_directions(
             together.wait()
             learner.follower.step()
 
-    learners = free("scheme:exchange=gossip(mode=paired,grace=1e6)", 8, work, lr=0.0)
+    learners = free("scheme:exchange=gossip(mode=paired,wait_budget=1e6)", 8, work, lr=0.0)
     models = vectors_of(learners)
     assert torch.allclose(models, models[0].expand_as(models), atol=1e-6)  # roundings of three halvings, at most 2
     stats = [learner.follower.stats() for learner in learners]
@@ -152,7 +152,7 @@ def test_pairs_wait_for_each_other_and_agree_after_all_directions(
 
 def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment(halved: None) -> None:
     boxes = local_mailboxes(4)
-    scheme = "scheme:exchange=gossip(mode=paired,grace=1e6,patience=0.05)"
+    scheme = "scheme:exchange=gossip(mode=paired,wait_budget=1e6,patience=0.05)"
     learner, *_ = [learner_at(box, scheme, 0.0) for box in boxes]
     never = threading.Event()
 

@@ -107,7 +107,7 @@ def test_wrong_compositions_name_their_cure() -> None:
         "gossip:rho=0.2,quantize=residue": "use BF16",
         "gossip:quantize=residue(bits=9)": "3 to 8",
         "scheme:quantize=residue": "use Gossip",
-        "scheme:exchange=gossip(grace=-1)": "0 to wait for nobody",
+        "scheme:exchange=gossip(wait_budget=-1)": "0 to wait for nobody",
         "gossip:mode=fast": "free, paired, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
         "gossip:trigger=change(per=layer)": "model or tensor",
@@ -131,7 +131,7 @@ def test_models_have_a_scheme_of_their_own_kind() -> None:
 
 def test_the_state_of_both_halves_is_saved(halved: None) -> None:
     boxes = local_mailboxes(2)
-    scheme = "scheme:quantize=residue,exchange=gossip(mode=paired,grace=0)"
+    scheme = "scheme:quantize=residue,exchange=gossip(mode=paired,wait_budget=0)"
     learners = [learner_at(box, scheme, 0.1) for box in boxes]
     for number in range(6):
         for learner in learners:

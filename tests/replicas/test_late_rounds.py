@@ -205,9 +205,9 @@ def test_a_late_worker_that_is_not_finite_spoils_nobody() -> None:
     assert bool(found[0].vector.read().isfinite().all()) and found[0].stats().rounds == 2  # the second was skipped
 
 
-def _talk(work: Callable[[ServerClient], None], *, wait_s: float = 0.05, timeout_s: float = 20) -> Listener:
+def _talk(work: Callable[[ServerClient], None], *, wait_budget_s: float = 0.05, timeout_s: float = 20) -> Listener:
     """The listener afterwards of two workers who add up in rounds."""
-    listener = Listener(2, timeout_s, wait_s=wait_s)
+    listener = Listener(2, timeout_s, wait_budget_s=wait_budget_s)
     listener.longest = 1 << 25
     server = serve_totals(listener)
     wrong: list[Exception] = []
@@ -273,7 +273,7 @@ def test_who_is_far_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
                 others_went_on.set()
             sums[client.rank].append(_sum(client))
 
-    listener = _talk(work, wait_s=0.0)
+    listener = _talk(work, wait_budget_s=0.0)
     assert sums[0] == sums[1] == [1, 1, 2]
     assert listener.late == {1: 2} and not listener.lost
 
@@ -326,16 +326,18 @@ def test_who_is_late_and_then_silent_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wait_s", "num_servers", "message"),
+    ("text", "wait_budget_s", "num_servers", "message"),
     [
         ("topk:rho=0.1,exchange=server", 1.0, 1, "a gradient cannot come later"),
         (EXACT, -1.0, 1, "give seconds"),
         (EXACT, 1.0, 2, "a wait budget is one server's"),
     ],
 )
-def test_a_wait_budget_that_makes_no_sense_is_refused(text: str, wait_s: float, num_servers: int, message: str) -> None:
+def test_a_wait_budget_that_makes_no_sense_is_refused(
+    text: str, wait_budget_s: float, num_servers: int, message: str
+) -> None:
     with pytest.raises(SchemeError, match=message):
-        check_wait(text, wait_s, num_servers)
+        check_wait(text, wait_budget_s, num_servers)
 
 
 STOPS_AT = 4
@@ -345,7 +347,7 @@ STEPS = 24
 def _learn_and_stop(text: str, progress: Path) -> tuple[list[float], Tensor, int, dict[int, int]]:
     """(losses, anchor, late rounds of this worker, who was late) of a rank; the last one stops itself for a while."""
     if dist.get_rank() == 0:
-        stats = laconic.serve(text, servers=[0], wait_s=0.2)
+        stats = laconic.serve(text, servers=[0], wait_budget_s=0.2)
         assert not stats.lost
         return [], torch.empty(0), 0, stats.late
     learner = Learner(text, dist.get_rank(), partial(laconic.follow, servers=[0]), 0.05)

@@ -27,7 +27,7 @@ from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.replicas import OuterRounds, consensus
-from laconic.session import OnDrift
+from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
 from tests.gossiping import Learner, Small, drifted, followed, matched
@@ -279,14 +279,14 @@ def test_a_nan_in_one_share_of_a_node_is_undone_in_all(spoils_buffer: bool) -> N
         assert not all(torch.equal(kept[5][name], kept[1][name]) for name in kept[1])
 
 
-@pytest.mark.parametrize("on_drift", ["warn", "error", "heal"])
-def test_anchors_that_differ_are_told_apart(on_drift: OnDrift) -> None:
+@pytest.mark.parametrize("on_mismatch", ["warn", "error", "heal"])
+def test_anchors_that_differ_are_told_apart(on_mismatch: OnMismatch) -> None:
     first = Small()
 
     def work(transport: InProcess) -> tuple[Tensor, Tensor, str]:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"on_drift": on_drift, "drift_every": 2}
+        options: dict[str, Any] = {"on_mismatch": on_mismatch, "check_replicas_every": 2}
         policy = OuterRounds(model, optimizer, outer(EXACT), transport, in_background=False, **options)
         follower = Follower(policy)
         said = ""
@@ -304,12 +304,12 @@ def test_anchors_that_differ_are_told_apart(on_drift: OnDrift) -> None:
     with warnings.catch_warnings(record=True) as caught, one_core():
         warnings.simplefilter("always")
         found = in_process(3, work)
-    assert [named in str(one.message) for one in caught] == [True] * (on_drift != "error")
+    assert [named in str(one.message) for one in caught] == [True] * (on_mismatch != "error")
     for rank, (anchor, model, said) in enumerate(found):
-        is_right = on_drift == "heal" or rank != 1
+        is_right = on_mismatch == "heal" or rank != 1
         assert torch.equal(anchor, found[0][0]) == is_right
         assert torch.allclose(model, found[0][1], atol=1e-6) == is_right  # one float32 rounding at this scale
-        assert (named in said) == (on_drift == "error")
+        assert (named in said) == (on_mismatch == "error")
 
 
 def test_a_nan_that_adam_keeps_does_not_end_agreement() -> None:

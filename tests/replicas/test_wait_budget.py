@@ -121,7 +121,7 @@ def test_what_exchanges_usually_take_is_waited_for_at_no_charge() -> None:
 
 def test_what_may_be_waited_for_is_a_share_of_the_training_time() -> None:
     clock = _Clock()
-    budget = _settled(clock, Gossip(grace=0.5))
+    budget = _settled(clock, Gossip(wait_budget=0.5))
     for _ in range(20):
         clock.now += 1
         budget.note_trained_()

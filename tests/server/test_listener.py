@@ -44,10 +44,10 @@ def _talk(
     timeout_s: float,
     work: Callable[[ServerClient], None],
     longest: int = 1 << 20,
-    wait_s: float = math.inf,
+    wait_budget_s: float = math.inf,
 ) -> tuple[Listener, dict[int, str]]:
     """(the listener afterwards, what went wrong by rank) of workers that only add up."""
-    listener = Listener(num_workers, timeout_s, wait_s=wait_s)
+    listener = Listener(num_workers, timeout_s, wait_budget_s=wait_budget_s)
     listener.longest = longest
     wrong: dict[int, str] = {}
     server = serve_totals(listener)
@@ -351,8 +351,8 @@ def test_who_fails_between_two_servers_hangs_up_without_a_word() -> None:
     listeners[1].close()
 
 
-@pytest.mark.parametrize("wait_s", [1.0, math.inf])
-def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_s: float) -> None:
+@pytest.mark.parametrize("wait_budget_s", [1.0, math.inf])
+def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_budget_s: float) -> None:
     stop = threading.Event()
     sums: list[float] = []
 
@@ -366,7 +366,7 @@ def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_s: float) -> None:
             sums.append(float(served._request(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
             stop.set()
 
-    listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_s=wait_s)
+    listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_budget_s=wait_budget_s)
     assert not wrong and sums == [2]
     assert listener.lost == {0: "was slow to take a reply for 1 s before the first step"}
 
@@ -383,7 +383,7 @@ def test_who_is_late_and_closes_ends_nobody() -> None:
         else:
             others_went_on.wait(20)
 
-    listener, wrong = _talk(2, 20, work, wait_s=0.1)
+    listener, wrong = _talk(2, 20, work, wait_budget_s=0.1)
     assert not wrong and set(listener.lost) <= {1}
 
 

@@ -215,7 +215,7 @@ def _healed_by_others(text: str) -> list[bool]:
         return []
     client = _client(text)
     parameters = {"a": torch.ones(3), "b": torch.arange(70.0)}
-    replicas = Replicas(parameters, client, every=1, on_drift="heal")
+    replicas = Replicas(parameters, client, every=1, on_mismatch="heal")
     replicas.check_()
     parameters["b"][9] += client.rank == 1
     replicas.check_()

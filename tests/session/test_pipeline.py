@@ -170,7 +170,7 @@ def test_replicas_are_compared_though_messages_wait_for_their_turns(text: str) -
 
     def work(transport: InProcess, every: int) -> list[Tensor]:
         session = Session(parse(text), transport)  # type: ignore[arg-type]
-        replicas = Replicas({"w": torch.ones(8)}, transport, every=every, on_drift="warn") if every else None
+        replicas = Replicas({"w": torch.ones(8)}, transport, every=every, on_mismatch="warn") if every else None
         background = Background(session, CPU, replicas=replicas)
         landed = []
         for step in range(4):

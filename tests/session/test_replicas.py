@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.session import OnDrift, Replicas
+from laconic.session import OnMismatch, Replicas
 from laconic.session.replicas import fingerprint
 from laconic.transport import InProcess, in_process
 from tests.ddp_training import TINY_BUCKET_MB, Net, batch
@@ -38,7 +38,9 @@ def test_a_fingerprint_tells_any_bit_and_any_order(n: int, dtype: torch.dtype) -
         assert int(fingerprint(x.roll(1))) != known and int(fingerprint(x.flip(0))) != known
 
 
-def _checked(on_drift: OnDrift, spoilt: dict[int, float], num_workers: int = 4) -> tuple[list[dict[str, Tensor]], Any]:
+def _checked(
+    on_mismatch: OnMismatch, spoilt: dict[int, float], num_workers: int = 4
+) -> tuple[list[dict[str, Tensor]], Any]:
     """What workers have after a look, some of whom had another second parameter, and what was said."""
 
     def work(transport: InProcess) -> dict[str, Tensor]:
@@ -48,7 +50,7 @@ def _checked(on_drift: OnDrift, spoilt: dict[int, float], num_workers: int = 4) 
             "c": torch.ones(()),
         }
         before = transport.traffic.copy()
-        Replicas(parameters, transport, every=1, on_drift=on_drift).check_()
+        Replicas(parameters, transport, every=1, on_mismatch=on_mismatch).check_()
         assert transport.traffic.copy() == before
         return parameters
 
@@ -59,8 +61,8 @@ def _checked(on_drift: OnDrift, spoilt: dict[int, float], num_workers: int = 4) 
 
 
 def test_replicas_that_are_alike_are_left_alone() -> None:
-    for on_drift in ("warn", "error", "heal"):
-        assert _checked(on_drift, {})[1] == []
+    for on_mismatch in ("warn", "error", "heal"):
+        assert _checked(on_mismatch, {})[1] == []
 
 
 def test_who_differs_is_named_and_left_as_it_is_or_mended() -> None:
@@ -77,12 +79,12 @@ def test_who_differs_is_named_and_left_as_it_is_or_mended() -> None:
         _checked("error", {1: 5.0}, num_workers=2)
 
 
-def _drifted(text: str, on_drift: OnDrift, pipeline: bool) -> dict[str, Any]:
+def _drifted(text: str, on_mismatch: OnMismatch, pipeline: bool) -> dict[str, Any]:
     """Five steps, after the second of which rank 2 changes a parameter; looked at in the second and the fourth."""
     torch.manual_seed(7)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=TINY_BUCKET_MB)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    session = laconic.attach(ddp, text, pipeline=pipeline, on_drift=on_drift, drift_every=2)
+    session = laconic.attach(ddp, text, pipeline=pipeline, on_mismatch=on_mismatch, check_replicas_every=2)
     seen = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,7 +94,7 @@ def _drifted(text: str, on_drift: OnDrift, pipeline: bool) -> dict[str, Any]:
             loss = torch.nn.functional.cross_entropy(ddp(x), y)
             try:
                 loss.backward()  # type: ignore[no-untyped-call]
-            except RuntimeError:
+            except laconic.LaconicError:
                 break
             optimizer.step()
             if number == 1 and dist.get_rank() == 2:
@@ -104,7 +106,7 @@ def _drifted(text: str, on_drift: OnDrift, pipeline: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "on_drift", "pipeline"),
+    ("text", "on_mismatch", "pipeline"),
     [
         ("dense", "warn", False),
         ("topk:rho=0.05", "heal", True),
@@ -112,11 +114,13 @@ def _drifted(text: str, on_drift: OnDrift, pipeline: bool) -> dict[str, Any]:
         ("maxnorm:bits=4", "error", True),
     ],
 )
-def test_a_rank_that_drifts_under_ddp(four_workers: WorkerPool, text: str, on_drift: OnDrift, pipeline: bool) -> None:
+def test_a_rank_that_drifts_under_ddp(
+    four_workers: WorkerPool, text: str, on_mismatch: OnMismatch, pipeline: bool
+) -> None:
     named = "the parameters of rank 2 are not those of ranks 0, 1, 3, first in 'body.weight'"
-    results = four_workers.run(_drifted, text, on_drift, pipeline)
+    results = four_workers.run(_drifted, text, on_mismatch, pipeline)
     for rank, result in enumerate(results):
-        ends = {"warn": [False, False], "heal": [True, True], "error": []}[on_drift]
+        ends = {"warn": [False, False], "heal": [True, True], "error": []}[on_mismatch]
         assert result["equal"] == [True, False, False, *ends]
-        assert (named in result["error"]) == (on_drift == "error")
-        assert [named in said for said in result["said"]] == [True] * (rank == 0 and on_drift != "error")
+        assert (named in result["error"]) == (on_mismatch == "error")
+        assert [named in said for said in result["said"]] == [True] * (rank == 0 and on_mismatch != "error")

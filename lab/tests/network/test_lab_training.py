@@ -76,7 +76,7 @@ def test_launchers_on_hosts_of_their_own_find_each_other() -> None:
     [
         (["train", "--link", "100mbit"], "give --hosts too"),
         (["train", "--hosts", "0"], "give 1 to"),
-        (["train", "--hosts", "2", "--link", "fast"], "write a rate like 10mbit"),
+        (["train", "--hosts", "2", "--link", "fast"], "write one like 10mbit"),
         (["compare", "--hosts", "2", "--link-of", "7=10mbit"], "the hosts are 0 to 1"),
         (["compare", "--rounds", "0"], "--rounds is 0"),
     ],

@@ -25,13 +25,13 @@ from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
     Background,
-    OnDrift,
+    OnMismatch,
     Replicas,
     SavedTogether,
     Session,
     Stats,
     belongs_on_host,
-    check_on_drift,
+    check_on_mismatch,
 )
 from laconic.transport import (
     Everyone,
@@ -66,7 +66,7 @@ class Attached(Protocol):
         """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
 
     def check_replicas_(self) -> None:
-        """Compare the parameters of all ranks now, as every `drift_every` steps; a call that all make between steps."""
+        """Compare the parameters of all ranks now, as every `check_replicas_every` steps; a call that all make between steps."""
 
     def stats(self, *, ages: bool = False) -> Stats:
         """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
@@ -102,8 +102,8 @@ class SessionOptions(TypedDict, total=False):
     grad_scaler: GradScaler | None
     pipeline: bool | None
     on_nonfinite: Literal["nan", "zero"]
-    on_drift: OnDrift
-    drift_every: int
+    on_mismatch: OnMismatch
+    check_replicas_every: int
 
 
 def attach_to_ddp(
@@ -155,11 +155,13 @@ def ready(
     return ddp, named, device
 
 
-def check_options(scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on_nonfinite: str, on_drift: str) -> None:
+def check_options(
+    scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on_nonfinite: str, on_mismatch: str
+) -> None:
     """SchemeError where these do not go together."""
     if on_nonfinite not in ("nan", "zero"):
         raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
-    check_on_drift(on_drift)
+    check_on_mismatch(on_mismatch)
     if on_nonfinite == "zero" and grad_scaler is not None:
         raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
     if on_nonfinite == "zero" and scheme.is_torch_hook:
@@ -233,8 +235,8 @@ class DdpAdapter(SavedTogether):
         holds_idle: bool = False,
         pipeline: bool | None = None,
         on_nonfinite: Literal["nan", "zero"] = "nan",
-        on_drift: OnDrift = "warn",
-        drift_every: int = 100,
+        on_mismatch: OnMismatch = "warn",
+        check_replicas_every: int = 100,
     ) -> None:
         self.session = Session(
             scheme,
@@ -255,7 +257,7 @@ class DdpAdapter(SavedTogether):
             pipeline = self._model.num_entries >= WORTH_A_PIPELINE
         self._replicas = None  # who is silent has a model of its own
         if scheme.talks:
-            self._replicas = Replicas(self._named, transport, every=drift_every, on_drift=on_drift)
+            self._replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
         self._background = Background(
             self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
         )

@@ -13,7 +13,7 @@ from laconic.replicas import Follower, MakeOptimizer, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
-from laconic.session import OnDrift
+from laconic.session import OnMismatch
 from laconic.transport import (
     Everyone,
     Group,
@@ -41,8 +41,8 @@ def follow_others(
     on_host: bool = False,
     servers: Sequence[int] = (),
     timeout_s: float | None = None,
-    on_drift: OnDrift = "warn",
-    drift_every: int = 100,
+    on_mismatch: OnMismatch = "warn",
+    check_replicas_every: int = 100,
 ) -> Follower:
     """What laconic.follow() does, whose options it takes, for a scheme that was chosen."""
     scheme = _checked(model, scheme)
@@ -77,8 +77,8 @@ def follow_others(
         outer_optimizer=outer_optimizer,
         node=node,
         home=torch.device("cpu") if on_host else None,
-        on_drift=on_drift,
-        drift_every=drift_every,
+        on_mismatch=on_mismatch,
+        check_replicas_every=check_replicas_every,
         shard=shard_of(model),
     )
     if others := ranks_that_differ(group, device, policy.outer_optimizer):

@@ -15,7 +15,7 @@ from laconic.adapters.shards import Unit, check_replicas, units_of
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket
 from laconic.scheme import Scheme, TorchHook
-from laconic.session import OnDrift, Replicas, SavedTogether, Session, Stats
+from laconic.session import OnMismatch, Replicas, SavedTogether, Session, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
 
 
@@ -27,8 +27,8 @@ def attach_to_shards(
     timeout_s: float | None = None,
     grad_scaler: GradScaler | None = None,
     on_nonfinite: str = "nan",
-    on_drift: OnDrift = "warn",
-    drift_every: int = 100,
+    on_mismatch: OnMismatch = "warn",
+    check_replicas_every: int = 100,
 ) -> "FsdpAdapter":
     """What laconic.attach() does for a model under fully_shard(), each of whose shards meets its replicas, `group`."""
     if scheme.is_torch_hook:
@@ -42,7 +42,7 @@ def attach_to_shards(
     begin_alike_(model, group, transport, device)
     loss_scale = grad_scaler.get_scale if grad_scaler else None
     session = Session(scheme, transport, loss_scale=loss_scale, zeroes=on_nonfinite == "zero")
-    replicas = Replicas(dict(model.named_parameters()), transport, every=drift_every, on_drift=on_drift)
+    replicas = Replicas(dict(model.named_parameters()), transport, every=check_replicas_every, on_mismatch=on_mismatch)
     return FsdpAdapter(session, units, mesh.get_group(), device, replicas if scheme.talks else None)
 
 

@@ -40,7 +40,7 @@ def hook(
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
     check_options(
-        scheme, options.get("grad_scaler"), options.get("on_nonfinite", "nan"), options.get("on_drift", "warn")
+        scheme, options.get("grad_scaler"), options.get("on_nonfinite", "nan"), options.get("on_mismatch", "warn")
     )
     state = HookSession(scheme, model, group, timeout_s, holds_idle=find_unused_parameters, options=options)
     return state, HookSession.run

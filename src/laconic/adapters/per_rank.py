@@ -11,10 +11,10 @@ from laconic.session import SavedTogether
 from laconic.transport import world
 
 
-class PerRank:
+class PerRankState:
     """A session or follower for dcp.save() and dcp.load(), which of equal keys save one rank's: each has its own here.
 
-    dcp.save({"model": model, "laconic": PerRank(session)}, checkpoint_id=folder)
+    dcp.save({"model": model, "laconic": PerRankState(session)}, checkpoint_id=folder)
     """
 
     def __init__(self, whose: Attached | SavedTogether) -> None:

@@ -123,7 +123,9 @@ class Gossip(Pattern):
 
     peers: str = "uniform"  # who may exchange with whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2
     mode: str = "free"  # or paired, wait, matched
-    grace: float = 1.0  # how long `free` and `paired` may wait for late peers, as a share of the time they train for
+    wait_budget: float = (
+        1.0  # how long `free` and `paired` may wait for late peers, as a share of the time they train for
+    )
     momentum: str = "local"  # or quasi-global: SGD's heeds what peers move the model by, as if it had been its own step
     patience: float = 5.0  # seconds without a reply after which a worker turns to another peer
     seed: int = 0
@@ -133,7 +135,9 @@ class Gossip(Pattern):
             pairs_of(self.peers)
         check_option(self, "mode", MODES)
         check_option(self, "momentum", MOMENTA)
-        if not 0 <= self.grace < math.inf:
-            raise SchemeError(f"Gossip.grace is {self.grace}; give a share of the training time, 0 to wait for nobody")
+        if not 0 <= self.wait_budget < math.inf:
+            raise SchemeError(
+                f"Gossip.wait_budget is {self.wait_budget}; give a share of the training time, 0 to wait for nobody"
+            )
         if not 0 < self.patience < math.inf:
             raise SchemeError(f"Gossip.patience is {self.patience}; give seconds above 0")

@@ -7,7 +7,7 @@ from torch import nn
 from laconic import api
 from laconic.adapters import Attached, GradScaler
 from laconic.scheme import AnyScheme
-from laconic.session import Gathered
+from laconic.session import RankZeroState
 
 
 class Accelerator(Protocol):
@@ -21,5 +21,5 @@ class Accelerator(Protocol):
 def attach(accelerator: Accelerator, model: nn.Module, scheme: AnyScheme | str, **options: Any) -> Attached:
     """As laconic.attach, to a model that prepare() returned; save_state() and load_state() keep every rank's state."""
     session = api.attach(model, scheme, grad_scaler=accelerator.scaler, **options)
-    accelerator.register_for_checkpointing(Gathered(session))
+    accelerator.register_for_checkpointing(RankZeroState(session))
     return session

@@ -9,7 +9,7 @@ used or is an error. Where none is named, a tensor's device decides, and `backen
 # ruff: noqa: F403 - a kernel is declared where it is defined, and nowhere again
 
 from laconic.kernels.cpu.library import give_threads
-from laconic.kernels.device import Executor, to_device, to_host
+from laconic.kernels.device import Executor, to_device, to_host, wait_for_stream
 from laconic.kernels.dispatch import *
 from laconic.kernels.host import end_to_end, half_way, has_zeros, joined_runs, merged, nonzero, repeated
 from laconic.kernels.reference.owners import Blocks, Pieces, Window

@@ -32,6 +32,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until a GPU's current stream is through; one that is already costs no change of threads."""
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        if not stream.query():
+            stream.synchronize()
+
+
 class GraphPool:
     """The memory and the stream of CUDA graphs that are replayed one after the other, on one thread.
 
@@ -114,7 +122,7 @@ class CapturedStep(Step[T]):
         return self._replay is not None
 
     def run(self, body: Body[T], uses: Sequence[Tensor | float], *inputs: Tensor) -> tuple[T, Sequence[Tensor]]:
-        """The same; the outputs are there when this returns, and are overwritten by the next run."""
+        """The same; the next run overwrites the outputs."""
         self._inputs = self._rooms(self._inputs, inputs)
         for room, given in zip(self._inputs, inputs, strict=True):
             room.copy_(given)
@@ -131,8 +139,6 @@ class CapturedStep(Step[T]):
             self._result = self._launch(body)
         else:
             self._replay()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
         return self._result, self._outputs
 
     def _launch(self, body: Body[T]) -> T:

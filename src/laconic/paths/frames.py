@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,7 +140,7 @@ class Gathering(Path):
         wire = self.transport.wire
         if work.finite:
             step = self.executor.step("encode", plan, work.device, wire, captures=captures)
-            head = [torch.tensor(plan.shape.head(**work.frame_id), dtype=torch.int32)] if captures else []
+            head = [torch.from_numpy(np.array(plan.shape.head(**work.frame_id), np.int32))] if captures else []
             uses = work.flat, work.account.balance, work.scale
             with self.clock.time("encode", work.device):
                 work.withdrawn, (frame,) = step.run(partial(self._encode, work, plan), uses, *head)
@@ -186,7 +187,8 @@ class Gathering(Path):
         uses = work.flat, work.account.balance, work.scale, staged, out.positions, out.values, out.sent
         step = self.executor.step("apply", plan, work.device, self.transport.wire, captures=True)
         _, (damaged,) = step.run(body, uses)
-        if damaged.any():
+        kernels.wait_for_stream(work.device)
+        if damaged.numpy()[0]:
             plan.shape.read_all(frames, work.device, **work.frame_id)  # names the sender
             raise FrameError(f"frames of bucket {work.number}, step {work.step} are damaged on this device alone")
 

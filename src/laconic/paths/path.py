@@ -34,9 +34,7 @@ class PhaseClock:
     def time(self, phase: str, device: torch.device) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if device.type == "cuda":
-            # Ends the phase for real; it holds up this thread and its own stream, never the backward pass.
-            torch.cuda.current_stream(device).synchronize()
+        kernels.wait_for_stream(device)  # holds up this thread and its own stream, never the backward pass
         with self._lock:
             self.seconds[phase] += time.perf_counter() - start
 

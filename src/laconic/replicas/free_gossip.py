@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
-from laconic.fault_points import fault_point
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
 from laconic.replicas.pending import Subset
@@ -57,8 +56,7 @@ class FreeGossip(GossipPolicy):
         atexit.register(self.close)  # threads that outlive the interpreter by a moment would abort the process
         self.end.listen(self._serve, self._served)
 
-    def send_due(self, step: int) -> None:
-        fault_point("gossip.step")
+    def exchange_due(self, step: int) -> None:
         self._wait_budget.note_trained_()
         self._exchange(step - 1)
         self._wait_budget.note_training_()

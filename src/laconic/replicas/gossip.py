@@ -67,6 +67,14 @@ class GossipPolicy(Policy):
     def _lr(self) -> float:
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
+    def send_due(self, step: int) -> None:
+        fault_point("gossip.step")
+        self.exchange_due(step)
+
+    @abstractmethod
+    def exchange_due(self, step: int) -> None:
+        """Exchange with peers what is due after this step."""
+
     def move_(self) -> None:
         """Add the pending update to the model; momentum and tracker follow."""
         fault_point("gossip.apply")
@@ -151,9 +159,8 @@ class MatchedGossip(GossipPolicy):
     def apply_due_(self, step: int) -> None:
         """Nothing is ever pending between two steps."""
 
-    def send_due(self, step: int) -> None:
+    def exchange_due(self, step: int) -> None:
         """x += (x_peer - x)/2 for what one of a pair wants to exchange."""
-        fault_point("gossip.step")
         number = step - 1
         pattern = self.pattern
         wanted = self.tracker.wants(number, self._lr, patiently=True)

@@ -21,7 +21,7 @@ from laconic.replicas.state import State, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
-from laconic.session import TOO_LARGE, Background, OnDrift, Replicas, Session
+from laconic.session import TOO_LARGE, Background, OnMismatch, Replicas, Session
 from laconic.transport import Collectives, rows_of
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -43,8 +43,8 @@ class OuterRounds(Policy):
         home: Where anchor, outer momentum and residual lie; beside the model if not given.
         shard: The number of this worker's shard.
         in_background: Whether exchanges have a thread of their own.
-        on_drift: What is done where the workers' anchors differ.
-        drift_every: Rounds between two comparisons of all anchors, of eight bytes each; in pairs there is none.
+        on_mismatch: What is done where the workers' anchors differ.
+        check_replicas_every: Rounds between two comparisons of all anchors, of eight bytes each; in pairs there is none.
     """
 
     scheme: OuterScheme
@@ -61,8 +61,8 @@ class OuterRounds(Policy):
         home: torch.device | None = None,
         shard: int = 0,
         in_background: bool = True,
-        on_drift: OnDrift = "warn",
-        drift_every: int = 100,
+        on_mismatch: OnMismatch = "warn",
+        check_replicas_every: int = 100,
     ) -> None:
         self.scheme = scheme
         self.vector = ModelVector(model, only_trained=True)
@@ -83,8 +83,8 @@ class OuterRounds(Policy):
         self._optimizer = (outer_optimizer or scheme.then.optimizer)(list(self._anchors.values()))
         # Residuals are as before a round that is skipped: the drift goes again, since the anchor has not moved.
         self._session = Session(scheme.exchanged, transport, undoes=True)
-        every = 0 if scheme.exchange.in_pairs else drift_every
-        self._replicas = Replicas(self._anchors, transport, every=every, on_drift=on_drift)
+        every = 0 if scheme.exchange.in_pairs else check_replicas_every
+        self._replicas = Replicas(self._anchors, transport, every=every, on_mismatch=on_mismatch)
         self._background = Background(self._session, self._home) if in_background else None
         self._pending: deque[PendingRound] = deque()
         self._alike = True  # whether all models are known to be the same

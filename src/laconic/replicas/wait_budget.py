@@ -39,7 +39,7 @@ class WaitBudget:
     def note_trained_(self) -> None:
         """Note that a step of training is over."""
         self._trained_s = self._clock() - self._training_since
-        earned_s = self._pattern.grace * self._trained_s
+        earned_s = self._pattern.wait_budget * self._trained_s
         self.left_s = min(self.left_s + earned_s, _SAVED_STEPS * earned_s)
 
     def note_training_(self) -> None:
@@ -67,7 +67,7 @@ class WaitBudget:
             self._all_set(over, patience)
         elif peer in self.overdue:
             self.overdue.discard(peer)
-        elif self._pattern.grace and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
+        elif self._pattern.wait_budget and not self._all_set(over, min(free_s + max(0.0, self.left_s), patience)):
             self.overdue.add(peer)
             if is_new:
                 self._waits_for_new = False

@@ -59,13 +59,13 @@ class Listener:
     """Connections to M workers; a round is one message of each of the living, all about the same thing.
 
     Replies leave while the next round comes in, one after the other, so that a worker that has its own goes on while
-    others wait. A round of training is closed once `wait_s`, the wait budget, have passed since its first message. A
+    others wait. A round of training is closed once `wait_budget_s`, the wait budget, have passed since its first message. A
     worker whose message comes later gets the reply that the others had, marked as late.
     """
 
     num_workers: int
     timeout_s: float
-    wait_s: float = math.inf
+    wait_budget_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.traffic = Traffic()
@@ -196,7 +196,7 @@ class Listener:
             return math.inf
         missed = [self._workers[rank].missed for rank in missing]
         same = about.step >= 0 and all(rounds and rounds[-1].about.step == about.step for rounds in missed)
-        return first_at if same else first_at + self.wait_s
+        return first_at if same else first_at + self.wait_budget_s
 
     def reply(self, payloads: Mapping[int, Tensor] | Tensor, to: Message) -> None:
         """Reply to a round: the same to all, or to each its own; a worker that has not taken it in time is lost."""
@@ -217,7 +217,7 @@ class Listener:
         self.traffic.count(_counted("down", to.kind), 0, bytes_out, 0)
         if to.kind in _LAST:
             self._send(self.timeout_s)
-        elif self.wait_s < math.inf:  # a worker is not to be late because its reply left last
+        elif self.wait_budget_s < math.inf:  # a worker is not to be late because its reply left last
             self._send(2 * self._pause_s)
 
     def _missed_too_many(self, missed: Collection[_ClosedRound]) -> bool:
@@ -276,7 +276,7 @@ class Listener:
 
     @property
     def _pause_s(self) -> float:
-        return min(_PAUSE_S, self.timeout_s, max(self.wait_s, _LOOK_S))
+        return min(_PAUSE_S, self.timeout_s, max(self.wait_budget_s, _LOOK_S))
 
     def _differs(self, rank: int, message: Message, about: Message) -> NoReturn:
         self.fail(FrameError(f"worker {rank} sent {message}, but the others sent {about}"))

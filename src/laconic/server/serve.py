@@ -48,7 +48,7 @@ def serve(
     *,
     servers: Sequence[int] = (0,),
     timeout_s: float = TIMEOUT_S,
-    wait_s: float | None = None,
+    wait_budget_s: float | None = None,
     facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> ServerStats:
     """Answer the workers until they are done; a call of each rank in `servers` while all others attach or follow.
@@ -58,7 +58,7 @@ def serve(
         servers: the ranks that serve, this one among them.
         timeout_s: a worker that is gone, or lets the others wait for longer, is left behind: means and votes are over
             the others from then on.
-        wait_s: for outer steps under one server, a worker that is late by more than this wait budget is not waited
+        wait_budget_s: for outer steps under one server, a worker that is late by more than this wait budget is not waited
             for, but lives: its drift comes later.
         facts: what workers that ask for the stats get beside them.
 
@@ -72,9 +72,11 @@ def serve(
     Example:
         stats = laconic.serve("topk:rho=0.01,exchange=server", servers=[0])
     """
-    check_wait(scheme, wait_s, len(servers))
+    check_wait(scheme, wait_budget_s, len(servers))
     scheme = served_scheme(scheme)
-    listener = Listener(world().size() - len(servers), timeout_s, wait_s=math.inf if wait_s is None else wait_s)
+    listener = Listener(
+        world().size() - len(servers), timeout_s, wait_budget_s=math.inf if wait_budget_s is None else wait_budget_s
+    )
     exchange_addresses(servers, listener.address)
     by_rank = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
     for rank, terms in by_rank.items():
@@ -105,15 +107,15 @@ def served_scheme(scheme: AnyScheme | str) -> Scheme:
     return made.exchanged
 
 
-def check_wait(scheme: AnyScheme | str, wait_s: float | None, num_servers: int) -> None:
+def check_wait(scheme: AnyScheme | str, wait_budget_s: float | None, num_servers: int) -> None:
     """An error where nobody can be late."""
-    if wait_s is None:
+    if wait_budget_s is None:
         return
     made = parse(scheme) if isinstance(scheme, str) else scheme
     if made.of_what != "drift":
         raise SchemeError(f"{made} has no outer steps, and a gradient cannot come later; leave the wait budget out")
-    if not 0 <= wait_s < math.inf:
-        raise SchemeError(f"the wait budget is {wait_s}; give seconds, 0 to wait for nobody")
+    if not 0 <= wait_budget_s < math.inf:
+        raise SchemeError(f"the wait budget is {wait_budget_s}; give seconds, 0 to wait for nobody")
     if num_servers != 1:
         raise SchemeError(f"a wait budget is one server's, which tells who is late, not that of {num_servers}; use one")
 

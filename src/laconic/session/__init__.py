@@ -2,7 +2,7 @@
 
 from laconic.paths import PHASES
 from laconic.session.background import Background, belongs_on_host
-from laconic.session.replicas import OnDrift, Replicas, check_on_drift
+from laconic.session.replicas import OnMismatch, Replicas, check_on_mismatch
 from laconic.session.session import TOO_LARGE, Session
-from laconic.session.state import Gathered, SavedTogether
+from laconic.session.state import RankZeroState, SavedTogether
 from laconic.session.stats import Stats, summary

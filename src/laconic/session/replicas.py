@@ -14,7 +14,7 @@ from laconic.errors import LaconicError, SchemeError
 from laconic.layout import local
 from laconic.transport import Transport, rows_of
 
-OnDrift = Literal["warn", "error", "heal"]
+OnMismatch = Literal["warn", "error", "heal"]
 
 _FACTOR = 0x9E3779B97F4A7C15  # odd
 _HALF = 1 << 32
@@ -28,12 +28,12 @@ class Replicas:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], transport: Transport, *, every: int, on_drift: OnDrift
+        self, parameters: Mapping[str, Tensor], transport: Transport, *, every: int, on_mismatch: OnMismatch
     ) -> None:
         self._parameters = parameters
         self._transport = transport
         self._every = every
-        self._on_drift = on_drift
+        self._on_drift = on_mismatch
         self._num_steps = 0
 
     def are_due(self) -> bool:
@@ -90,10 +90,10 @@ class Replicas:
         }
 
 
-def check_on_drift(on_drift: str) -> None:
+def check_on_mismatch(on_mismatch: str) -> None:
     """Raise unless it is one of those that are known."""
-    if on_drift not in get_args(OnDrift):
-        raise SchemeError(f"on_drift is {on_drift!r}; give 'warn', 'error' or 'heal'")
+    if on_mismatch not in get_args(OnMismatch):
+        raise SchemeError(f"on_mismatch is {on_mismatch!r}; give 'warn', 'error' or 'heal'")
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

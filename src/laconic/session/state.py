@@ -130,7 +130,7 @@ def regrouped(buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> Iterator[
 
 
 class CanGather(Protocol):
-    """A session or a follower, as `Gathered` uses it."""
+    """A session or a follower, as `RankZeroState` uses it."""
 
     def gather_state(self) -> list[dict[str, Any]] | None:
         """All ranks' states at rank 0, None elsewhere; a call that all make."""
@@ -179,7 +179,7 @@ class SavedTogether(ABC):
         return self.everyone
 
 
-class Gathered:
+class RankZeroState:
     """A session as frameworks save it that ask every rank for its state and write rank 0's alone."""
 
     def __init__(self, session: CanGather) -> None:

@@ -182,7 +182,7 @@ class _Recorded(FaultyCollectives):
 
     def __init__(self, inner: Collectives, faults: Faults, note: Callable[[str], None]) -> None:
         super().__init__(inner, faults)
-        for call in ("all_reduce_", "all_gather", "all_to_all", "broadcast", "push", "swap"):
+        for call in ("all_reduce_", "all_gather", "all_to_all", "broadcast", "push", "sendrecv"):
             setattr(self, call, self._noting(call, getattr(self, call), note))
 
     def _noting(self, name: str, call: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ class _Recorded(FaultyCollectives):
                 if any(before <= number < self.faults.num_messages for number in self.faults.by_number):
                     is_raw = name in _RAW_CALLS or any(word in _RAW_KINDS for word in arguments if type(word) is str)
                     # Two who gossip rely on the order of their connection: frames there name no step.
-                    is_again = name == "swap" and Fault.DUPLICATE in self.faults.by_number.values()
+                    is_again = name == "sendrecv" and Fault.DUPLICATE in self.faults.by_number.values()
                     note("raw" if is_raw or is_again else "frame")
 
         return noting

@@ -163,7 +163,7 @@ def _serve(job: Job) -> int:
         if job.asks_servers:
             facts = partial(link_bytes_since, interface_bytes())  # a lab stands longer than one run in it
             servers = range(job.servers)
-            serve(job.scheme, servers=servers, timeout_s=job.server_timeout, wait_s=job.wait, facts=facts)
+            serve(job.scheme, servers=servers, timeout_s=job.server_timeout, wait_budget_s=job.wait, facts=facts)
         else:
             dist.barrier()
     return 0
