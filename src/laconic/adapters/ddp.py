@@ -66,7 +66,7 @@ class Attached(Protocol):
         """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
 
     def check_replicas_(self) -> None:
-        """Compare the parameters of all ranks now, as every `check_replicas_every` steps; a call that all make between steps."""
+        """Compare the parameters of all ranks now, as every so many steps; a call that all make between steps."""
 
     def stats(self, *, ages: bool = False) -> Stats:
         """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""

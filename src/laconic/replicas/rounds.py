@@ -44,7 +44,7 @@ class OuterRounds(Policy):
         shard: The number of this worker's shard.
         in_background: Whether exchanges have a thread of their own.
         on_mismatch: What is done where the workers' anchors differ.
-        check_replicas_every: Rounds between two comparisons of all anchors, of eight bytes each; in pairs there is none.
+        check_replicas_every: Rounds between two comparisons of all anchors, of eight bytes each; none in pairs.
     """
 
     scheme: OuterScheme

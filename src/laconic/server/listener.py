@@ -59,8 +59,8 @@ class Listener:
     """Connections to M workers; a round is one message of each of the living, all about the same thing.
 
     Replies leave while the next round comes in, one after the other, so that a worker that has its own goes on while
-    others wait. A round of training is closed once `wait_budget_s`, the wait budget, have passed since its first message. A
-    worker whose message comes later gets the reply that the others had, marked as late.
+    others wait. A round of training is closed once `wait_budget_s` have passed since its first message. A worker whose
+    message comes later gets the reply that the others had, marked as late.
     """
 
     num_workers: int

@@ -58,8 +58,8 @@ def serve(
         servers: the ranks that serve, this one among them.
         timeout_s: a worker that is gone, or lets the others wait for longer, is left behind: means and votes are over
             the others from then on.
-        wait_budget_s: for outer steps under one server, a worker that is late by more than this wait budget is not waited
-            for, but lives: its drift comes later.
+        wait_budget_s: for outer steps under one server, a worker that is late by more is not waited for, but lives:
+            its drift comes later.
         facts: what workers that ask for the stats get beside them.
 
     Returns:
