@@ -37,6 +37,7 @@ def attach(
     on_nonfinite: Literal["nan", "zero"] = "nan",
     on_mismatch: OnMismatch = "warn",
     check_replicas_every: int = 100,
+    unused_steps: Literal["warn", "discard", "ignore"] = "warn",
 ) -> Attached:
     """Let `ddp` exchange its gradients under `scheme`; all its ranks make this call, before the first backward pass.
 
@@ -56,9 +57,12 @@ def attach(
         on_mismatch: What to do where the ranks' parameters differ: "warn", "raise", or "heal", which takes over what
             most ranks have.
         check_replicas_every: Steps between two such comparisons, of eight bytes each; 0: never.
+        unused_steps: What to do where gradients are cleared that no optimizer used, while the scheme keeps a part of
+            them to send it later: "warn" once, "ignore", or "discard", which takes such a step back exactly. That
+            costs a copy of all that is kept to the host's memory at each step, and a word among the ranks.
 
     Returns:
-        A session: stats(), state_dict(), load_state_dict(), close().
+        A session: stats(), state_dict(), load_state_dict(), close(), and with "discard" discard_().
 
     Raises:
         SchemeError: The scheme, the model and the options do not fit, or differ between ranks.
@@ -69,7 +73,7 @@ def attach(
     is_auto = scheme == "auto"
     ddp = unwrapped(ddp)
     scheme = of_gradients("bf16" if is_auto else scheme)
-    check_options(scheme, grad_scaler, on_nonfinite, on_mismatch)
+    check_options(scheme, grad_scaler, on_nonfinite, on_mismatch, unused_steps)
     looks: dict[str, Any] = {
         "grad_scaler": grad_scaler,
         "on_nonfinite": on_nonfinite,
@@ -81,13 +85,17 @@ def attach(
             raise SchemeError("auto does not choose for FSDP2 yet; plan by hand, or give a scheme like bf16")
         if servers or pipeline:
             raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
+        if unused_steps == "discard":
+            raise SchemeError("steps of FSDP2 cannot be taken back; leave unused_steps= out")
         return attach_to_shards(ddp, scheme, group, timeout_s=timeout_s, **looks)
     if group is not None:
         raise SchemeError("DDP knows its ranks; leave group= out")
     if is_auto:
         check_auto(servers)
-        return AutoSession(ddp, timeout_s, pipeline=pipeline, **looks)
-    return attach_to_ddp(ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, **looks)
+        return AutoSession(ddp, timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks)
+    return attach_to_ddp(
+        ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks
+    )
 
 
 def follow(

@@ -91,6 +91,7 @@ class Bucket:
     flat: Tensor
     is_last: bool
     is_plain: bool = False  # goes whole and in its own type, whatever the scheme says
+    follows_unused: bool = False  # no optimizer used the gradients of the step before
     was_late: bool = False  # the mean is over the others, who had agreed on it before this worker sent
 
 

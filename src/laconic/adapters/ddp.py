@@ -16,7 +16,8 @@ from laconic import kernels
 from laconic.adapters.alike import check_common, check_names
 from laconic.adapters.switch import HookSwitch, check_free
 from laconic.adapters.torch_hooks import TorchHookSession
-from laconic.errors import LaconicError, PeerError, SchemeError
+from laconic.adapters.unused import UseWatch
+from laconic.errors import LaconicError, PeerError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
@@ -104,6 +105,7 @@ class SessionOptions(TypedDict, total=False):
     on_nonfinite: Literal["nan", "zero"]
     on_mismatch: OnMismatch
     check_replicas_every: int
+    unused_steps: Literal["warn", "discard", "ignore"]
 
 
 def attach_to_ddp(
@@ -156,9 +158,15 @@ def ready(
 
 
 def check_options(
-    scheme: Scheme | TorchHook, grad_scaler: GradScaler | None, on_nonfinite: str, on_mismatch: str
+    scheme: Scheme | TorchHook,
+    grad_scaler: GradScaler | None,
+    on_nonfinite: str,
+    on_mismatch: str,
+    unused_steps: str = "warn",
 ) -> None:
     """SchemeError where these do not go together."""
+    if unused_steps not in ("warn", "discard", "ignore"):
+        raise SchemeError(f"unused_steps is {unused_steps!r}; give 'warn', 'discard' or 'ignore'")
     if on_nonfinite not in ("nan", "zero"):
         raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
     check_on_mismatch(on_mismatch)
@@ -237,13 +245,17 @@ class DdpAdapter(SavedTogether):
         on_nonfinite: Literal["nan", "zero"] = "nan",
         on_mismatch: OnMismatch = "warn",
         check_replicas_every: int = 100,
+        unused_steps: Literal["warn", "discard", "ignore"] = "warn",
     ) -> None:
+        keeps = bool(scheme.memory.kinds)  # so that what is thrown away would come back
+        self._unused_steps = unused_steps if keeps else "ignore"
         self.session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=holds_idle,
             zeroes=on_nonfinite == "zero",
+            discards=self._unused_steps == "discard",
         )
         self.transport = transport
         self.everyone = everyone
@@ -262,6 +274,7 @@ class DdpAdapter(SavedTogether):
             self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
         )
         self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
+        self._watch = UseWatch(trained) if self._unused_steps != "ignore" and trained else None
         self._switch: HookSwitch | None = None
 
     def listen(self, switch: HookSwitch) -> None:
@@ -302,11 +315,17 @@ class DdpAdapter(SavedTogether):
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""
+        follows_unused = False
         if not self._pending:
             # Before DDP's own, which would wrap what went wrong in a RuntimeError.
             Variable._execution_engine.queue_callback(self._end_backward)
+            follows_unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
+            if follows_unused and self._unused_steps == "warn":
+                self._warn_unused()
         layout = self._layout(bucket.parameters())
-        averaged = self._background.submit(Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last()))
+        averaged = self._background.submit(
+            Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last(), follows_unused=follows_unused)
+        )
         self._pending.append(averaged)
         return averaged
 
@@ -318,6 +337,30 @@ class DdpAdapter(SavedTogether):
                 averaged.wait()
         if self.error is not None:
             raise as_peer_error(self.error, self.transport.rank)
+        if self._watch is not None:
+            Variable._execution_engine.queue_callback(self._watch.note_exchanged)  # after DDP's own
+
+    def _warn_unused(self) -> None:
+        """Say once that a step was thrown away, which this session will send all the same."""
+        self._unused_steps = "ignore"
+        if self.transport.rank == 0:
+            _log.warning(
+                "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to send "
+                "it later; put such a backward pass into ddp.no_sync(), or attach(..., unused_steps='discard')",
+                self.session.scheme,
+            )
+
+    def discard_(self) -> None:
+        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
+
+        Raises:
+            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
+        """
+        if self._unused_steps != "discard":
+            raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
+        self.session.discard_if_(True)
+        if self._watch is not None:
+            self._watch.note_discarded()
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
@@ -343,6 +386,8 @@ class DdpAdapter(SavedTogether):
     def close(self) -> None:
         if self._switch is not None:
             self._switch.release()
+        if self._watch is not None:
+            self._watch.close()
         self.stop()
         self.transport.close()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.errors import LaconicError
+from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.fault_points import fault_point
 from laconic.kernels import Executor
 from laconic.layout import Bucket, Layout
@@ -17,7 +17,7 @@ from laconic.paths import Exchange, Path, PhaseClock, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state
 from laconic.session.stats import Stats
-from laconic.transport import Transport, ring_bytes
+from laconic.transport import Transport, ring_bytes, rows_of
 
 # The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
 # steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
@@ -32,6 +32,8 @@ class Session:
     worker saw Inf or NaN is undone bit for bit, as it is with `undoes`. `holds_idle` leaves the account of a parameter
     untouched in a step that gave it no gradient, since DDP drops what it receives for a parameter that no worker used.
     `zeroes` makes a bucket zero, not NaN, in which some worker saw Inf or NaN, and ten such steps in a row an error.
+    `discards` copies to the host, before each step, everything that outlives one, so that discard_() can take the step
+    back.
     `executor` runs what a path computes: by default it captures CUDA graphs where it can.
     """
 
@@ -44,8 +46,11 @@ class Session:
         holds_idle: bool = False,
         undoes: bool = False,
         zeroes: bool = False,
+        discards: bool = False,
         executor: Executor | None = None,
     ) -> None:
+        if discards and transport.has_servers:
+            raise SchemeError("servers cannot take a step back; leave unused_steps out, or servers")
         self.scheme = scheme
         self.transport = transport
         self._loss_scale = loss_scale
@@ -74,6 +79,8 @@ class Session:
         self._last_unchecked: list[Tensor] = []  # what the last step made of buckets that nobody checked
         self._unchecked: list[Tensor] = []
         self._resumed_layouts: list[Layout] = []
+        self._discards = discards
+        self._before: dict[str, Any] | None = None  # the last step: what discard_() goes back to
 
     def exchange_(self, bucket: Bucket) -> None:
         """Overwrite bucket.flat with the mean over workers of what the scheme sends."""
@@ -120,6 +127,9 @@ class Session:
 
     def _open(self, bucket: Bucket) -> Work:
         """When, how much of it, and the account that it goes through."""
+        if not self._seen and self._discards:
+            self.discard_if_(bucket.follows_unused)
+            self._before = self.state_dict()
         if not self._seen:
             self._kernels = kernels.backend(bucket.flat.device)
             # Where nothing is kept the scale stays on: a 16-bit type needs it.
@@ -202,6 +212,21 @@ class Session:
         self._seen = []
         self._is_whole = False
         self._num_ended = 0
+
+    def discard_if_(self, unused: bool) -> None:
+        """Take the last step back where its gradients were not used; a call that all workers make, and agree on."""
+        answers = [bool(row[-1]) for row in rows_of(self.transport, [float(unused)])]
+        if len(set(answers)) > 1:
+            ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
+            raise LaconicError(f"rank {ranks} did not use its gradients, and others did; let all ranks do the same")
+        if unused:
+            if self._before is None:
+                raise StateError("there is no step to discard; attach(..., unused_steps='discard') can take one back")
+            first_step = self._first_step
+            self.load_state_dict(self._before)
+            self._first_step = first_step
+            self._resumed_layouts = []  # buckets are cut as they were
+            self._before = None
 
     @property
     def wants_whole_step(self) -> bool:

@@ -1,0 +1,106 @@
+"""Whether what was exchanged was used: a backward pass whose gradients are thrown away must leave nothing behind."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_SAMPLED = 16  # entries of a parameter by which a step is seen that no hook and no version counter tells of
+
+
+class UseWatch:
+    """Notices that gradients were cleared after an exchange while no optimizer stepped their parameters.
+
+    An optimizer's hook tells of a step; a parameter's version counter of one that an own loop made; some of its values
+    of one that went past both. Accumulation without no_sync() clears nothing in between, so it is none. The cost is
+    a call per optimizer step and two per backward pass; values are compared only where all else says so.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._ids = {id(parameter) for parameter in trained}
+        # Autograd reaches the last parameter first: its hook runs before the first bucket is full.
+        self._watched = [trained[-1], trained[0]]
+        self._cleared = False
+        self._stepped = True
+        self._versions: list[int] = []
+        self._grad_versions: dict[int, int] = {}
+        self._samples: list[Tensor] = []
+        self._steps_ours: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        here = weakref.ref(self)
+        self._hooks: list[Any] = [p.register_hook(_OnGradient(here, p)) for p in dict.fromkeys(self._watched)]  # type: ignore[no-untyped-call]
+        self._hooks.append(register_optimizer_step_post_hook(_OnStep(here)))
+
+    def note_exchanged(self) -> None:
+        """Begin to watch what becomes of the gradients that a backward pass has left."""
+        self._cleared = False
+        self._stepped = False
+        self._versions = [parameter._version for parameter in self._watched]
+        self._grad_versions = {id(p): p.grad._version for p in self._watched if p.grad is not None}
+        self._samples = [_sample(parameter) for parameter in self._watched]
+
+    def was_unused(self) -> bool:
+        """Whether the last exchange changed no parameter, and its gradients are gone; ask in the next backward pass."""
+        if self._stepped or not self._cleared:
+            return False
+        self._stepped = [parameter._version for parameter in self._watched] != self._versions or any(
+            not torch.equal(_sample(parameter), before)
+            for parameter, before in zip(self._watched, self._samples, strict=True)
+        )
+        return not self._stepped
+
+    def note_discarded(self) -> None:
+        """The last exchange was taken back, so nothing of it is left to be used."""
+        self._stepped = True
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """A gradient of this parameter is about to be added to what is there: see whether that was cleared."""
+        if not self._stepped and not self._cleared:
+            grad = parameter.grad
+            was_written = grad is not None and grad._version != self._grad_versions.get(id(parameter))
+            self._cleared = grad is None or (was_written and not bool(grad.any()))
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: see whether it is one of these parameters'."""
+        if self._stepped:
+            return
+        count, ours = self._steps_ours.get(optimizer, (-1, False))
+        now = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != now:
+            ours = any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
+            self._steps_ours[optimizer] = now, ours
+        self._stepped = ours
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _OnGradient:
+    """A hook that holds its watch weakly: a parameter outlives a session."""
+
+    def __init__(self, watch: "weakref.ref[UseWatch]", parameter: Tensor) -> None:
+        self._watch = watch
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, _: Tensor) -> None:
+        watch, parameter = self._watch(), self._parameter()
+        if watch is not None and parameter is not None:
+            watch.note_gradient(parameter)
+
+
+class _OnStep:
+    def __init__(self, watch: "weakref.ref[UseWatch]") -> None:
+        self._watch = watch
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if (watch := self._watch()) is not None:
+            watch.note_step(optimizer)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    return parameter.detach().view(-1)[:_SAMPLED].clone()
