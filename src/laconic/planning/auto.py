@@ -63,7 +63,8 @@ class AutoSession(SavedTogether):
         self._plain_s = 0.0  # of a step under bf16
         self._applied_at = 0.0  # when the last step's gradient was there
         self._begin()
-        HookSwitch.of(ddp).listener = self._submit
+        self._switch = HookSwitch.of(ddp)
+        self._switch.listener = self._submit
 
     def _adapted(self, named: Mapping[str, Tensor], text: str, **options: Any) -> DdpAdapter:
         """An adapter under the scheme that a text names."""
@@ -197,6 +198,7 @@ class AutoSession(SavedTogether):
         self._adapter.load_state_dict(states)
 
     def close(self) -> None:
+        self._switch.release()
         self._adapter.close()
 
 
