@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.integrations.either import attach_or_follow
+from laconic.integrations import attach_or_follow
 from laconic.layout import Layout
 from laconic.session import background, belongs_on_host
 from tests.ddp_training import TINY_BUCKET_MB, Net, batch, num_buckets, start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import laconic
 from laconic.adapters.fsdp import FsdpAdapter
 from laconic.layout import local
 from laconic.paths import bytes_out
+from tests.logs import logged
 from tests.workers import WorkerPool, equal_everywhere, run_script
 
 
@@ -442,8 +442,7 @@ def _begun_apart(on_mismatch: Any) -> tuple[bool, bool, str]:
         with torch.no_grad():
             local(run.model.middle.weight).add_(1.0)
     said = ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with logged():
         try:
             run.step(1)
         except laconic.LaconicError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,37 +11,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from tests.ddp_training import batch
+from tests.logs import logged
 from tests.workers import WorkerPool, flat_parameters
 
 TOPK = "topk:rho=0.05"
 KEEPING = [TOPK, "overlap:rho=0.05", "lowrank:rank=1", "dgc:rho=0.05"]
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged in this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def _regression(scheme: str, passes: str, steps: int = 12, **options: Any) -> tuple[Tensor, list[str]]:
+def _regression(scheme: str, passes: str, **options: Any) -> tuple[Tensor, list[str]]:
     """Train on other passes beside those that are stepped; returns the parameters, and what was logged of them."""
+    with logged() as lines:
+        parameters = _trained(scheme, passes, **options)
+    return parameters, [line for line in lines if "no optimizer had used" in line]
+
+
+def _trained(scheme: str, passes: str, **options: Any) -> Tensor:
     torch.manual_seed(3)
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 40)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    heard = _Lines()
-    logging.getLogger("laconic").addHandler(heard)
     session: Any = laconic.attach(ddp, scheme, **options)
 
     def backward(number: int, scale: float = 1.0) -> None:
         x, y = batch(number)
         (scale * torch.nn.functional.cross_entropy(ddp(x), y)).backward()  # type: ignore[no-untyped-call]
 
-    for number in range(steps):
+    for number in range(12):
         if passes == "unused" and number:  # DDP cuts its buckets anew after the first of all
             optimizer.zero_grad(set_to_none=number % 2 == 0)
             backward(1000 + number, 30.0)
@@ -69,8 +62,7 @@ def _regression(scheme: str, passes: str, steps: int = 12, **options: Any) -> tu
         else:
             optimizer.step()
     session.close()
-    logging.getLogger("laconic").removeHandler(heard)
-    return flat_parameters(ddp), [line for line in heard.lines if "no optimizer had used" in line]
+    return flat_parameters(ddp)
 
 
 @pytest.mark.parametrize("text", KEEPING)

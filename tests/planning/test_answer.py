@@ -31,7 +31,7 @@ from laconic.planning import (
     penalty_of,
     predict,
 )
-from laconic.planning import penalties as room
+from laconic.planning import candidates as room
 from laconic.planning.own_steps import _ALONE_S, _numbers
 from laconic.planning.pairs import PairLink
 from laconic.planning.rehearsal import _messages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.planning import candidate
 from laconic_lab.train import Job, worker
+from tests.logs import logged
 from tests.workers import WorkerPool
 
 SCHEMES = ("bf16", "bf16 --accumulate 4", "topk:rho=0.05", "streaming:every=8", "gossip")
@@ -123,8 +123,7 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
         session: Any = laconic.attach(job.ddp, "auto")
     else:
         session = laconic.follow(job.model, job.optimizer, "auto")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with logged() as said:
         for _ in range(20):
             job.step()
             if kind == "drift":
@@ -137,7 +136,7 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
         other = laconic.follow(again.model, again.optimizer, "auto")
     other.load_state_dict(saved)
     kept = other.stats().scheme == session.stats().scheme and other.state_dict()["auto"] == saved["auto"]
-    told = [str(one.message) for one in said if "auto goes on" in str(one.message)]
+    told = [one for one in said if "auto goes on" in one]
     session.close()
     other.close()
     return saved["auto"], [steps, len(told)], kept, session.advice()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laconic.errors import SchemeError
 from laconic.recipes import parse
-from laconic.replicas.momentum import QuasiGlobalMomentum
+from laconic.replicas.gossip import QuasiGlobalMomentum
 from laconic.scheme import GossipScheme
 from tests.gossiping import Learner, learner_at, matched
 from tests.local_mailbox import local_mailboxes

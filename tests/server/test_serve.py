@@ -224,7 +224,6 @@ def _healed_by_others(text: str) -> list[bool]:
     return [torch.equal(parameters["b"], torch.arange(70.0)), not before]
 
 
-@pytest.mark.filterwarnings("ignore:the parameters of rank 1")
 def test_replicas_are_compared_and_mended_under_a_dedicated_server(fresh_workers: WorkerPool) -> None:
     _, *healed = fresh_workers.run(_healed_by_others, "topk:rho=0.05,exchange=server")
     assert healed == [[True, True]] * 3

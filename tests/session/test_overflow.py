@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from laconic import LaconicError, Scheme, Session, parse
 from laconic.exchange import InProcess, in_process
+from tests.logs import logged
 from tests.parts import remembering_schemes, talking_schemes
 from tests.virtual import LAYOUTS, gradients, one_core, one_step, run
 
@@ -175,7 +175,6 @@ def test_ten_steps_in_a_row_that_are_not_finite_are_told_once(loss_scale: Any, n
             given = gradients(transport.rank, step)
             one_step(session, given if step == 10 else _spoilt(given, "last", transport.rank))
 
-    with warnings.catch_warnings(record=True) as told, one_core():
-        warnings.simplefilter("always")
+    with logged() as told, one_core():
         in_process(M, work)
-    assert [str(each.message)[:36] for each in told] == ["10 steps in a row gave Inf or NaN, a"] * num_told
+    assert [each[:36] for each in told] == ["10 steps in a row gave Inf or NaN, a"] * num_told

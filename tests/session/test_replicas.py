@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from laconic.session import OnMismatch, Replicas
 from laconic.session.replicas import fingerprint
 from laconic.transport import InProcess, in_process
 from tests.ddp_training import TINY_BUCKET_MB, Net, batch
+from tests.logs import logged
 from tests.virtual import one_core
 from tests.workers import WorkerPool, equal_everywhere, flat_parameters
 
@@ -54,10 +54,9 @@ def _checked(
         assert transport.traffic.copy() == before
         return parameters
 
-    with warnings.catch_warnings(record=True) as caught, one_core():
-        warnings.simplefilter("always")
+    with logged() as caught, one_core():
         after = in_process(num_workers, work)
-    return after, [str(each.message) for each in caught]
+    return after, [each for each in caught]
 
 
 def test_replicas_that_are_alike_are_left_alone() -> None:
@@ -86,8 +85,7 @@ def _drifted(text: str, on_mismatch: OnMismatch, pipeline: bool) -> dict[str, An
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     session = laconic.attach(ddp, text, pipeline=pipeline, on_mismatch=on_mismatch, check_replicas_every=2)
     seen = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as caught:
         for number in range(5):
             x, y = batch(number)
             optimizer.zero_grad()
@@ -102,7 +100,7 @@ def _drifted(text: str, on_mismatch: OnMismatch, pipeline: bool) -> dict[str, An
             seen.append(equal_everywhere(flat_parameters(ddp)))
     error = str(session.error)
     session.close()
-    return {"equal": seen, "error": error, "said": [str(each.message) for each in caught]}
+    return {"equal": seen, "error": error, "said": [each for each in caught]}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from laconic import Scheme, Session, StateError, parse
 from tests.ddp_training import Run, start
+from tests.logs import logged
 from tests.parts import RECIPE_TEXTS, own_schemes, remembering_schemes
 from tests.virtual import gradients, one_step, run
 from tests.workers import WorkerPool
@@ -103,7 +103,7 @@ def test_another_number_of_workers_keeps_the_sum(scheme: Scheme, now: int) -> No
         one_step(session, gradients(rank, 3))
         return loaded
 
-    with pytest.warns(UserWarning, match=f"4 workers kept now lies with {now}; the sum"):
+    with logged(f"4 workers kept now lies with {now}; the sum"):
         loaded = run(scheme, now, work)
     for kind in scheme.memory.kinds:
         # Four float32 terms up to about 100, added in another order.
@@ -127,8 +127,7 @@ def test_states_are_plain_and_checked() -> None:
     refuse(scheme, 2, [saved[0]], "no state of rank 1")
     alone = {**saved[0], "num_living": 1}  # the other had died
     for num_workers in (1, 2, 3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with logged():
             run(scheme, num_workers, lambda session, rank: session.load_state_dict([alone]))
     dgc = parse("dgc:rho=0.05")
     assert isinstance(dgc, Scheme)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from laconic.adapters.alike import begin_alike_, check_common, tensors_of
-from laconic.adapters.shards import check_replicas, shard_of
+from laconic.adapters.fsdp import check_replicas, shard_of
 from laconic.errors import SchemeError
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, OuterRounds, policy_for

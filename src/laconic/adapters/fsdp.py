@@ -8,15 +8,145 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed import get_process_group_ranks, get_rank
 
 from laconic.adapters.alike import begin_alike_, check_common, check_names
 from laconic.adapters.ddp import GradScaler
-from laconic.adapters.shards import Unit, check_replicas, units_of
 from laconic.errors import LaconicError, SchemeError, StateError
-from laconic.layout import Bucket
+from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
 from laconic.session import OnMismatch, Replicas, SavedTogether, Session, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
+
+
+class Unit:
+    """Parameters that FSDP2 reduces together; their gradients, in its order, are one flat padded shard."""
+
+    def __init__(self, name: str, module: Any, group: Any, names: Mapping[nn.Parameter, str]) -> None:
+        self.name = name or "the model"
+        self.kept: dict[str, Tensor] = {}  # the gradients of micro-batches before the last
+        self._module = module
+        self._group = group
+        self.names: dict[Any, str] = {p: names[p.sharded_param] for p in group.fsdp_params}
+        self._watched: set[Any] = set()
+        self._given: set[Any] = set()  # who got a gradient since the last reduction
+        # After FSDP2's own, which makes parameters whole.
+        self._hooks: list[Any] = [each.register_forward_pre_hook(self._watch) for each in group.modules]
+
+    def _watch(self, *_: Any) -> None:
+        """Hear which parameters get a gradient: those that get none are left out of the shard without a word."""
+        for p in self.names.keys() - self._watched:
+            if p.sharded_param.requires_grad:
+                self._watched.add(p)
+                given = partial(self._note_given, p)
+                self._hooks.append(p._unsharded_param.register_post_accumulate_grad_hook(given))
+
+    def _note_given(self, p: Any, _: Tensor) -> None:
+        self._given.add(p)
+
+    def call(self, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook` overwrite each shard, on FSDP2's stream for all-reduces, which on a mesh of one axis is idle."""
+        self._module.set_all_reduce_hook(hook)
+
+    def release(self) -> None:
+        """Take every hook off again."""
+        self._module.set_all_reduce_hook(None)
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def device(self) -> torch.device:
+        """Where shards of gradients are; offloaded parameters are elsewhere."""
+        found: torch.device = self._group.device
+        return found
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether this backward pass is the last of its step, as the user told FSDP2."""
+        return bool(self._group.all_reduce_grads and self._module._get_fsdp_state()._state_ctx.is_last_backward)
+
+    @property
+    def sums(self) -> bool:
+        """Whether FSDP2 divides by a factor of the user's, which then stands for all ranks, replicas too."""
+        return getattr(self._group, "gradient_divide_factor", None) is not None  # torch 2.7 has none
+
+    @property
+    def trained(self) -> Layout:
+        """All that may be in a shard, each parameter with its padding."""
+        return self._layout([p for p in self.names if p.sharded_param.requires_grad])
+
+    def layout(self, num_entries: int) -> Layout:
+        """What is in a shard of so many entries; to be asked once for each."""
+        given = self._layout([p for p in self.names if p in self._given])
+        self._given.clear()
+        for layout in (self.trained, given):
+            if layout.num_entries == num_entries:
+                return layout
+        raise LaconicError(f"some parameters of {self.name} got no gradient, and none can tell which; freeze them")
+
+    def _layout(self, parameters: Sequence[Any]) -> Layout:
+        return Layout.of([self.names[p] for p in parameters], [p.padded_sharded_param_size for p in parameters])
+
+
+def check_replicas(model: nn.Module, group: ProcessGroup | None) -> bool:
+    """Whether a model is sharded; SchemeError if so and `group` is not this rank with the replicas of its shard."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]  # a forward pass may have left it whole
+    inside = _inside(model)
+    if not inside:
+        return False
+    if not isinstance(group, ProcessGroup):
+        raise SchemeError("this model is sharded; say who has its replicas: group=mesh.get_group('replicate')")
+    if len(set(inside) & set(get_process_group_ranks(group))) != 1:
+        raise SchemeError(
+            "some of group= share this model; write fully_shard(..., mesh=mesh['shard']) and "
+            "group=mesh.get_group('replicate')"
+        )
+    return True
+
+
+def shard_of(model: nn.Module) -> int:
+    """This rank's place among those who share a model; 0 where it has all of it."""
+    inside = _inside(model)
+    return inside.index(get_rank()) if inside else 0
+
+
+def _inside(model: nn.Module) -> list[int]:
+    """The ranks that share a model; none where it is whole."""
+    mesh: Any = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    return [] if mesh is None else [int(rank) for rank in mesh.mesh.flatten()]
+
+
+def units_of(model: nn.Module) -> tuple[list[Unit], Any]:
+    """(all that FSDP2 reduces in a model, its mesh of shards), if that is one mesh, and holds all that is trained."""
+    modules: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if hasattr(m, "set_all_reduce_hook")]
+    names = {p: plain_name(name) for name, p in model.named_parameters()}
+    groups: dict[Any, tuple[str, Any]] = {}
+    for name, module in modules:
+        state = module._get_fsdp_state()
+        # Before torch 2.12 there was one at most, under another name.
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            if group is not None:
+                groups.setdefault(group, (name or "the model", module))
+    _check(groups, names)
+    units = [Unit(name, module, group, names) for group, (name, module) in groups.items()]
+    return units, next(iter(groups)).mesh_info.mesh
+
+
+def _check(groups: Mapping[Any, tuple[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
+    meshes = {group.mesh_info.mesh for group in groups}
+    if len(meshes) > 1 or len(set(groups.values())) < len(groups):
+        raise SchemeError("the model is sharded over several meshes; give each fully_shard() the same mesh")
+    for group, (name, _) in groups.items():
+        if group._all_reduce_hook is not None:
+            raise SchemeError(f"{name} has an all-reduce hook already; attach once, to a fresh model")
+    reduced = {p.sharded_param for group in groups for p in group.fsdp_params}
+    for parameter, name in names.items():
+        if parameter.is_meta:
+            raise SchemeError(f"{name!r} is on the meta device; give the model values before attach()")
+        if parameter.requires_grad and parameter not in reduced:
+            raise SchemeError(f"nobody reduces {name!r}; call fully_shard(model, mesh=...) last, or freeze it")
 
 
 def attach_to_shards(

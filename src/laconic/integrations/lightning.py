@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from laconic.errors import SchemeError
-from laconic.integrations.either import Either, attach_or_follow
+from laconic.integrations import Either, attach_or_follow
 from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
 

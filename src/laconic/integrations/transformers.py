@@ -8,7 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from laconic.integrations.either import Either, attach_or_follow
+from laconic.integrations import Either, attach_or_follow
 from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
 

@@ -3,12 +3,14 @@
 To launch the forty kernels of a bucket takes the host five times as long as to replay them.
 """
 
-import warnings
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger("laconic.kernels")
 
 T = TypeVar("T")
 # Called with its inputs on the device; returns a result that stays there, and the tensors that leave the device.
@@ -67,7 +69,7 @@ class GraphPool:
                     graph.capture_end()
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            warnings.warn(f"CUDA graphs cannot be captured here, so that steps take longer: {why}", stacklevel=2)
+            _log.warning(f"CUDA graphs cannot be captured here, so that steps take longer: {why}")
             return None
         self._latest = graph
         return graph.replay

@@ -2,12 +2,27 @@
 
 from laconic.planning.answer import Measured, Plan, PlanRow, answer
 from laconic.planning.auto import AutoFollower, AutoSession, check_auto
-from laconic.planning.candidates import AUTOMATIC, CANDIDATES, Candidate, candidate
-from laconic.planning.compute import Compute
-from laconic.planning.link_costs import LinkCost, LinkCosts, Messages, measure_link_costs, meet, slowest
+from laconic.planning.candidates import (
+    AUTOMATIC,
+    CANDIDATES,
+    Candidate,
+    Penalty,
+    candidate,
+    kind_of,
+    optimizer_name,
+    penalty_of,
+)
+from laconic.planning.link_costs import (
+    LinkCost,
+    LinkCosts,
+    Messages,
+    measure_link_costs,
+    meet,
+    parse_rate,
+    rate_text,
+    slowest,
+)
 from laconic.planning.pairs import EchoTimes, PairLink, PairProbe, measure_pairs
-from laconic.planning.penalties import Penalty, kind_of, optimizer_name, penalty_of
 from laconic.planning.plan import plan
-from laconic.planning.prediction import Prediction, predict
-from laconic.planning.rates import parse_rate, rate_text
+from laconic.planning.prediction import Compute, Prediction, predict
 from laconic.planning.rehearsal import Rehearsal, part_of, rehearse

@@ -8,13 +8,10 @@ from typing import Any
 
 from laconic.layout import Layout
 from laconic.paths import bytes_out
-from laconic.planning.candidates import Candidate, candidate
-from laconic.planning.compute import Compute
-from laconic.planning.link_costs import LinkCosts
+from laconic.planning.candidates import Candidate, Penalty, candidate, penalty_of
+from laconic.planning.link_costs import LinkCosts, rate_text
 from laconic.planning.pairs import PairLink
-from laconic.planning.penalties import Penalty, penalty_of
-from laconic.planning.prediction import predict
-from laconic.planning.rates import rate_text
+from laconic.planning.prediction import Compute, predict
 from laconic.planning.rehearsal import Rehearsal
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one

@@ -1,8 +1,8 @@
 """scheme="auto": begin with what is simple, plan after some steps, go on under the choice, see whether it holds."""
 
+import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,16 @@ from laconic.adapters.ddp import WORTH_A_PIPELINE
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Plan, answer
-from laconic.planning.candidates import AUTOMATIC, candidate
-from laconic.planning.compute import Compute
+from laconic.planning.candidates import AUTOMATIC, candidate, kind_of, optimizer_name
 from laconic.planning.link_costs import slowest
-from laconic.planning.penalties import kind_of, optimizer_name
+from laconic.planning.prediction import Compute
 from laconic.planning.rehearsals import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, bucket_layouts
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
+
+_log = logging.getLogger("laconic.planning")
 
 _PLAIN = "bf16"  # what gradients begin under, and go back to
 _FIRST_DRIFT = "local:every=8"
@@ -334,7 +335,7 @@ def _advice(plan: Plan | None, choice: str | None, step_s: Sequence[float]) -> s
 
 def _say(rank: int, text: str) -> None:
     if rank == 0:
-        warnings.warn(text, stacklevel=3)
+        _log.warning(text)
 
 
 def check_auto(*given: object) -> None:

@@ -1,16 +1,19 @@
 """What the network carries: seconds of a message against its bytes, in the ways that schemes talk."""
 
+import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from decimal import Decimal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from laconic.errors import LaconicError
 from laconic.transport import Collectives
 
 _LONG_ENOUGH_S = 0.8  # of a message, for its rate to be that of long ones
@@ -149,3 +152,20 @@ def slowest(transport: Collectives, mine: float) -> float:
     """The largest of everyone's numbers, on all of them."""
     rows = transport.tell_all(torch.tensor([mine], dtype=torch.float64).view(torch.uint8))
     return float(rows.contiguous().view(torch.float64).max())
+
+
+_UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
+
+
+def rate_text(bits_per_s: float) -> str:
+    """A rate as it is written for links, in three digits."""
+    unit = next((unit for unit, size in _UNITS.items() if bits_per_s >= size), "kbit")
+    return f"{bits_per_s / _UNITS[unit]:.3g}{unit}"
+
+
+def parse_rate(text: str) -> int:
+    """The bits per second of a text like 10mbit, 2.5gbit or 500kbit."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text)
+    if match is None:
+        raise LaconicError(f"{text!r} is no rate; write one like 10mbit, 2.5gbit or 500kbit")
+    return int(Decimal(match[1]) * _UNITS[match[2]])

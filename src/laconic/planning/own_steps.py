@@ -20,8 +20,8 @@ from laconic.adapters.switch import BucketHook, HookSwitch, kept_as_they_are
 from laconic.layout import Layout
 from laconic.planning.answer import Plan
 from laconic.planning.candidates import Candidate, candidate
-from laconic.planning.compute import Compute
 from laconic.planning.link_costs import meet, slowest
+from laconic.planning.prediction import Compute
 from laconic.replicas import bucket_layouts
 from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group

@@ -17,10 +17,9 @@ from laconic.adapters.switch import check_free, unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
 from laconic.planning.answer import Plan, answer
-from laconic.planning.candidates import CANDIDATES, candidate
+from laconic.planning.candidates import CANDIDATES, candidate, optimizer_name
 from laconic.planning.own_steps import OwnSteps, busy
 from laconic.planning.pairs import measure_pairs
-from laconic.planning.penalties import optimizer_name
 from laconic.planning.rehearsals import measure_exchanges
 from laconic.transport import Group, ProcessGroup, own_group, silence_said, world
 

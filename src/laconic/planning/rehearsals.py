@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from laconic.adapters.follow import gossip_among
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Measured
-from laconic.planning.candidates import Candidate
-from laconic.planning.compute import Compute
+from laconic.planning.candidates import Candidate, kind_of
 from laconic.planning.link_costs import LinkCosts, Messages, measure_link_costs, slowest
-from laconic.planning.penalties import kind_of
+from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import Rehearsal, part_of, rehearse
 from laconic.scheme import GossipScheme
 from laconic.transport import Group, ProcessGroup, own_group

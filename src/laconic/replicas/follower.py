@@ -12,9 +12,8 @@ from laconic import kernels
 from laconic.errors import StateError
 from laconic.replicas.free_gossip import FreeGossip, PairedGossip
 from laconic.replicas.gossip import GossipPolicy, MatchedGossip
-from laconic.replicas.policy import Policy
+from laconic.replicas.policy import Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
-from laconic.replicas.state import State, header, states_of
 from laconic.scheme import GossipScheme, OuterScheme
 from laconic.session import PHASES, SavedTogether, Stats
 from laconic.transport import ring_bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.layout import Bucket, Layout, Span
-from laconic.replicas.state import State, on_host
+from laconic.replicas.policy import State, on_host
 from laconic.replicas.vector import ModelVector, Part
 
 _BUCKET_ENTRIES = 25 * (1 << 20) // 4  # those of DDP's default: while one travels, the next is selected and encoded

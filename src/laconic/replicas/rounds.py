@@ -1,8 +1,8 @@
 """Outer rounds: train apart, and agree now and then on where to go, while training goes on."""
 
+import logging
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +16,14 @@ from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
 from laconic.replicas.fragments import Fragment, PendingRound, fragments_of
-from laconic.replicas.policy import Policy
-from laconic.replicas.state import State, on_host
+from laconic.replicas.policy import Policy, State, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
 from laconic.session import TOO_LARGE, Background, OnMismatch, Replicas, Session
 from laconic.transport import Collectives, rows_of
+
+_log = logging.getLogger("laconic.replicas")
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
@@ -275,7 +276,7 @@ class OuterRounds(Policy):
             if any(isinstance(value, Tensor) and not bool(local(value).isfinite().all()) for value in kept.values()):
                 del self._inner.state[parameter]
         if nonfinite or has_bad_buffers:
-            warnings.warn(f"the model of rank {self.rank} is not finite; it goes back to the anchor", stacklevel=5)
+            _log.warning(f"the model of rank {self.rank} is not finite; it goes back to the anchor")
 
     def settle(self, step: int) -> None:
         for result in self._pending:

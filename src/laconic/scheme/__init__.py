@@ -3,8 +3,7 @@
 from typing import Any, cast
 
 from laconic.errors import SchemeError, nearest
-from laconic.scheme.gossip import GossipScheme
-from laconic.scheme.outer import OuterScheme
+from laconic.scheme.models import GossipScheme, OuterScheme
 from laconic.scheme.parts import COMPOSED, PARTS, RECIPES, build, pairs, part, recipe, score_name, write_part
 from laconic.scheme.scheme import Scheme, TorchHook
 

@@ -1,6 +1,6 @@
 """Whether all workers still have the same parameters: eight bytes of each, compared now and then."""
 
-import warnings
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -13,6 +13,8 @@ from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
 from laconic.layout import local
 from laconic.transport import Transport, rows_of
+
+_log = logging.getLogger("laconic.session")
 
 OnMismatch = Literal["warn", "error", "heal"]
 
@@ -69,7 +71,7 @@ class Replicas:
             for name in names:
                 self._copy_(self._parameters[name], alike[0])
         if self._transport.rank == min(by_rank):
-            warnings.warn(text, stacklevel=2)
+            _log.warning(text)
 
     def _copy_(self, parameter: Tensor, source: int) -> None:
         """Overwrite a parameter with what it is on another worker."""

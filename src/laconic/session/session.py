@@ -1,6 +1,6 @@
 """One worker's running scheme: one step, one body, whatever path the buckets take."""
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +18,8 @@ from laconic.scheme import Scheme
 from laconic.session import state
 from laconic.session.stats import Stats
 from laconic.transport import Transport, ring_bytes, rows_of
+
+_log = logging.getLogger("laconic.session")
 
 # The least |g| that counts as Inf, in unscaled units. A balance is float32: it would hold 2^64 of these, so neither
 # steps that an entry waits nor momentum nor the states of other workers bring it to Inf, where it would stay.
@@ -340,9 +342,8 @@ class OverflowRule:
                 "with a smaller learning rate"
             )
         if self._in_a_row == _MOST_IN_A_ROW and not self._undoes:  # a GradScaler may need more to find its scale
-            warnings.warn(
+            _log.warning(
                 f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
-                "checkpoint, and call optimizer.step() only where session.last_step_finite",
-                stacklevel=2,
+                "checkpoint, and call optimizer.step() only where session.last_step_finite"
             )
         return overflowed

@@ -1,7 +1,7 @@
 """A session's state in a checkpoint: plain tensors, numbers and texts, which weights_only loading takes."""
 
 import io
-import warnings
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,9 @@ from torch import Tensor
 from laconic.errors import StateError
 from laconic.layout import Bucket, Layout
 from laconic.scheme import Scheme
-from laconic.transport import Everyone, Transport
+from laconic.transport import Everyone, Transport, world
+
+_log = logging.getLogger("laconic.session")
 
 _FORMAT = 1
 
@@ -67,10 +69,9 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
                 f"give load_state_dict a list of all {num_living} states"
             )
         if transport.rank == 0 and scheme.memory.kinds:
-            warnings.warn(
+            _log.warning(
                 f"what {num_saved} workers kept now lies with {transport.num_workers}; "
-                "the sum over workers is unchanged",
-                stacklevel=4,
+                "the sum over workers is unchanged"
             )
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
     progress = Progress(int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts)
@@ -202,3 +203,35 @@ def _packed(state: Any) -> Tensor:
 
 def _unpacked(frame: Tensor) -> Any:
     return torch.load(io.BytesIO(frame.numpy().data), weights_only=True, map_location="cpu")
+
+
+class HasState(Protocol):
+    """A session or follower, as far as its state goes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
+
+
+class PerRankState:
+    """A session or follower for dcp.save() and dcp.load(), which of equal keys save one rank's: each has its own here.
+
+    dcp.save({"model": model, "laconic": PerRankState(session)}, checkpoint_id=folder)
+    """
+
+    def __init__(self, whose: HasState) -> None:
+        self._whose = whose
+
+    @property
+    def _key(self) -> str:
+        return f"rank {world().rank()}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in one piece, whose size need not be known to load it."""
+        file = io.BytesIO()
+        torch.save(self._whose.state_dict(), file)
+        return {self._key: file.getvalue()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from it."""
+        self._whose.load_state_dict(torch.load(io.BytesIO(saved[self._key]), weights_only=True))
