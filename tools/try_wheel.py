@@ -1,4 +1,4 @@
-"""Build a wheel, install it in a clean environment, and use what is inside: commands, native kernels, the lab's relay.
+"""Build both wheels, install them in a clean environment, and use what is inside: commands, kernels, the relay.
 
 With `--python python3.11 --torch 2.6.0` it tries the oldest of both, which no CI does.
 """
@@ -24,6 +24,8 @@ from laconic_lab.network import netlink
 folder = Path(laconic.__file__).parent
 assert str(folder).startswith(sys.prefix), f"{folder} is not the wheel's"
 assert list(folder.glob("kernels/cpu/kernels_*.so")), "no native kernels in the wheel"
+assert list(folder.glob("transport/*.so")), "no native sockets in the wheel"
+assert not list(folder.glob("**/*.xz")) and not list(folder.glob("**/*.cpp")), "the wheel holds data or sources"
 assert netlink.RELAY.exists(), "no relay in the wheel"
 print("Python", sys.version.split()[0] + ", torch", torch.__version__)
 """
@@ -55,10 +57,15 @@ def try_wheel(folder: Path, python: str = sys.executable, torch: str | None = No
     _run([python, "-m", "venv", folder / "venv"])
     inside = folder / "venv" / "bin"
     pip: list[str | Path] = [inside / "python", "-m", "pip", "--quiet"]
-    _run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], pip_constraint=constraints)
-    (wheel,) = folder.glob("laconic-*.whl")
+    for project in (ROOT, ROOT / "lab"):
+        _run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, project], pip_constraint=constraints)
+    (wheel,), (lab,) = folder.glob("laconic-*.whl"), folder.glob("laconic_lab-*.whl")
     assert re.search(r"-py3-none-\w+\.whl$", wheel.name) and "-any." not in wheel.name, f"{wheel.name} holds no kernels"
-    _run([*pip, "install", "--constraint", constraints, f"{wheel}[cli]"])
+    _run([*pip, "install", "--constraint", constraints, wheel])
+    assert "topk" in _run([inside / "laconic", "schemes"])
+    refused = subprocess.run([inside / "laconic", "train"], capture_output=True, text=True, check=False)
+    assert "pip install 'laconic[lab]'" in refused.stderr, refused.stderr
+    _run([*pip, "install", "--constraint", constraints, lab])
     print(f"{wheel.name}:", _run([inside / "python", "-c", _INSIDE]).strip(), flush=True)
     _use(inside)
 

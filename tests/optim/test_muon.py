@@ -445,6 +445,7 @@ def _loss(make: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
     return sum(losses[-10:]) / 10
 
 
+@pytest.mark.slow  # trains a character model six times: a minute
 def test_it_learns_more_than_adamw_at_the_best_rate_of_each() -> None:
     muons = [_loss(lambda model, lr=lr: Muon(model, lr=lr)) for lr in (1e-2, 2e-2, 4e-2)]  # type: ignore[misc]
     adamws = [

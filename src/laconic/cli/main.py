@@ -52,7 +52,9 @@ def all_commands() -> argparse.ArgumentParser:
         entry.load()(commands, parser.parse_args)
     for name in OF_THE_LAB:
         if name not in commands.choices:
-            commands.add_parser(name, add_help=False, prefix_chars="\0").set_defaults(run=_needs_the_lab)
+            absent = commands.add_parser(name, add_help=False, prefix_chars="\0")  # whatever follows is for the lab
+            absent.add_argument("words", nargs=argparse.REMAINDER)
+            absent.set_defaults(run=_needs_the_lab)
     return parser
 
 
