@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def _regression(scheme: str, passes: str, **options: Any) -> tuple[Tensor, list[
 
 def _trained(scheme: str, passes: str, **options: Any) -> Tensor:
     torch.manual_seed(3)
-    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 40)))
+    parts = torch.nn.PixelUnshuffle(2), torch.nn.Conv2d(4, 8, 3), torch.nn.Flatten(), torch.nn.Linear(32, 40)
+    ddp = DistributedDataParallel(torch.nn.Sequential(*parts).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     session: Any = laconic.attach(ddp, scheme, **options)
 
@@ -96,9 +98,10 @@ def test_there_is_no_false_alarm(four_workers: WorkerPool, passes: str) -> None:
 def _refused() -> list[str]:
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     refusals = []
-    for options in ({"unused_steps": "forget"},):
+    forget: Any = "forget"
+    for call in (partial(laconic.attach, ddp), laconic.hook):
         with pytest.raises(laconic.SchemeError) as error:
-            laconic.attach(ddp, TOPK, **options)  # type: ignore[arg-type]
+            call(TOPK, unused_steps=forget)
         refusals.append(str(error.value))
     session: Any = laconic.attach(ddp, TOPK)
     with pytest.raises(laconic.StateError) as state_error:
@@ -108,8 +111,9 @@ def _refused() -> list[str]:
 
 
 def test_wrong_use_says_what_to_give(four_workers: WorkerPool) -> None:
-    for option, method in four_workers.run(_refused):
-        assert "give 'warn', 'discard' or 'ignore'" in option and "unused_steps='discard'; give it there" in method
+    for *options, method in four_workers.run(_refused):
+        assert all("give 'warn', 'discard' or 'ignore'" in option for option in options) and len(options) == 2
+        assert "unused_steps='discard'; give it there" in method
 
 
 def _loss_of_gan(*variant: str) -> tuple[float, str]:

@@ -17,7 +17,7 @@ from laconic.adapters.alike import check_common, check_names
 from laconic.adapters.switch import HookSwitch, check_free
 from laconic.adapters.torch_hooks import TorchHookSession
 from laconic.adapters.unused import UseWatch
-from laconic.errors import LaconicError, PeerError, SchemeError, StateError
+from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
@@ -38,6 +38,7 @@ from laconic.transport import (
     Everyone,
     Group,
     Transport,
+    as_peer_error,
     exchange_addresses,
     longest_message,
     own_group,
@@ -159,9 +160,9 @@ def ready(
 
 def check_options(
     scheme: Scheme | TorchHook,
-    grad_scaler: GradScaler | None,
-    on_nonfinite: str,
-    on_mismatch: str,
+    grad_scaler: GradScaler | None = None,
+    on_nonfinite: str = "nan",
+    on_mismatch: str = "warn",
     unused_steps: str = "warn",
 ) -> None:
     """SchemeError where these do not go together."""
@@ -336,13 +337,13 @@ class DdpAdapter(SavedTogether):
             with suppress(Exception):
                 averaged.wait()
         if self.error is not None:
-            raise as_peer_error(self.error, self.transport.rank)
+            raise as_peer_error(self.error, self.transport.rank, "a peer has ended or cannot be reached")
         if self._watch is not None:
             Variable._execution_engine.queue_callback(self._watch.note_exchanged)  # after DDP's own
 
     def _warn_unused(self) -> None:
         """Say once that a step was thrown away, which this session will send all the same."""
-        self._unused_steps = "ignore"
+        self._stop_watching()
         if self.transport.rank == 0:
             _log.warning(
                 "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to send "
@@ -379,22 +380,18 @@ class DdpAdapter(SavedTogether):
         check_names([saved] if isinstance(saved, Mapping) else saved, self._names.values())
         self.session.load_state_dict(saved)
 
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def stop(self) -> None:
         """End the session's thread; the transport stays open."""
+        self._stop_watching()
         self._background.close()
 
     def close(self) -> None:
         if self._switch is not None:
             self._switch.release()
-        if self._watch is not None:
-            self._watch.close()
         self.stop()
         self.transport.close()
-
-
-def as_peer_error(error: BaseException, rank: int) -> BaseException:
-    """The error; as PeerError where it is how a backend tells of a peer that is gone."""
-    if isinstance(error, LaconicError | torch.OutOfMemoryError) or not isinstance(error, RuntimeError | OSError):
-        return error
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return PeerError(f"rank {rank} cannot exchange any more: a peer has ended or cannot be reached ({first_line:.200})")

@@ -39,9 +39,8 @@ def hook(
     scheme = of_gradients(scheme)
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
-    check_options(
-        scheme, options.get("grad_scaler"), options.get("on_nonfinite", "nan"), options.get("on_mismatch", "warn")
-    )
+    chosen = ("grad_scaler", "on_nonfinite", "on_mismatch", "unused_steps")
+    check_options(scheme, **{name: value for name, value in options.items() if name in chosen})  # type: ignore[arg-type]
     state = HookSession(scheme, model, group, timeout_s, holds_idle=find_unused_parameters, options=options)
     return state, HookSession.run
 

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-_SAMPLED = 16  # entries of a parameter by which a step is seen that no hook and no version counter tells of
-
 
 class UseWatch:
     """Notices that gradients were cleared after an exchange while no optimizer stepped their parameters.
 
-    An optimizer's hook tells of a step; a parameter's version counter of one that an own loop made; some of its values
-    of one that went past both. Accumulation without no_sync() clears nothing in between, so it is none. The cost is
-    a call per optimizer step and two per backward pass; values are compared only where all else says so.
+    An optimizer's hook tells of a step; a parameter's version counter of one that an own loop made; the values of the
+    smallest parameter, which goes whole at every step, of one that went past both. Accumulation without no_sync()
+    clears nothing in between, so it is none. The cost is a call per optimizer step, two per backward pass and a copy of
+    that parameter; values are compared only where all else says so.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -24,11 +23,12 @@ class UseWatch:
         self._ids = {id(parameter) for parameter in trained}
         # Autograd reaches the last parameter first: its hook runs before the first bucket is full.
         self._watched = [trained[-1], trained[0]]
+        self._smallest = min(trained, key=Tensor.numel)
+        self._before = self._smallest.detach()  # its values as of the last exchange
         self._cleared = False
         self._stepped = True
         self._versions: list[int] = []
         self._grad_versions: dict[int, int] = {}
-        self._samples: list[Tensor] = []
         self._steps_ours: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         here = weakref.ref(self)
         self._hooks: list[Any] = [p.register_hook(_OnGradient(here, p)) for p in dict.fromkeys(self._watched)]  # type: ignore[no-untyped-call]
@@ -40,16 +40,14 @@ class UseWatch:
         self._stepped = False
         self._versions = [parameter._version for parameter in self._watched]
         self._grad_versions = {id(p): p.grad._version for p in self._watched if p.grad is not None}
-        self._samples = [_sample(parameter) for parameter in self._watched]
+        self._before = self._smallest.detach().clone()
 
     def was_unused(self) -> bool:
         """Whether the last exchange changed no parameter, and its gradients are gone; ask in the next backward pass."""
         if self._stepped or not self._cleared:
             return False
-        self._stepped = [parameter._version for parameter in self._watched] != self._versions or any(
-            not torch.equal(_sample(parameter), before)
-            for parameter, before in zip(self._watched, self._samples, strict=True)
-        )
+        versions = [parameter._version for parameter in self._watched]
+        self._stepped = versions != self._versions or not torch.equal(self._smallest.detach(), self._before)
         return not self._stepped
 
     def note_discarded(self) -> None:
@@ -100,7 +98,3 @@ class _OnStep:
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         if (watch := self._watch()) is not None:
             watch.note_step(optimizer)
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    return parameter.detach().view(-1)[:_SAMPLED].clone()

@@ -21,7 +21,7 @@ from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
 from laconic.session import TOO_LARGE, Background, OnMismatch, Replicas, Session
-from laconic.transport import Collectives, rows_of
+from laconic.transport import Collectives, as_peer_error, rows_of
 
 _log = logging.getLogger("laconic.replicas")
 
@@ -205,15 +205,9 @@ class OuterRounds(Policy):
         error = self.error or seen
         assert error is not None
         traceback.clear_frames(error.__traceback__)  # which hold the group, and so its connections
-        # As backends tell of a peer that is gone.
-        if isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError):
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            error = PeerError(
-                f"rank {self.rank} cannot exchange any more: a peer has ended, cannot be reached, or takes another "
-                f"number of steps; see what it said ({first:.200})"
-            )
+        cause = "a peer has ended, cannot be reached, or takes another number of steps; see what it said"
         self.close()
-        raise error from None
+        raise as_peer_error(error, self.rank, cause) from None
 
     def _join_shares_(self, result: PendingRound) -> None:
         """Put together what the processes of a node received, each of its share."""

@@ -6,6 +6,7 @@ from laconic.transport.collectives import (
     CountedGroup,
     Everyone,
     Group,
+    as_peer_error,
     backend_for,
     check_alike,
     counterparts,

@@ -442,3 +442,11 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves this device in a group: "gloo", "nccl"."""
     served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return served.get(device.type, dist.get_backend(group))
+
+
+def as_peer_error(error: BaseException, rank: int, cause: str) -> BaseException:
+    """The error; as PeerError, which tells the cause, where it is how a backend tells of a peer that is gone."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError | OSError):
+        return error
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return PeerError(f"rank {rank} cannot exchange any more: {cause} ({first_line:.200})")
