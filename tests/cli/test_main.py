@@ -9,7 +9,9 @@ import pytest
 from laconic import cli
 
 
-@pytest.mark.parametrize("words", ["train", "train --steps 3", "lab run --hosts 2 -- ls", "demo", "bench wire --json"])
+@pytest.mark.parametrize(
+    "words", ["train", "train --steps 3", "lab run --hosts 2 -- ls", "soak", "demo", "bench wire --json"]
+)
 def test_a_command_of_the_lab_says_how_to_get_it(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

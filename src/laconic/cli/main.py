@@ -20,7 +20,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 ENTRY_POINTS = "laconic.commands"
-OF_THE_LAB = ("train", "compare", "plan", "report", "inspect", "lab", "bench", "chaos", "demo")
+OF_THE_LAB = ("train", "compare", "plan", "report", "inspect", "lab", "bench", "chaos", "soak", "demo")
 _INTERRUPTED = 130
 
 
