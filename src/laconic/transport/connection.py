@@ -43,6 +43,7 @@ class Kind(IntEnum):
     COMBINE = auto()
     AVERAGE = auto()  # a sum of models, over all that live
     LATE = auto()  # the reply of a round that was closed before its receiver's message came
+    MEMBER = auto()  # between a member and its server; what it is for stands in its payload
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -49,14 +49,17 @@ class Acceptor:
     end shows the same. The key is made of the address's token, which workers exchange beforehand, and LACONIC_SECRET.
     """
 
-    def __init__(self, backlog: int) -> None:
-        self._token = secrets.token_hex(16)
+    def __init__(self, backlog: int, at: tuple[str, int] | None = None) -> None:
+        self._token = secrets.token_hex(16) if at is None else ""  # who is given an address by hand has no token
         self._key = _key(self._token)
         self._context = certificate(accepts=True)
         self._is_open = True
         try:
-            host = _own_host()
-            self._link = _listening(host, backlog)
+            if at is None:
+                self._link = _listening(_own_host(), backlog)
+            else:
+                family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+                self._link = socket.create_server(at, family=family, backlog=backlog)
         except OSError as error:
             raise LaunchError(
                 f"this process finds no address at which others could call it ({error.strerror or error}); {_CURE}"
@@ -106,6 +109,17 @@ class Acceptor:
             connection.close()
         return accepted
 
+    def accept_next(self) -> tuple[Connection, str]:
+        """The next caller, before its handshake, and where it calls from; OSError once this is closed."""
+        self._link.settimeout(None)
+        link, (host, port, *_) = self._link.accept()
+        return Connection(link, _HANDSHAKE_S, self._context), f"{host}:{port}"
+
+    def shake_hands(self, connection: Connection) -> None:
+        """Let a caller show that it knows the key; OSError or FrameError where it does not, in time."""
+        connection.fill(Cursor(self._handshake(connection)), _HANDSHAKE_S)
+        connection.set_timeout(None)
+
     def _handshake(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
         """Room for what a caller has to send; its rank and terms."""
         challenge = secrets.token_bytes(_NONCE_BYTES)
@@ -124,6 +138,8 @@ class Acceptor:
         self._is_open = False
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)  # so that a thread that waits for callers finds that out
         self._link.close()
 
 
