@@ -28,7 +28,7 @@ FLOORS = (
     ("paths",),
     ("session",),
     ("replicas",),
-    ("adapters",),
+    ("members", "adapters"),
     ("planning",),
     ("api",),
     ("integrations",),

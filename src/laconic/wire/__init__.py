@@ -1,6 +1,15 @@
 """How it is written, without loss: index codecs and frames."""
 
-from laconic.wire.frame import CodesShape, Contents, FrameShape, ValueCode, ValueCodec, bucket_of, longest_frame
+from laconic.wire.frame import (
+    CodesShape,
+    Contents,
+    FrameShape,
+    ValueCode,
+    ValueCodec,
+    bucket_of,
+    count_in,
+    longest_frame,
+)
 from laconic.wire.index_codec import (
     INDEX_CODECS,
     Bitmap,

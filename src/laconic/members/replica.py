@@ -1,0 +1,275 @@
+"""A member's half of elastic outer steps as a state machine: its model, what it owes, and what the server told it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic import kernels
+from laconic.errors import FrameError, PeerError, SchemeError
+from laconic.layout import Layout
+from laconic.members.codec import VectorCodec, codec_for, exact_codec
+from laconic.members.messages import Anchor, Bequest, Call, Drift, Request, Status, Update, Word
+from laconic.replicas import ModelVector, Part, divided
+from laconic.scheme import OuterScheme
+
+_LOG = logging.getLogger("laconic.members")
+
+
+@dataclass
+class SentDrift:
+    """A drift of which it is not known yet whether it was counted."""
+
+    version: int
+    model: Tensor  # as it was
+    residual: Tensor  # as it was before
+    tokens: int
+    steps: int
+    due: int  # in lockstep: the step after which its result is applied
+
+
+class Piece:
+    """A fragment of a member's model, or its buffers: anchor, residual, and what was sent.
+
+    The books: all drift since the last counted one, plus the residual, is in the next drift or stays in the residual.
+    """
+
+    def __init__(self, vector: ModelVector, part: Part, number: int, codec: VectorCodec, fade: float) -> None:
+        self.number = number
+        self.part = part
+        self.version = -1  # it has no anchor yet
+        self.anchor = torch.zeros(part.num_entries, device=vector.device)
+        self.residual = torch.zeros_like(self.anchor)
+        self.sent: SentDrift | None = None
+        self.is_asking = False  # and sends no drift until it knows what became of the last one
+        self.tokens = 0  # that this member trained on since its last counted drift was sent
+        self.steps = 0
+        self.last_tokens = 1  # of the last drift: the weight of what is left behind
+        self.codec = codec
+        self._fade = fade
+        self._vector = vector
+
+    def read(self) -> Tensor:
+        """The model as it is, in float32."""
+        return self._vector.read(self.part, out=torch.empty_like(self.anchor))
+
+    def request(self) -> Request:
+        """The question what is new, and what became of the last drift."""
+        self.is_asking = True
+        return Request(self.number, self.version)
+
+    def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float]) -> Drift | None:
+        """What is to be sent; None where the model is not finite, and goes back to the anchor."""
+        now = self.read()
+        owed = (self._vector.rounded(self.anchor, self.part) - now).add_(self.residual, alpha=self._fade)
+        if not kernels.all_finite(owed):
+            _LOG.warning("fragment %d of this member's model is not finite; it goes back to the anchor", self.number)
+            self._vector.write_(self.anchor, self.part)
+            return None
+        payload, moved = self.codec.encode(owed, key)
+        self.sent = SentDrift(self.version, now, self.residual, self.tokens, self.steps, due)
+        self.residual = owed - moved
+        norm = float(self.residual.norm())
+        return Drift(self.number, self.version, max(1, self.tokens), self.steps, norm, dict(report), payload)
+
+    def settle_(self, anchor: Tensor, *, is_counted: bool) -> None:
+        """Move the model with its anchor; a drift that was counted is in the anchor now, another one stays."""
+        if is_counted and self.sent is not None:
+            self._vector.add_(anchor - self.sent.model, self.part)
+            self.tokens -= self.sent.tokens
+            self.steps -= self.sent.steps
+            self.last_tokens = max(1, self.sent.tokens)
+        else:
+            self._vector.add_(anchor - self.anchor, self.part)
+            if self.sent is not None:
+                self.residual = self.sent.residual
+        self.sent = None
+        self.anchor = anchor
+
+    def begin_at_(self, anchor: Tensor) -> None:
+        """Take the model to an anchor, with no drift."""
+        self._vector.write_(anchor, self.part)
+        self.anchor = anchor
+        self.residual = torch.zeros_like(anchor)
+        self.sent = None
+        self.tokens = self.steps = 0
+
+    def bequest(self) -> Bequest:
+        """All that is not in the server's hands."""
+        since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
+        left = (since - self.read()).add_(self.residual)
+        tokens = self.tokens - (self.sent.tokens if self.sent else 0)
+        return Bequest(self.number, max(tokens, self.last_tokens), left.cpu().view(torch.uint8))
+
+
+class Replica:
+    """A model that trains apart under a server's scheme; methods return the messages that are to leave.
+
+    Args:
+        model: The bare model.
+        scheme: The server's.
+        generation: Drawn by each process.
+        seed: Names this member's draws: two members must not round alike.
+    """
+
+    def __init__(self, model: nn.Module, scheme: OuterScheme, generation: int, seed: int = 0) -> None:
+        self.scheme = scheme
+        self.vector = ModelVector(model, only_trained=True)
+        self.progress = Status("", -1, is_founded=False, tokens=0, rounds=0, num_members=0, is_lockstep=False)
+        self.num_steps = 0
+        self.num_healed = 0  # fragments that went back to the anchor, since they were not finite
+        self.num_counted = 0
+        self.num_late = 0  # drifts that came after their round was closed, and went again
+        self.generation = generation
+        self._seed = seed
+        self._called: set[tuple[int, int]] = set()
+        fade = scheme.exchanged.memory.fade
+        self.pieces: dict[int, Piece] = {}
+        for number, part in parts_of(self.vector, scheme).items():
+            layout = self.vector.layout_of(part)
+            is_buffers = number == scheme.when.fragments
+            codec = exact_codec(layout) if is_buffers else codec_for(scheme.exchanged, layout)
+            self.pieces[number] = Piece(self.vector, part, number, codec, fade)
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """Those of all fragments, by number."""
+        return {number: self.vector.layout_of(piece.part) for number, piece in self.pieces.items()}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every anchor has come."""
+        return all(piece.version >= 0 for piece in self.pieces.values())
+
+    def on_word(self, word: Word) -> list[Word]:
+        """Do what a message of the server says."""
+        if isinstance(word, Status):
+            return self._on_status(word)
+        if isinstance(word, Anchor):
+            self._on_anchor(self._piece(word.fragment), word)
+        elif isinstance(word, Update):
+            return self._on_update(self._piece(word.fragment), word)
+        elif isinstance(word, Call):
+            self._called.add((word.fragment, word.version))
+        return []
+
+    def _piece(self, number: int) -> Piece:
+        if number not in self.pieces:
+            raise FrameError(f"sent fragment {number}, of {len(self.pieces)}")
+        return self.pieces[number]
+
+    def _on_status(self, status: Status) -> list[Word]:
+        if self.progress.is_founded and status.run != self.progress.run:
+            raise PeerError("the server has begun another run, without its state; end this member, and join anew")
+        self.progress = status
+        founds = status.founder == self.generation
+        if not status.is_founded:
+            return [Anchor.of(number, 0, piece.read()) for number, piece in self.pieces.items() if founds]
+        for piece in self.pieces.values():
+            if founds and piece.version < 0:
+                piece.begin_at_(piece.read())
+                piece.version = 0
+        return self.requests()
+
+    def requests(self) -> list[Word]:
+        """Ask for what is new of every fragment, and what became of its last drift."""
+        return [piece.request() for piece in self.pieces.values()]
+
+    def _on_anchor(self, piece: Piece, word: Anchor) -> None:
+        anchor = piece.anchor.clone()
+        if word.payload.numel():
+            anchor = word.values().to(piece.anchor.device)
+            if anchor.numel() != piece.anchor.numel():
+                raise FrameError(f"sent an anchor of {anchor.numel()} entries, not {piece.anchor.numel()}")
+        if piece.version < 0:
+            piece.begin_at_(anchor)
+        elif piece.sent is None or not word.is_held or word.payload.numel():
+            is_counted = piece.sent is not None and piece.sent.version == word.counted
+            self._count(piece, is_counted=is_counted)
+            piece.settle_(anchor, is_counted=is_counted)
+        piece.version = word.version
+        piece.is_asking = False
+
+    def _on_update(self, piece: Piece, word: Update) -> list[Word]:
+        if word.version != piece.version + 1:  # sent before the anchor that has come since, or after one was missed
+            return [] if word.version <= piece.version else [piece.request()]
+        moved = piece.codec.decode(word.payload, piece.anchor.device)
+        self._count(piece, is_counted=word.is_counted)
+        piece.settle_(piece.anchor + moved, is_counted=word.is_counted)
+        piece.version = word.version
+        self._called.discard((piece.number, word.version - 1))
+        self.progress = replace(self.progress, tokens=word.tokens, rounds=word.rounds, num_members=word.num_members)
+        return []
+
+    def _count(self, piece: Piece, *, is_counted: bool) -> None:
+        if piece.sent is not None:
+            self.num_counted += is_counted
+            self.num_late += not is_counted
+
+    def after_step(self, tokens: int = 1, report: Mapping[str, float] | None = None) -> list[Word]:
+        """Count a step of training, and send the drifts that are due or called for."""
+        self.num_steps += 1
+        when = self.scheme.when
+        due = set(when.fragments_due(self.num_steps))
+        if when.fragments - 1 in due:
+            due.add(when.fragments)  # buffers go with the last fragment
+        words: list[Word] = []
+        for number, piece in self.pieces.items():
+            piece.tokens += tokens
+            piece.steps += 1
+            is_called = (number, piece.version) in self._called
+            if piece.version < 0 or piece.is_asking or piece.sent or not (number in due or is_called):
+                continue
+            key = (self._seed, number, self.num_steps)
+            drift = piece.drift(key, self.num_steps + when.delay_at(self.num_steps), report or {})
+            self.num_healed += drift is None
+            if drift is not None:
+                words.append(drift)
+                self._called.discard((number, piece.version))
+        return words
+
+    def awaited(self) -> list[Piece]:
+        """In lockstep: the fragments whose result is due and has not been applied."""
+        return [piece for piece in self.pieces.values() if piece.sent and piece.sent.due <= self.num_steps]
+
+    def bequests(self) -> list[Word]:
+        """What a member that leaves hands over, once it was told what became of its drifts."""
+        return [piece.bequest() for piece in self.pieces.values() if piece.version >= 0]
+
+    def stats(self) -> dict[str, Any]:
+        """What a member's account says of its rounds."""
+        norms = [float(piece.residual.norm()) for piece in self.pieces.values()]
+        return {
+            "steps": self.num_steps,
+            "rounds": self.num_counted,
+            "late_rounds": self.num_late,
+            "residual_norm": sum(norm * norm for norm in norms) ** 0.5,
+            "versions": {number: piece.version for number, piece in self.pieces.items()},
+        }
+
+
+def parts_of(vector: ModelVector, scheme: OuterScheme) -> dict[int, Part]:
+    """A model's fragments under a scheme by number, and behind them its buffers, if it has any."""
+    parts = {}
+    for number, spans in enumerate(divided(vector.parameter_spans, scheme.when.fragments)):
+        if spans:
+            parts[number] = Part(spans[0].start, spans[-1].stop, spans[-1].stop - spans[0].start)
+    if vector.buffers.num_entries:
+        parts[scheme.when.fragments] = vector.buffers
+    return parts
+
+
+def check_elastic(scheme: Any) -> OuterScheme:
+    """The scheme, if members can come and go under it."""
+    if getattr(scheme, "of_what", "") != "drift" or scheme.exchange.in_pairs or scheme.then.pulls:
+        raise SchemeError(f"{scheme} has no outer steps that a server takes; use one like streaming or sparseloco")
+    if scheme.when.mix is not None:
+        raise SchemeError("members keep what they learned meanwhile; leave mix out")
+    codec_for(scheme.exchanged, Layout.of(["model"], [64]))
+    made: OuterScheme = scheme
+    return made

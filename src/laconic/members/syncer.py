@@ -1,0 +1,447 @@
+"""The server's half of elastic outer steps as a state machine: it is told what came and when, and says what to send.
+
+It opens nothing and waits for nothing, so a test drives thousands of schedules through it, and a tape replays one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import secrets
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError, StateError
+from laconic.layout import Layout
+from laconic.members.codec import VectorCodec, codec_for, exact_codec
+from laconic.members.messages import Anchor, Bequest, Call, Drift, Join, Outgoing, Request, Status, Update
+from laconic.outer import OuterSGD
+from laconic.scheme import OuterScheme
+
+_LOG = logging.getLogger("laconic.members")
+_ANSWERS = 64  # whose delays the wait budget follows
+_MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
+_MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
+
+
+@dataclass
+class MemberRecord:
+    """What the server knows of a member; it stays when the member is gone."""
+
+    id: str
+    generation: int  # of the process that joined under this id: another one has another residual
+    connection: int | None = None  # the one that it is reached by, if it is there
+    address: str = ""
+    tokens: int = 0  # in drifts that were counted
+    steps: int = 0
+    rounds: int = 0  # drifts of its that were counted
+    num_late: int = 0
+    num_missed: int = 0  # calls without an answer since its last message
+    residual_norms: dict[int, float] = field(default_factory=dict)  # as of its last drift, by fragment
+    subscribed: set[int] = field(default_factory=set)  # fragments whose updates it is sent
+    report: dict[str, float] = field(default_factory=dict)  # what it says of itself, like its loss
+    seen_at: float = 0.0
+
+    @property
+    def residual_norm(self) -> float:
+        """What would be lost with it, as it last stated that."""
+        return math.hypot(*self.residual_norms.values())
+
+
+@dataclass
+class Round:
+    """What came for one version of a fragment."""
+
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    called_at: float = math.inf
+
+
+class FragmentState:
+    """A fragment's anchor with its version, the outer optimizer, and what rounding kept back of the last step."""
+
+    def __init__(self, anchor: Tensor, codec: VectorCodec, optimizer: Callable[[Sequence[Tensor]], Any]) -> None:
+        self.version = 0
+        self.tokens = 0  # in drifts that were counted
+        self.anchor = anchor
+        self.residual = torch.zeros_like(anchor)
+        self.codec = codec
+        self._step = torch.zeros_like(anchor)  # the outer optimizer's parameter, at zero before each step
+        self._optimizer: torch.optim.Optimizer = optimizer([self._step])
+        self.round = Round()
+        self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
+        self.bequeathed_tokens = 0
+        self.counted: dict[str, tuple[int, int]] = {}  # id -> (generation, the last version that had its drift)
+
+    def step_(self, mean: Tensor, number: int) -> Tensor:
+        """Move the anchor by what the outer optimizer makes of a mean of drifts; the bytes that move all others'."""
+        self._step.zero_()
+        self._step.grad = mean
+        self._optimizer.step()
+        owed = self._step + self.residual
+        payload, moved = self.codec.encode_all(owed, (number, self.version))
+        self.residual = owed - moved
+        self.anchor.add_(moved)
+        self.version += 1
+        self.round = Round()
+        self.bequeathed.zero_()
+        self.bequeathed_tokens = 0
+        return payload
+
+    def last_counted(self, member: MemberRecord) -> int:
+        """The last version whose round had a drift of this member's process; -1: none."""
+        generation, version = self.counted.get(member.id, (-1, -1))
+        return version if generation == member.generation else -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and a number, by name."""
+        kept = self._optimizer.state[self._step]
+        moments = {f"outer.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+        return {
+            "version": self.version,
+            "tokens": self.tokens,
+            "anchor": self.anchor,
+            "residual": self.residual,
+            "bequeathed": self.bequeathed,
+            "bequeathed_tokens": self.bequeathed_tokens,
+            **moments,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was saved."""
+        self.version = int(state["version"])
+        self.tokens = int(state["tokens"])
+        self.anchor.copy_(state["anchor"])
+        self.residual.copy_(state["residual"])
+        self.bequeathed.copy_(state["bequeathed"])
+        self.bequeathed_tokens = int(state["bequeathed_tokens"])
+        moments = {name.removeprefix("outer."): v for name, v in state.items() if name.startswith("outer.")}
+        if moments:
+            self._optimizer.state[self._step].update({name: v.clone() for name, v in moments.items()})
+
+
+class Syncer:
+    """Anchors, versions, members and the clock of a run; each method returns the messages that are to leave.
+
+    Args:
+        scheme: How drifts are written, how often they go, and what the outer step does with their mean.
+        quorum: Drifts without which no round is closed.
+        wait_budget_s: The longest that a round waits for members after it called them; it adapts below that.
+        is_lockstep: Whether a round waits for all members that are there, whatever that takes.
+        save: Called with a fragment's number and state before anyone is told of its new version.
+    """
+
+    def __init__(
+        self,
+        scheme: OuterScheme,
+        *,
+        quorum: int = 1,
+        wait_budget_s: float = 10.0,
+        is_lockstep: bool = False,
+        save: Callable[[int, dict[str, Any]], None] = lambda number, state: None,
+    ) -> None:
+        self.scheme = scheme
+        self.quorum = quorum
+        self.is_lockstep = is_lockstep
+        self.longest_wait_s = wait_budget_s
+        self.members: dict[str, MemberRecord] = {}
+        self.fragments: dict[int, FragmentState] = {}
+        self.layouts: dict[int, Layout] = {}
+        self.run = secrets.token_hex(8)
+        self.rounds = 0
+        self.lost_norms: dict[str, float] = {}  # id and generation -> the residual that ended with a member
+        self._founder = ""  # who sends the first anchors
+        self._founder_generation = -1
+        self._delays: deque[float] = deque(maxlen=_ANSWERS)
+        self._save = save
+
+    # Who is there
+
+    def on_join(self, connection: int, join: Join, now: float, address: str = "") -> list[Outgoing]:
+        """Let a member in, or back, and tell it where the run stands; FrameError where it cannot take part."""
+        layouts = _layouts_of(join)
+        if fingerprint_of(layouts) != join.fingerprint or (self.layouts and layouts != self.layouts):
+            raise FrameError("its model is another one than that of this run; build the same model, in the same order")
+        known = self.members.get(join.id)
+        is_back = known is not None and known.generation == join.generation
+        if known is not None and not is_back:
+            if known.connection is not None:
+                raise FrameError(f"a member called {join.id!r} is there already; give each member an id of its own")
+            self.lost_norms[f"{join.id}/{known.generation}"] = known.residual_norm
+        member = known if known is not None and is_back else MemberRecord(join.id, join.generation)
+        self.members[join.id] = member
+        member.connection, member.address, member.seen_at, member.num_missed = connection, address, now, 0
+        member.subscribed = set()
+        self.layouts = layouts
+        if not self._is_founded and self._founder in ("", join.id):
+            self._begin_founding(join.id)
+        return [Outgoing(connection, self.status())]
+
+    def on_lost(self, id: str, connection: int, now: float) -> list[Outgoing]:
+        """Continue without a member that has left, or whose connection has ended; what it sent counts."""
+        member = self.members[id]
+        if member.connection != connection:  # it is back by another one
+            return []
+        member.connection = None
+        if id == self._founder and not self._is_founded:
+            present = [other.id for other in self.members.values() if other.connection is not None]
+            self._begin_founding(present[0] if present else "")
+            return self._statuses()
+        return self._close_due(now)
+
+    def status(self) -> Status:
+        """Where the run stands."""
+        return Status(
+            run=self.run,
+            founder=self._founder_generation,
+            is_founded=self._is_founded,
+            tokens=self.tokens,
+            rounds=self.rounds,
+            num_members=self.num_members,
+            is_lockstep=self.is_lockstep,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Those in drifts that were counted: the clock of the run."""
+        return self.fragments[min(self.fragments)].tokens if self.fragments else 0
+
+    @property
+    def num_members(self) -> int:
+        """How many are there."""
+        return sum(member.connection is not None for member in self.members.values())
+
+    @property
+    def _is_founded(self) -> bool:
+        return bool(self.layouts) and self.fragments.keys() == self.layouts.keys()
+
+    def _begin_founding(self, id: str) -> None:
+        """Await the first anchors from this member, all of them."""
+        self._founder = id
+        self._founder_generation = self.members[id].generation if id else -1
+        self.fragments = {}
+
+    def _statuses(self) -> list[Outgoing]:
+        """Tell all that are there where the run stands."""
+        connections = [member.connection for member in self.members.values() if member.connection is not None]
+        return [Outgoing(connection, self.status()) for connection in connections]
+
+    def _connection(self, id: str) -> int:
+        connection = self.members[id].connection
+        assert connection is not None
+        return connection
+
+    # What comes
+
+    def on_anchor(self, id: str, anchor: Anchor, now: float) -> list[Outgoing]:
+        """Take a founder's fragment for the first anchor."""
+        layout = self.layouts.get(anchor.fragment)
+        if id != self._founder or layout is None or anchor.fragment in self.fragments:
+            raise FrameError("sent an anchor where none is asked for")
+        values = anchor.values()
+        if values.numel() != layout.num_entries:
+            raise FrameError(f"sent an anchor of {values.numel()} entries, not {layout.num_entries}")
+        self._add_fragment(anchor.fragment, values)
+        if not self._is_founded:
+            return []
+        for number in self.fragments:
+            self._save(number, self._saved(number))
+        return self._statuses()
+
+    def on_request(self, id: str, request: Request) -> list[Outgoing]:
+        """Send a member a fragment's anchor, where it has another version, and its updates from now on."""
+        fragment = self.fragments.get(request.fragment)
+        if fragment is None:
+            raise FrameError(f"asks for fragment {request.fragment}, which does not exist")
+        member = self.members[id]
+        member.subscribed.add(request.fragment)
+        values = None if request.version == fragment.version else fragment.anchor
+        anchor = Anchor.of(
+            request.fragment,
+            fragment.version,
+            values,
+            fragment.last_counted(member),
+            is_held=id in fragment.round.drifts,
+        )
+        return [Outgoing(self._connection(id), anchor)]
+
+    def on_drift(self, id: str, drift: Drift, now: float) -> list[Outgoing]:
+        """Take a drift for the round of its version; one that comes after it was closed stays with its sender."""
+        member = self.members[id]
+        member.seen_at, member.num_missed = now, 0
+        member.report.update(drift.report)
+        fragment = self.fragments.get(drift.fragment)
+        if fragment is None or drift.version > fragment.version:
+            raise FrameError(f"sent a drift from version {drift.version} of fragment {drift.fragment}")
+        if drift.version < fragment.version:
+            member.num_late += 1
+            return []
+        member.residual_norms[drift.fragment] = drift.residual_norm
+        fragment.round.drifts[id] = drift
+        if fragment.round.called_at < now:
+            self._delays.append(now - fragment.round.called_at)
+        return self._close_due(now)
+
+    def on_bequest(self, id: str, bequest: Bequest) -> list[Outgoing]:
+        """Take what a member that leaves has not sent, to be added to the next mean."""
+        fragment = self.fragments.get(bequest.fragment)
+        values = bequest.payload.view(torch.float32) if bequest.payload.numel() % 4 == 0 else bequest.payload
+        if fragment is None or values.shape != fragment.anchor.shape or not bool(values.isfinite().all()):
+            raise FrameError(f"left something of fragment {bequest.fragment} that is none")
+        fragment.bequeathed.add_(values, alpha=float(bequest.tokens))
+        fragment.bequeathed_tokens += bequest.tokens
+        self.members[id].residual_norms.pop(bequest.fragment, None)
+        self._save(bequest.fragment, self._saved(bequest.fragment))
+        return []
+
+    # Rounds
+
+    def on_time(self, now: float) -> list[Outgoing]:
+        """Close the rounds that have waited long enough."""
+        return self._close_due(now)
+
+    @property
+    def wait_budget_s(self) -> float:
+        """How long a round waits after its call: as long as answers usually take."""
+        if len(self._delays) < 2 * _MOST_MISSED:
+            return self.longest_wait_s
+        usual = statistics.median(self._delays)
+        spread = statistics.median(abs(delay - usual) for delay in self._delays)
+        return min(self.longest_wait_s, usual + _MAD * spread)
+
+    def _close_due(self, now: float) -> list[Outgoing]:
+        return [message for number in sorted(self.fragments) for message in self._advance(number, now)]
+
+    def _advance(self, number: int, now: float) -> Iterator[Outgoing]:
+        """Call the members that a round waits for, or close it."""
+        fragment = self.fragments[number]
+        round = fragment.round
+        if len(round.drifts) < max(1, self.quorum):
+            return
+        awaited = [member for member in self._awaited(number) if member.id not in round.drifts]
+        if awaited and self.is_lockstep:
+            return
+        if awaited and round.called_at == math.inf:
+            if len(round.drifts) >= len(awaited):  # the median member has come as far as `every`
+                round.called_at = now
+                for member in awaited:
+                    yield Outgoing(self._connection(member.id), Call(number, fragment.version))
+            return
+        if awaited and now < round.called_at + self.wait_budget_s:
+            return
+        for member in awaited:
+            member.num_missed += 1
+        yield from self._close(number)
+
+    def _awaited(self, number: int) -> list[MemberRecord]:
+        """The members that are there, have the anchor, and answer."""
+        present = [member for member in self.members.values() if member.connection is not None]
+        return [m for m in present if number in m.subscribed and m.num_missed < _MOST_MISSED]
+
+    def _close(self, number: int) -> Iterator[Outgoing]:
+        """Take the outer step by the mean of what came, weighted by tokens, and tell all that have the anchor."""
+        fragment = self.fragments[number]
+        drifts: dict[str, Drift] = {}
+        total = fragment.bequeathed.clone()
+        tokens = fragment.bequeathed_tokens
+        for id, drift in sorted(fragment.round.drifts.items()):
+            try:
+                total.add_(fragment.codec.decode(drift.payload, total.device), alpha=float(drift.tokens))
+            except FrameError as error:
+                _LOG.warning("the drift of member %r is left out: it %s", id, error)
+                continue
+            tokens += drift.tokens
+            drifts[id] = drift
+        payload = fragment.step_(total.div_(max(1, tokens)), number)
+        fragment.tokens += tokens
+        self.rounds += 1
+        for id, drift in drifts.items():
+            member = self.members[id]
+            fragment.counted[id] = member.generation, fragment.version - 1
+            member.rounds += 1
+            if number == min(self.fragments):  # tokens are in the drifts of all fragments
+                member.tokens += drift.tokens
+                member.steps += drift.steps
+        self._save(number, self._saved(number))
+        for member in self.members.values():
+            if member.connection is not None and number in member.subscribed:
+                is_counted = member.id in drifts
+                update = Update(
+                    number, fragment.version, is_counted, self.tokens, self.rounds, self.num_members, payload
+                )
+                yield Outgoing(member.connection, update)
+
+    # State
+
+    def _add_fragment(self, number: int, anchor: Tensor) -> FragmentState:
+        layout = self.layouts[number]
+        if number < self.scheme.when.fragments:
+            codec, optimizer = codec_for(self.scheme.exchanged, layout), self.scheme.then.optimizer
+        else:  # buffers of norms, which are averaged
+            codec, optimizer = exact_codec(layout), OuterSGD().optimizer
+        self.fragments[number] = FragmentState(anchor, codec, optimizer)
+        return self.fragments[number]
+
+    def _saved(self, number: int) -> dict[str, Any]:
+        """A fragment's state, with the run's clock and whose drifts it holds."""
+        spans = [[span.name, list(span.shape)] for span in self.layouts[number].spans]
+        return {
+            **self.fragments[number].state_dict(),
+            "scheme": str(self.scheme),
+            "run": self.run,
+            "founder": self._founder_generation,
+            "layout": spans,
+            "fragments": sorted(self.layouts),
+            "rounds": self.rounds,
+            "counted": {id: list(last) for id, last in self.fragments[number].counted.items()},
+        }
+
+    def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Continue a run from the states of all its fragments.
+
+        Raises:
+            StateError: They are of another scheme, or some are missing.
+        """
+        latest = max(states.values(), key=lambda state: int(state["rounds"]))
+        if latest["scheme"] != str(self.scheme):
+            raise StateError(
+                f"the state is of {latest['scheme']}, and this server runs {self.scheme}; give that scheme"
+            )
+        if missing := set(latest["fragments"]) - states.keys():
+            raise StateError(f"the state has no fragment {min(missing)}; restore its file, or begin in an empty folder")
+        self.run, self._founder_generation = str(latest["run"]), int(latest["founder"])
+        self.rounds = int(latest["rounds"])
+        for number, state in sorted(states.items()):
+            self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])
+            self._add_fragment(number, torch.empty_like(state["anchor"])).load_state_dict(state)
+            self.fragments[number].counted = {
+                id: (int(generation), int(version)) for id, (generation, version) in state["counted"].items()
+            }
+
+
+def _layouts_of(join: Join) -> dict[int, Layout]:
+    """The layouts of a model's fragments, as a member states them; FrameError where they are none."""
+    try:
+        return {
+            int(number): Layout.of([str(name) for name, _ in spans], [[int(n) for n in shape] for _, shape in spans])
+            for number, spans in join.layouts.items()
+        }
+    except (TypeError, ValueError):
+        raise FrameError("sent a layout that is none; run the same release of laconic everywhere") from None
+
+
+def stated_layouts(layouts: Mapping[int, Layout]) -> dict[str, Any]:
+    """Layouts as a member states them."""
+    return {str(n): [[span.name, list(span.shape)] for span in layout.spans] for n, layout in layouts.items()}
+
+
+def fingerprint_of(layouts: Mapping[int, Layout]) -> str:
+    """What two models must have in common to train together: names, shapes and their order."""
+    text = repr([(n, [(span.name, span.shape) for span in layout.spans]) for n, layout in sorted(layouts.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

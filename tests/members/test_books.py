@@ -1,0 +1,101 @@
+"""The law of members: nothing is lost and anchors are equal, whatever joins, leaves, dies, lags or comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from laconic.members.messages import Leave
+from tests.members.virtual import VirtualMember, VirtualRun
+
+SCHEMES = (
+    "streaming:every=4,fragments=2,delay=1",
+    "streaming:every=2,fragments=1,delay=0,bits=2,momentum=0",
+    "diloco:every=3",
+    "sparseloco:every=3,rho=0.25,decay=1,chunk=8",
+    "local:every=2",
+)
+
+
+def _leave(run: VirtualRun, member: VirtualMember) -> None:
+    """What `Member.leave()` does, over the queues."""
+    member.send(member.replica.requests())
+    run.settle()
+    member.send([*member.replica.bequests(), Leave()])
+    before = {number: vector.clone() for number, vector in member.bequeathed.items()}
+    for number, piece in member.replica.pieces.items():
+        pending = piece.sent is not None
+        since = piece.sent.model if piece.sent else piece.anchor
+        left = since.double() - piece.read().double() + piece.residual.double()
+        assert pending or torch.allclose(
+            member.deposited[number] - member.counted[number], left + before[number], atol=1e-4
+        )
+    while member.up:
+        member.pass_up()
+    member.cut()
+    run.members.remove(member)
+
+
+def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
+    rng = random.Random(seed)
+    run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0)
+    num_made = 0
+    for _ in range(num_events):
+        run.now += rng.random()
+        event = rng.random()
+        connected = [member for member in run.members if member.connection is not None]
+        apart = [member for member in run.members if member.connection is None]
+        if event < 0.04 and len(run.members) < 6:
+            num_made += 1
+            member = VirtualMember(run, f"m{rng.randrange(6) if rng.random() < 0.2 else num_made}", num_made)
+            if all(member.id != other.id for other in run.members):
+                run.members.append(member)
+                member.connect()
+        elif event < 0.05 and connected:
+            rng.choice(connected).cut()
+        elif event < 0.09 and apart:
+            rng.choice(apart).connect()
+        elif event < 0.095 and len(connected) > 1:
+            died = rng.choice(connected)
+            died.cut()
+            run.members.remove(died)
+        elif event < 0.105 and len(connected) > 1 and connected[0].replica.is_ready:
+            _leave(run, connected[0])
+        elif event < 0.11:
+            run.restart_server()
+        elif event < 0.15:
+            run.deliver(run.syncer.on_time(run.now))
+        elif run.members:
+            member = rng.choice(run.members)
+            if rng.random() < 0.4:
+                member.train(rng)
+            for _ in range(rng.randrange(4)):
+                rng.choice([member.pass_up, member.pass_down])()
+            run.check_books(member)
+    return run
+
+
+def _check(scheme: str, seeds: range) -> int:
+    num_rounds = 0
+    for seed in seeds:
+        run = _play(scheme, seed)
+        num_rounds += run.syncer.rounds
+        for member in run.members:
+            run.check_books(member)
+            for number, piece in member.replica.pieces.items():
+                if piece.version >= 0:
+                    assert torch.equal(piece.anchor, run.anchors[number, piece.version])
+    return num_rounds
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_is_lost_and_anchors_are_equal(scheme: str) -> None:
+    assert _check(scheme, range(5)) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_is_lost_in_a_thousand_schedules(scheme: str) -> None:
+    assert _check(scheme, range(100, 1100)) > 8000
