@@ -16,6 +16,7 @@ from laconic.errors import (
     ServerLostError,
     StateError,
 )
+from laconic.members import Member, MemberServer, MemberStats, join
 from laconic.planning import AutoFollower, AutoSession, Plan, plan
 from laconic.recipes import parse
 from laconic.replicas import Follower, FollowerStats
@@ -37,6 +38,9 @@ __all__ = [
     "KernelError",
     "LaconicError",
     "LaunchError",
+    "Member",
+    "MemberServer",
+    "MemberStats",
     "OuterScheme",
     "PeerError",
     "PerRankState",
@@ -54,6 +58,7 @@ __all__ = [
     "exchange",
     "follow",
     "hook",
+    "join",
     "memory",
     "optim",
     "outer",

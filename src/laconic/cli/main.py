@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from laconic.cli import doctor, schemes
+from laconic.cli import doctor, members, schemes
 from laconic.cli.console import is_worker, say
 from laconic.errors import LaconicError
 
@@ -46,7 +46,7 @@ def all_commands() -> argparse.ArgumentParser:
     parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (schemes, doctor):
+    for module in (schemes, doctor, members):
         module.add_parser(commands)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         entry.load()(commands, parser.parse_args)

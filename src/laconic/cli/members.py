@@ -1,0 +1,66 @@
+"""laconic serve and laconic members: a run that members join over one port, and who is in it."""
+
+from __future__ import annotations
+
+import argparse
+
+from laconic.cli.console import number, say, table, to_json
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both commands."""
+    serve = commands.add_parser("serve", help="serve a run that members join and leave (laconic.join)")
+    serve.add_argument("--listen", default="127.0.0.1:7700", metavar="HOST:PORT", help="where members dial")
+    serve.add_argument("--scheme", default="streaming:every=64", help="a scheme of outer steps")
+    serve.add_argument("--quorum", type=int, default=1, metavar="K", help="drifts without which no round is closed")
+    serve.add_argument("--wait-budget", type=float, default=10.0, metavar="S", help="the longest wait after a call")
+    serve.add_argument("--lockstep", action="store_true", help="wait for all members, so that a run repeats exactly")
+    serve.add_argument("--state", metavar="DIR", help="keep the run here, and continue the one that is there")
+    serve.add_argument("--metrics", metavar="HOST:PORT", help="a page and Prometheus's metrics, over HTTP")
+    serve.set_defaults(run=_serve)
+    members = commands.add_parser("members", help="list the members of a run")
+    members.add_argument("address", metavar="HOST:PORT", help="the server's")
+    members.add_argument("--json", action="store_true", help="everything, as JSON")
+    members.set_defaults(run=_members)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from laconic.members import MemberServer, PageServer, serve_members
+
+    server = MemberServer(
+        options.scheme,
+        options.listen,
+        quorum=options.quorum,
+        wait_budget_s=options.wait_budget,
+        is_lockstep=options.lockstep,
+        state=options.state,
+    )
+    say(f"laconic: members dial {server.address}; stop with Ctrl-C")
+    if options.metrics:
+        say(f"laconic: the page is at http://{PageServer(server, options.metrics).address}/")
+    serve_members(server)
+    return 0
+
+
+def _members(options: argparse.Namespace) -> int:
+    from laconic.members import run_stats
+
+    stats = run_stats(options.address)
+    if options.json:
+        print(to_json(stats))
+        return 0
+    rows = [
+        [
+            member["id"],
+            member["address"] if member["is_there"] else "gone",
+            number(member["tokens"], ",d"),
+            number(member["rounds"], ",d"),
+            number(member["late"], ",d"),
+            number(member["residual_norm"], ".3g"),
+            number(member.get("loss"), ".4g"),
+        ]
+        for member in stats["members"]
+    ]
+    print(f"{stats['scheme']}: {stats['rounds']} rounds, {stats['tokens']:,} tokens, {stats['num_members']} members")
+    print(table(["member", "address", "tokens", "rounds", "late", "residual", "loss"], rows, num_left=2))
+    return 0

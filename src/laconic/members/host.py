@@ -1,0 +1,294 @@
+"""The process that members dial: an open door, a line to each member, and a state that outlives it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic.errors import FrameError, SchemeError, StateError
+from laconic.members.line import Line
+from laconic.members.messages import (
+    Anchor,
+    Bequest,
+    Drift,
+    Join,
+    Leave,
+    Offer,
+    Outgoing,
+    Refusal,
+    Report,
+    Request,
+    Word,
+)
+from laconic.members.replica import check_elastic
+from laconic.members.syncer import Syncer
+from laconic.recipes import parse
+from laconic.scheme import OuterScheme
+from laconic.transport import Acceptor, Connection, longest_message
+
+_LOG = logging.getLogger("laconic.members")
+_TICK_S = 0.05  # between two looks whether a round has waited long enough
+_JOIN_BYTES = 1 << 24  # of the layout of a model
+_BACKLOG = 256
+
+
+class MemberServer:
+    """A server that members join at one address, and leave when they like.
+
+    Args:
+        scheme: A text like "streaming:every=64", or an OuterScheme.
+        listen: Where members dial, as "host:port"; port 0 takes a free one.
+        quorum: Drifts without which no round is closed.
+        wait_budget_s: The longest that a round waits for members that it has called.
+        is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
+        state: A folder that keeps the run; a server that finds one there continues it.
+
+    Raises:
+        SchemeError: The scheme has no outer steps that a server takes.
+        StateError: The folder holds another run's state, or a part of one.
+
+    Example:
+        >>> with MemberServer("streaming:every=64", "127.0.0.1:0") as server:
+        ...     member = laconic.join(server.address, model, optimizer)
+    """
+
+    def __init__(
+        self,
+        scheme: OuterScheme | str,
+        listen: str = "127.0.0.1:7700",
+        *,
+        quorum: int = 1,
+        wait_budget_s: float = 10.0,
+        is_lockstep: bool = False,
+        state: str | Path | None = None,
+    ) -> None:
+        made = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
+        if quorum < 1 or not wait_budget_s >= 0:
+            raise SchemeError(f"quorum={quorum} and wait_budget_s={wait_budget_s}; give 1 or more, and 0 or more")
+        self._folder = None if state is None else Path(state)
+        self.syncer = Syncer(made, quorum=quorum, wait_budget_s=wait_budget_s, is_lockstep=is_lockstep, save=self._save)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if states := read_states(self._folder):
+                self.syncer.load(states)
+        self._lock = threading.Lock()  # of the syncer and the lines
+        self._lines: dict[int, Line] = {}
+        self._ids: dict[int, str] = {}  # of the members, by line
+        self._num_lines = 0
+        self.bytes_out = self.bytes_in = 0  # of lines that have ended
+        self._acceptor = Acceptor(_BACKLOG, address_of(listen))
+        host, port, _ = self._acceptor.address
+        self.address = f"{host}:{port}"  # where members dial
+        self._is_open = True
+        self._threads = [
+            threading.Thread(target=work, name=f"laconic-members-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._accept, self._tick)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> MemberServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections; the state stays."""
+        self._is_open = False
+        self._acceptor.close()
+        for line in list(self._lines.values()):
+            line.close()
+        for thread in self._threads:
+            thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """The run's clock, its members and its traffic, as plain numbers and texts."""
+        now = time.monotonic()
+        with self._lock:
+            syncer = self.syncer
+            lines = list(self._lines.values())
+            members = [
+                {
+                    "id": member.id,
+                    "address": member.address,
+                    "is_there": member.connection is not None,
+                    "tokens": member.tokens,
+                    "steps": member.steps,
+                    "rounds": member.rounds,
+                    "late": member.num_late,
+                    "residual_norm": member.residual_norm,
+                    "seen_s_ago": now - member.seen_at,
+                    **member.report,
+                }
+                for member in syncer.members.values()
+            ]
+            return {
+                "scheme": str(syncer.scheme),
+                "run": syncer.run,
+                "tokens": syncer.tokens,
+                "rounds": syncer.rounds,
+                "versions": {number: fragment.version for number, fragment in syncer.fragments.items()},
+                "num_members": syncer.num_members,
+                "wait_budget_s": syncer.wait_budget_s,
+                "bytes_out": self.bytes_out + sum(line.bytes_out for line in lines),
+                "bytes_in": self.bytes_in + sum(line.bytes_in for line in lines),
+                "lost_norms": dict(syncer.lost_norms),
+                "members": members,
+            }
+
+    # Threads
+
+    def _accept(self) -> None:
+        while self._is_open:
+            try:
+                connection, address = self._acceptor.accept_next()
+            except OSError:
+                continue
+            threading.Thread(target=self._open_line, args=(connection, address), daemon=True).start()
+
+    def _open_line(self, connection: Connection, address: str) -> None:
+        """A caller that knows the key gets a line, on which it is told what runs here."""
+        try:
+            self._acceptor.shake_hands(connection)
+        except (OSError, FrameError, ValueError):
+            connection.close()
+            return
+        with self._lock:
+            self._num_lines += 1
+            number = self._num_lines
+            line = Line(
+                connection,
+                lambda word: self._on_word(number, address, word),
+                lambda why: self._on_end(number, why),
+                self._longest,
+            )
+            self._lines[number] = line
+        line.start()
+        line.send(Offer(str(self.syncer.scheme)))
+
+    @property
+    def _longest(self) -> int:
+        """The bytes of the largest message: an anchor of the largest fragment, or a layout."""
+        anchors = [fragment.anchor for fragment in self.syncer.fragments.values()]
+        return max(_JOIN_BYTES, longest_message(anchors)) if anchors else 1 << 40
+
+    def _tick(self) -> None:
+        while self._is_open:
+            time.sleep(_TICK_S)
+            with self._lock:
+                self._send(self.syncer.on_time(time.monotonic()))
+
+    def _on_word(self, number: int, address: str, word: Word) -> None:
+        """Do what a member asks for; one that sends nonsense is told so, and its line ends."""
+        if isinstance(word, Report):
+            self._lines[number].send(Report(json.dumps(self.stats())))
+            return
+        with self._lock:
+            try:
+                self._send(self._answers(number, address, word))
+            except FrameError as error:
+                self._lines[number].send(Refusal(str(error)))
+                self._lines[number].finish()
+
+    def _answers(self, number: int, address: str, word: Word) -> Sequence[Outgoing]:
+        now = time.monotonic()
+        if isinstance(word, Join):
+            answers = self.syncer.on_join(number, word, now, address)
+            self._ids[number] = word.id
+            _LOG.info("member %r joined from %s", word.id, address)
+            return answers
+        if number not in self._ids:
+            raise FrameError("sent something before it joined")
+        id = self._ids[number]
+        if isinstance(word, Drift):
+            return self.syncer.on_drift(id, word, now)
+        if isinstance(word, Request):
+            return self.syncer.on_request(id, word)
+        if isinstance(word, Anchor):
+            return self.syncer.on_anchor(id, word, now)
+        if isinstance(word, Bequest):
+            return self.syncer.on_bequest(id, word)
+        if isinstance(word, Leave):
+            return [*self.syncer.on_lost(id, number, now), Outgoing(number, Leave())]
+        raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
+
+    def _on_end(self, number: int, why: str) -> None:
+        with self._lock:
+            line = self._lines.pop(number)
+            self.bytes_out += line.bytes_out
+            self.bytes_in += line.bytes_in
+            if (id := self._ids.pop(number, None)) is not None:
+                _LOG.info("member %r is gone: %s", id, why)
+                self._send(self.syncer.on_lost(id, number, time.monotonic()))
+        threading.Thread(target=line.close, daemon=True).start()  # which waits for the thread that calls this
+
+    def _send(self, outgoing: Sequence[Outgoing]) -> None:
+        for number, word in outgoing:
+            if number in self._lines:
+                self._lines[number].send(word)
+
+    def _save(self, number: int, state: dict[str, Any]) -> None:
+        if self._folder is not None:
+            write_state(self._folder, number, state)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of "host:port"; SchemeError where it is none."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise SchemeError(f"{text!r} is no address; write it as host:port, like 0.0.0.0:7700")
+    return host.strip("[]"), int(port)
+
+
+def write_state(folder: Path, number: int, state: dict[str, Any]) -> None:
+    """Replace a fragment's file, so that it is whole whenever the machine stops."""
+    arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
+    named = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    path = folder / f"fragment-{number}.npz"
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb") as file:
+        arrays["named"] = np.frombuffer(json.dumps(named).encode(), np.uint8)
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    folder_number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(folder_number)
+    finally:
+        os.close(folder_number)
+
+
+def read_states(folder: Path) -> dict[int, dict[str, Any]]:
+    """The states of all fragments in a folder, by number."""
+    states = {}
+    for path in sorted(folder.glob("fragment-*.npz")):
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                named = json.loads(file["named"].tobytes())
+                tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != "named"}
+            states[int(path.stem.removeprefix("fragment-"))] = {**named, **tensors}
+        except (OSError, ValueError, KeyError) as error:
+            raise StateError(
+                f"{path} is no state of a fragment ({type(error).__name__}); restore it, or begin in an empty folder"
+            ) from None
+    return states
+
+
+def serve_members(server: MemberServer) -> None:
+    """Wait until the process is interrupted."""
+    with server, suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)

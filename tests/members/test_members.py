@@ -1,0 +1,245 @@
+"""Members over real connections: they join, leave, are killed and come back, and so does their server."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+import laconic.cli
+from laconic.members import PageServer, prometheus_text, run_stats
+
+SCHEME = "streaming:every=4,fragments=2,delay=1,lr=1,momentum=0"
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Trainee:
+    """A member with something to learn: the same function as all others, from data of its own."""
+
+    def __init__(self, address: str, id: str, seed: int = 0) -> None:
+        self.model = _model(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.member = laconic.join(address, self.model, self.optimizer, id=id, timeout_s=30)
+        self._generator = torch.Generator().manual_seed(hash(id) % 1000)
+
+    def train(self, steps: int) -> float:
+        loss = 0.0
+        for _ in range(steps):
+            x = torch.randn(32, 8, generator=self._generator)
+            error = (self.model(x) - x.sum(1, keepdim=True).tanh()).square().mean()
+            self.optimizer.zero_grad()
+            error.backward()
+            self.optimizer.step()
+            loss = error.item()
+            self.member.step(tokens=32, loss=loss)
+        return loss
+
+    def train_until(self, rounds: int) -> None:
+        """Train until the run has made so many rounds."""
+        deadline = time.monotonic() + 60
+        while self.member.progress[1] < rounds:
+            assert time.monotonic() < deadline, "the run does not go on"
+            self.train(1)
+
+
+def _serve_for_ever(errors: int, arguments: list[str]) -> None:
+    torch.set_num_threads(1)  # a forked process has no threads of OpenMP, and would wait for them
+    sys.stderr = os.fdopen(errors, "w")
+    laconic.cli.main(["serve", *arguments])
+
+
+@contextmanager
+def _served(folder: Path, port: int = 0) -> Iterator[tuple[BaseProcess, str]]:
+    """`laconic serve` in a process of its own, and its address."""
+    arguments = ["--listen", f"127.0.0.1:{port}", "--scheme", SCHEME, "--state", str(folder), "--wait-budget", "2"]
+    reads, writes = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_serve_for_ever, args=(writes, arguments))
+    process.start()
+    os.close(writes)
+    try:
+        with os.fdopen(reads) as errors:
+            line = errors.readline()
+            dialled = re.search(r"dial (\S+);", line)
+            assert dialled, line
+            yield process, dialled[1]
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_later_member_gets_the_model_and_the_clock() -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        first = Trainee(server.address, "first")
+        first.train_until(6)
+        second = Trainee(server.address, "second", seed=9)
+        assert second.member.progress[0] == server.stats()["tokens"] > 0
+        for piece in second.member.replica.pieces.values():
+            assert torch.equal(piece.read(), piece.anchor)
+        versions = {n: piece.version for n, piece in second.member.replica.pieces.items()}
+        assert sum(versions.values()) >= 5
+        first.member.leave()
+        second.member.leave()
+
+
+def test_members_learn_together_and_leave() -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        trainees = [Trainee(server.address, f"m{i}") for i in range(3)]
+        losses: dict[str, float] = {}
+
+        def work(trainee: Trainee) -> None:
+            losses[trainee.member.id] = trainee.train(150)
+            trainee.member.leave()
+
+        threads = [threading.Thread(target=work, args=(trainee,)) for trainee in trainees]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(losses) == 3
+        assert max(losses.values()) < 0.2
+        stats = server.stats()
+        assert stats["num_members"] == 0
+        assert all(member["residual_norm"] == 0 for member in stats["members"]), "nothing stays behind"
+        assert stats["tokens"] <= 3 * 150 * 32 + 3 * 64 * 32  # bequests weigh as much as their member's last drift
+        fields = trainees[0].member.stats()
+        assert fields.rounds > 5
+        assert trainees[0].member.metrics()["rounds"] == fields.rounds
+
+
+def test_a_server_that_is_killed_continues_from_its_folder(tmp_path: Path) -> None:
+    with _served(tmp_path) as (process, address):
+        trainee = Trainee(address, "m")
+        trainee.train_until(5)
+        process.kill()
+        process.join()
+        before = trainee.member.progress[1]
+        trainee.train(20)  # nobody waits for it
+        with _served(tmp_path, int(address.rpartition(":")[2])):
+            trainee.train_until(before + 4)
+            assert trainee.member.stats().reconnects >= 1
+            assert run_stats(address)["rounds"] >= before + 4
+            trainee.member.leave()
+
+
+def _train_for_ever(addresses: Connection, id: str) -> None:
+    torch.set_num_threads(1)
+    trainee = Trainee(addresses.recv(), id)
+    addresses.send("in")
+    while True:
+        trainee.train(1)
+
+
+def test_the_others_go_on_without_one_that_is_killed_or_stopped() -> None:
+    fork = multiprocessing.get_context("fork")  # before the server has threads
+    ends = {name: fork.Pipe() for name in ("killed", "stopped")}
+    others = {name: fork.Process(target=_train_for_ever, args=(theirs, name)) for name, (_, theirs) in ends.items()}
+    for process in others.values():
+        process.start()
+    try:
+        with laconic.MemberServer(SCHEME, "127.0.0.1:0", wait_budget_s=0.5) as server:
+            trainee = Trainee(server.address, "stays")
+            for own, _ in ends.values():
+                own.send(server.address)
+                assert own.recv() == "in"
+            trainee.train_until(4)
+            others["killed"].kill()
+            os.kill(others["stopped"].pid or 0, signal.SIGSTOP)
+            trainee.train_until(trainee.member.progress[1] + 8)
+            os.kill(others["stopped"].pid or 0, signal.SIGCONT)
+            trainee.train_until(trainee.member.progress[1] + 4)
+            by_id = {member["id"]: member for member in server.stats()["members"]}
+            assert by_id["stopped"]["is_there"]
+            assert not by_id["killed"]["is_there"]
+            trainee.member.leave()
+    finally:
+        for process in others.values():
+            process.kill()
+            process.join()
+
+
+def test_wrong_models_ids_schemes_and_addresses_are_one_line(tmp_path: Path) -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        trainee = Trainee(server.address, "m")
+        other = nn.Linear(3, 3)
+        with pytest.raises(laconic.PeerError, match="model is another one"):
+            laconic.join(server.address, other, torch.optim.SGD(other.parameters(), lr=0.1))
+        with pytest.raises(laconic.PeerError, match="'m' is there already"):
+            Trainee(server.address, "m")
+        trainee.member.leave()
+        with pytest.raises(laconic.StateError, match="has left"):
+            trainee.train(1)
+    with pytest.raises(laconic.LaunchError, match="cannot reach"):
+        Trainee(server.address, "late")
+    for scheme in ("topk", "gossip", "noloco"):
+        with pytest.raises(laconic.SchemeError, match="outer steps that a server takes"):
+            laconic.MemberServer(scheme, "127.0.0.1:0")
+    with pytest.raises(laconic.SchemeError, match="host:port"):
+        laconic.MemberServer(SCHEME, "7700")
+    (tmp_path / "fragment-0.npz").write_bytes(b"nonsense")
+    with pytest.raises(laconic.StateError, match="no state of a fragment"):
+        laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path)
+
+
+def test_who_does_not_know_the_secret_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LACONIC_SECRET", "one")
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        monkeypatch.setenv("LACONIC_SECRET", "another")
+        with pytest.raises(laconic.LaunchError, match="same secret"):
+            Trainee(server.address, "m")
+        assert server.stats()["members"] == []
+
+
+def test_lockstep_repeats_bit_for_bit() -> None:
+    def run() -> list[torch.Tensor]:
+        with laconic.MemberServer(SCHEME, "127.0.0.1:0", quorum=2, is_lockstep=True) as server:
+            trainees = [Trainee(server.address, f"m{i}") for i in range(2)]
+            threads = [threading.Thread(target=trainee.train, args=(24,)) for trainee in trainees]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            for trainee in trainees:
+                trainee.member.close()
+            return [piece.anchor for piece in trainees[0].member.replica.pieces.values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_the_page_and_the_metrics_tell_who_is_there() -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        page = PageServer(server, "127.0.0.1:0")
+        trainee = Trainee(server.address, 'a "b"')
+        trainee.train_until(3)
+        with urllib.request.urlopen(f"http://{page.address}/stats.json") as reply:
+            stats = json.load(reply)
+        assert [member["id"] for member in stats["members"]] == ['a "b"']
+        assert stats["members"][0]["loss"] > 0
+        with urllib.request.urlopen(f"http://{page.address}/metrics") as reply:
+            text = reply.read().decode()
+        assert "laconic_run_num_members 1\n" in text
+        assert 'laconic_member_is_there{id="a \\"b\\""} 1.0' in text
+        assert text.count("# TYPE") == prometheus_text(stats).count("# TYPE")
+        with urllib.request.urlopen(f"http://{page.address}/") as reply:
+            assert b"Members of a run" in reply.read()
+        page.close()
+        trainee.member.leave()
