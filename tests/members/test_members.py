@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -207,6 +208,17 @@ def test_who_does_not_know_the_secret_stays_outside(monkeypatch: pytest.MonkeyPa
         with pytest.raises(laconic.LaunchError, match="same secret"):
             Trainee(server.address, "m")
         assert server.stats()["members"] == []
+
+
+def test_a_run_whose_state_cannot_be_written_ends_in_one_line(tmp_path: Path) -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path / "run") as server:
+        trainee = Trainee(server.address, "m")
+        shutil.rmtree(tmp_path / "run")
+        trainee.train(8)
+        with pytest.raises(laconic.StateError, match="cannot write the run"):
+            server.wait()
+        trainee.train(8)  # nobody waits for it
+        trainee.member.close()
 
 
 def test_lockstep_repeats_bit_for_bit() -> None:

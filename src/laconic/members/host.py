@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ from laconic.members.replica import check_elastic
 from laconic.members.syncer import Syncer
 from laconic.recipes import parse
 from laconic.scheme import OuterScheme
-from laconic.transport import Acceptor, Connection, longest_message
+from laconic.transport import Acceptor, Connection
 
 _LOG = logging.getLogger("laconic.members")
 _TICK_S = 0.05  # between two looks whether a round has waited long enough
 _JOIN_BYTES = 1 << 24  # of the layout of a model
-_BACKLOG = 256
+_BACKLOG = 256  # callers that may wait, or be in a handshake
+_GOODBYE_S = 5.0
 
 
 class MemberServer:
@@ -86,6 +87,9 @@ class MemberServer:
         self._lines: dict[int, Line] = {}
         self._ids: dict[int, str] = {}  # of the members, by line
         self._num_lines = 0
+        self._handshakes = threading.BoundedSemaphore(_BACKLOG)
+        self.error: StateError | None = None  # what ended the run
+        self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
         self._acceptor = Acceptor(_BACKLOG, address_of(listen))
         host, port, _ = self._acceptor.address
@@ -104,14 +108,21 @@ class MemberServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wait(self) -> None:
+        """Wait until the run ends; StateError where its state could not be written."""
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+
     def close(self) -> None:
         """End all connections; the state stays."""
         self._is_open = False
+        self._ended.set()
         self._acceptor.close()
         for line in list(self._lines.values()):
             line.close()
         for thread in self._threads:
-            thread.join()
+            thread.join(_GOODBYE_S)
 
     def stats(self) -> dict[str, Any]:
         """The run's clock, its members and its traffic, as plain numbers and texts."""
@@ -121,6 +132,7 @@ class MemberServer:
             lines = list(self._lines.values())
             members = [
                 {
+                    **member.report,
                     "id": member.id,
                     "address": member.address,
                     "is_there": member.connection is not None,
@@ -130,7 +142,6 @@ class MemberServer:
                     "late": member.num_late,
                     "residual_norm": member.residual_norm,
                     "seen_s_ago": now - member.seen_at,
-                    **member.report,
                 }
                 for member in syncer.members.values()
             ]
@@ -156,7 +167,10 @@ class MemberServer:
                 connection, address = self._acceptor.accept_next()
             except OSError:
                 continue
-            threading.Thread(target=self._open_line, args=(connection, address), daemon=True).start()
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._open_line, args=(connection, address), daemon=True).start()
+            else:
+                connection.close()
 
     def _open_line(self, connection: Connection, address: str) -> None:
         """A caller that knows the key gets a line, on which it is told what runs here."""
@@ -165,6 +179,8 @@ class MemberServer:
         except (OSError, FrameError, ValueError):
             connection.close()
             return
+        finally:
+            self._handshakes.release()
         with self._lock:
             self._num_lines += 1
             number = self._num_lines
@@ -172,41 +188,36 @@ class MemberServer:
                 connection,
                 lambda word: self._on_word(number, address, word),
                 lambda why: self._on_end(number, why),
-                self._longest,
+                _JOIN_BYTES,
             )
             self._lines[number] = line
         line.start()
         line.send(Offer(str(self.syncer.scheme)))
 
-    @property
-    def _longest(self) -> int:
-        """The bytes of the largest message: an anchor of the largest fragment, or a layout."""
-        anchors = [fragment.anchor for fragment in self.syncer.fragments.values()]
-        return max(_JOIN_BYTES, longest_message(anchors)) if anchors else 1 << 40
-
     def _tick(self) -> None:
         while self._is_open:
             time.sleep(_TICK_S)
-            with self._lock:
-                self._send(self.syncer.on_time(time.monotonic()))
+            self._send(lambda: self.syncer.on_time(time.monotonic()))
 
     def _on_word(self, number: int, address: str, word: Word) -> None:
         """Do what a member asks for; one that sends nonsense is told so, and its line ends."""
         if isinstance(word, Report):
             self._lines[number].send(Report(json.dumps(self.stats())))
             return
-        with self._lock:
-            try:
-                self._send(self._answers(number, address, word))
-            except FrameError as error:
-                self._lines[number].send(Refusal(str(error)))
-                self._lines[number].finish()
+        try:
+            self._send(lambda: self._answers(number, address, word))
+        except FrameError as error:
+            self._lines[number].send(Refusal(str(error)))
+            self._lines[number].finish()
 
     def _answers(self, number: int, address: str, word: Word) -> Sequence[Outgoing]:
         now = time.monotonic()
         if isinstance(word, Join):
             answers = self.syncer.on_join(number, word, now, address)
             self._ids[number] = word.id
+            sizes = [4 * layout.num_entries for layout in self.syncer.layouts.values()]
+            self._lines[number].longest = max(sizes) + _JOIN_BYTES
+            self._lines[number].most_unsent = 2 * sum(sizes) + _JOIN_BYTES  # the model, and updates meanwhile
             _LOG.info("member %r joined from %s", word.id, address)
             return answers
         if number not in self._ids:
@@ -229,19 +240,33 @@ class MemberServer:
             line = self._lines.pop(number)
             self.bytes_out += line.bytes_out
             self.bytes_in += line.bytes_in
-            if (id := self._ids.pop(number, None)) is not None:
-                _LOG.info("member %r is gone: %s", id, why)
-                self._send(self.syncer.on_lost(id, number, time.monotonic()))
+            id = self._ids.pop(number, None)
         threading.Thread(target=line.close, daemon=True).start()  # which waits for the thread that calls this
+        if id is not None:
+            _LOG.info("member %r is gone: %s", id, why)
+            self._send(lambda: self.syncer.on_lost(id, number, time.monotonic()))
 
-    def _send(self, outgoing: Sequence[Outgoing]) -> None:
-        for number, word in outgoing:
-            if number in self._lines:
-                self._lines[number].send(word)
+    def _send(self, answers: Callable[[], Sequence[Outgoing]]) -> None:
+        """Send what the syncer answers; where its state cannot be written, nobody is told, and the run ends here."""
+        with self._lock:
+            if self.error is not None:
+                return
+            try:
+                for number, word in answers():
+                    if number in self._lines:
+                        self._lines[number].send(word)
+            except StateError as error:  # members train on, and find the server that continues from what was written
+                self.error = error
+                self._ended.set()
 
     def _save(self, number: int, state: dict[str, Any]) -> None:
         if self._folder is not None:
-            write_state(self._folder, number, state)
+            try:
+                write_state(self._folder, number, state)
+            except OSError as error:
+                raise StateError(
+                    f"cannot write the run to {self._folder} ({error.strerror}); free some space, and serve it again"
+                ) from None
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -288,7 +313,6 @@ def read_states(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def serve_members(server: MemberServer) -> None:
-    """Wait until the process is interrupted."""
+    """Serve until the process is interrupted; StateError where the run's state could not be written."""
     with server, suppress(KeyboardInterrupt):
-        while True:
-            time.sleep(3600)
+        server.wait()

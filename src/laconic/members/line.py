@@ -22,7 +22,7 @@ class Line:
         connection: One whose handshake is over.
         on_word: Called with each message, in a thread of the line's own.
         on_end: Called once with the reason, when the connection has ended.
-        longest: Bytes that a message may have, and that may wait to be sent, at most.
+        longest: Bytes that a message may have at most; set `longest` and `most_unsent` anew once more is known.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class Line:
         self._connection = connection
         self._on_word = on_word
         self._on_end = on_end
-        self._longest = longest
+        self.longest = longest
+        self.most_unsent = 4 * longest  # bytes that may wait for an end that takes little
         self._waiting: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
         self._unsent = 0
         self._counting = threading.Lock()
@@ -50,7 +51,7 @@ class Line:
         """Let a message leave after those before it; the line ends where its other end takes too little."""
         with self._counting:
             self._unsent += _size(word)
-        if self._unsent > 2 * self._longest:
+        if self._unsent > self.most_unsent:
             self._connection.shut_down()
         self._waiting.put(word)
 
@@ -58,7 +59,7 @@ class Line:
         why = "it has closed the connection"
         try:
             while True:
-                message = self._connection.receive({Kind.MEMBER: self._longest})
+                message = self._connection.receive({Kind.MEMBER: self.longest})
                 self.bytes_in += message.num_bytes
                 self._on_word(read(message))
         except OSError as error:

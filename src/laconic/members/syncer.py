@@ -28,6 +28,7 @@ from laconic.scheme import OuterScheme
 _LOG = logging.getLogger("laconic.members")
 _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
+_MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -46,7 +47,7 @@ class MemberRecord:
     num_missed: int = 0  # calls without an answer since its last message
     residual_norms: dict[int, float] = field(default_factory=dict)  # as of its last drift, by fragment
     subscribed: set[int] = field(default_factory=set)  # fragments whose updates it is sent
-    report: dict[str, float] = field(default_factory=dict)  # what it says of itself, like its loss
+    report: dict[str, float] = field(default_factory=dict)  # its own numbers, like its loss
     seen_at: float = 0.0
 
     @property
@@ -275,7 +276,10 @@ class Syncer:
         """Take a drift for the round of its version; one that comes after it was closed stays with its sender."""
         member = self.members[id]
         member.seen_at, member.num_missed = now, 0
-        member.report.update(drift.report)
+        if drift.tokens < 1:
+            raise FrameError(f"sent a drift of {drift.tokens} tokens")
+        numbers = {name[:_NAME]: float(v) for name, v in drift.report.items() if isinstance(v, int | float)}
+        member.report = dict(list(numbers.items())[:_MOST_REPORTED])
         fragment = self.fragments.get(drift.fragment)
         if fragment is None or drift.version > fragment.version:
             raise FrameError(f"sent a drift from version {drift.version} of fragment {drift.fragment}")
