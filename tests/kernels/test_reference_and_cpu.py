@@ -18,8 +18,8 @@ from torch import Tensor
 
 from laconic import KernelError, kernels
 from laconic.kernels import dispatch, key_of, reference
-from laconic.kernels.cpu import bits, library, low_rank, residues, rounding, selection, signs, sums
-from laconic.kernels.registry import DEFINITIONS, kernels_in
+from laconic.kernels.contract import DEFINITIONS, kernels_in
+from laconic.kernels.cpu import bits, library, low_rank, residues, rounding, signs, sparse
 from laconic.select import SEARCHES
 from tests.inputs import SIZES, thin_matrices, vectors
 
@@ -34,7 +34,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, low_rank, residues, rounding, selection, signs, sums):
+    for module in (bits, low_rank, residues, rounding, signs, sparse):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -132,7 +132,7 @@ def test_several_threads_give_the_bits_of_one(one_then_two_threads: tuple[int, i
 @needs_native
 @pytest.mark.parametrize("guess", [0.0, 0.5, 2.0, 1e30, float("inf")])
 def test_no_first_threshold_changes_the_result(guess: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_FROM_A_SAMPLE", guess)
+    monkeypatch.setattr(sparse, "_FROM_A_SAMPLE", guess)
     for name, x in vectors(100_001).items():
         for k in (1, 1000, 50_000):
             expected, balance, memory = x.clone(), x.clone(), search(x, k)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.kernels.contract import check_vector
 from laconic.kernels.gpu.launch import launch
 from laconic.kernels.reference.low_rank import RIDGE, SMALLEST
 from laconic.kernels.reference.low_rank import orthonormal_ as orthonormal_by_torch_
-from laconic.kernels.registry import check_vector
 
 _PROGRAMS = 528  # four on each multiprocessor of a large GPU
 _MOST_WIDE = 16  # columns of a basis in one pass over its matrix

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.kernels.contract import check_vector
 from laconic.kernels.gpu.launch import magnitude_bits
 from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.kernels.registry import check_vector
 
 _ROWS = tl.constexpr(8)  # blocks that a program handles
 _SHARED = tl.constexpr(RESIDUE_BLOCK)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from laconic.kernels.contract import GUESS, MARGIN
 from laconic.kernels.gpu.bits import lowest_one, num_ones
 from laconic.kernels.gpu.launch import DIGITS, NUM_OPEN, magnitude_bits, meet
-from laconic.kernels.reference.selection import GUESS, MARGIN
 
 _GUESS = tl.constexpr(GUESS)
 _MARGIN = tl.constexpr(MARGIN)

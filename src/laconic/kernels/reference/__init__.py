@@ -9,6 +9,5 @@ from laconic.kernels.reference.momentum import *
 from laconic.kernels.reference.owners import *
 from laconic.kernels.reference.residues import *
 from laconic.kernels.reference.rounding import *
-from laconic.kernels.reference.selection import *
 from laconic.kernels.reference.signs import *
-from laconic.kernels.reference.sums import *
+from laconic.kernels.reference.sparse import *

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel
 from laconic.kernels.host import nonzero
 from laconic.kernels.reference.bits import check_sum, decode_rice, encode_rice
-from laconic.kernels.reference.selection import all_finite, withdraw_
-from laconic.kernels.reference.sums import sum_over_union_
-from laconic.kernels.registry import kernel
+from laconic.kernels.reference.sparse import all_finite, sum_over_union_, withdraw_
 
 HEAD_WORDS, COUNT_AT = 10, 5  # as wire/frame.py has them: the first two are a check sum, and one is the number k
 _TOP = torch.finfo(torch.bfloat16).max  # above it rounding would give Inf

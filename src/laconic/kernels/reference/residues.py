@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel
 from laconic.kernels.reference.rounding import largest_magnitudes
-from laconic.kernels.registry import kernel
 
 RESIDUE_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes

@@ -1,4 +1,4 @@
-"""Which entries are largest, and taking them out: parts of the search, each a pass of its own, and the withdrawal.
+"""Sparse vectors: the largest entries taken out (parts of the search, and the withdrawal), and frames added up.
 
 The withdrawal is balance += factor*addend, and the exactly k largest out of it, in one launch. One pass adds, sums |x|,
 and moves each entry that reaches the guessed threshold to its program's list, with a tally of their magnitudes in bins.
@@ -14,6 +14,7 @@ the host. (A launch for each stage takes as long for 100 M entries, and twice as
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,21 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
+from laconic.kernels.contract import (
+    BOLDEST,
+    CALLS,
+    GUESS,
+    KTH,
+    LOG_AIM,
+    MARGIN,
+    MEAN,
+    PACE,
+    PASSES,
+    SHYEST,
+    SMALLEST_CHANGE,
+    check_vector,
+)
+from laconic.kernels.gpu.bits import set_bits, unpack_bits
 from laconic.kernels.gpu.launch import (
     BINS,
     HEAD,
@@ -56,20 +72,6 @@ from laconic.kernels.gpu.withdraw_stages import (
     take_entries,
 )
 from laconic.kernels.gpu.withdraw_stages import PASSES as FALLBACK_PASSES
-from laconic.kernels.reference.selection import (
-    BOLDEST,
-    CALLS,
-    GUESS,
-    KTH,
-    LOG_AIM,
-    MARGIN,
-    MEAN,
-    PACE,
-    PASSES,
-    SHYEST,
-    SMALLEST_CHANGE,
-)
-from laconic.kernels.registry import check_vector
 
 
 @triton.jit
@@ -367,3 +369,14 @@ def withdraw_(
     memory = memory_of(balance.device, num_words)
     _launch(programs, (balance, addend, search, memory, positions, values, n, k, room, open_room, float(factor)))
     return positions, values
+
+
+def sum_over_union_(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, take: bool
+) -> tuple[Tensor, Tensor]:
+    reference.add_at_(total, positions, values)
+    places = unpack_bits(set_bits(torch.cat(list(positions)), total.numel()))
+    sums = total.index_select(0, places)
+    if take:
+        total.index_fill_(0, places.to(torch.int64), 0)
+    return places, sums
