@@ -16,8 +16,8 @@ from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
-from laconic.replicas.pending import Subset
 from laconic.replicas.policy import State
+from laconic.replicas.vector import Subset
 from laconic.replicas.wait_budget import WaitBudget
 from laconic.scheme import GossipScheme
 from laconic.transport import Mailbox, say

@@ -86,9 +86,10 @@ class CodesShape:
         """The length of every frame of this shape."""
         return 4 * (self._end_of_index + -(-self._num_value_bytes // 4))
 
-    def write(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
-        """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`."""
-        return self._write(self.index.codec.encode(positions, self.num_entries), codes, scale, step, bucket)
+    def write(self, positions: Tensor | None, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
+        """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`; None: all."""
+        index = None if positions is None else self.index.codec.encode(positions, self.num_entries)
+        return self._write(index, codes, scale, step, bucket)
 
     def write_smallest(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
         """The same in the shortest code for these positions: for a reader who need not know its length beforehand."""
@@ -99,15 +100,15 @@ class CodesShape:
                 return shortest._write(index, codes, scale, step, bucket)
         return self.write(positions, codes, scale, step=step, bucket=bucket)
 
-    def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
+    def _write(self, index: Tensor | None, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         head = torch.zeros(_HEADER_WORDS, dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
         frame = self._joined(head, index, codes)
         kernels.seal_(frame.view(torch.int32), self._header(step, bucket))
         return frame
 
-    def _joined(self, head: Tensor, index: Tensor, codes: Tensor) -> Tensor:
-        blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
+    def _joined(self, head: Tensor, index: Tensor | None, codes: Tensor) -> Tensor:
+        blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous()) if block is not None]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
         return kernels.end_to_end(blocks)
