@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,9 @@ class HostFacts:
     work_s: float = 0.0  # of a fixed piece of work
     congestion_control: str = ""  # of TCP
 
-    def as_dict(self) -> dict[str, Any]:
-        """Its JSON form."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> HostFacts:
-        """The inverse of as_dict."""
+        """The facts of which `asdict` gave this."""
         ends = {name: Interface(**saved[name]) if saved[name] else None for name in ("used", "towards")}
         return cls(**{**saved, **ends, "interfaces": tuple(saved["interfaces"])})
 
