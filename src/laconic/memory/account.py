@@ -3,8 +3,8 @@
 A ledger has those of all buckets.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from laconic.errors import StateError
 from laconic.layout import Layout
 
-A_co = TypeVar("A_co", covariant=True)
 A = TypeVar("A")
 
 
@@ -152,15 +151,6 @@ class SetAside(Undo):
             view.zero_()
 
 
-class Keeper(Protocol[A_co]):
-    """A memory, or whatever else keeps one tensor of each kind per parameter."""
-
-    kinds: ClassVar[tuple[str, ...]]
-
-    def open(self, kept: list[Tensor]) -> A_co:
-        """The object that works on the kept tensors of one bucket."""
-
-
 class Ledger(Generic[A]):
     """Named float32 tensors that are views of one flat buffer per bucket.
 
@@ -168,16 +158,16 @@ class Ledger(Generic[A]):
     account of an unknown layout moves each parameter's tensors into a new flat buffer; nothing else notices.
     """
 
-    def __init__(self, memory: Keeper[A]) -> None:
-        self._memory = memory
-        self._kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in memory.kinds}
+    def __init__(self, kinds: Sequence[str], open_account: Callable[[list[Tensor]], A]) -> None:
+        self._open_account = open_account  # over the kept tensors of one bucket, one per kind
+        self._kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         self._accounts: dict[Layout, A] = {}
 
     def open(self, layout: Layout, device: torch.device) -> A:
         """The account of a bucket with this layout."""
         account = self._accounts.get(layout)
         if account is None:
-            account = self._memory.open([self._gather(kind, layout, device) for kind in self._memory.kinds])
+            account = self._open_account([self._gather(kind, layout, device) for kind in self._kept])
             moved = set(layout.names)
             self._accounts = {old: a for old, a in self._accounts.items() if moved.isdisjoint(old.names)}
             self._accounts[layout] = account
@@ -220,4 +210,4 @@ class Ledger(Generic[A]):
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Replace everything kept; the next bucket finds its parameters by name."""
         self._accounts = {}
-        self._kept = {kind: dict(state.get(kind, {})) for kind in self._memory.kinds}
+        self._kept = {kind: dict(state.get(kind, {})) for kind in self._kept}

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from laconic.errors import SchemeError, check_share
-from laconic.memory.account import Account, FadingAccount, MomentumAccount, OneStepAccount
+from laconic.memory.account import Account, FadingAccount, Ledger, MomentumAccount, OneStepAccount
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Memory:
     def open(self, kept: list[Tensor]) -> Account:
         """An account over the kept tensors of one bucket (one per kind), which it mutates."""
         return Account(*kept) if self.fade == 1 else FadingAccount(self.fade, *kept)
+
+    def ledger(self) -> Ledger[Account]:
+        """Accounts for all buckets of a session."""
+        return Ledger(self.kinds, self.open)
 
 
 @dataclass(frozen=True)

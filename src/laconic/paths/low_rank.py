@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -47,7 +47,7 @@ class LowRankSum(Path):
     quantize: FloatCode
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(_BasesKeeper())
+        self._ledger = Ledger(("bases",), _Bases)
         self._factors: dict[Layout, _Factors] = {}
 
     @property
@@ -153,15 +153,6 @@ class _Bases:
     def __init__(self, kept: Sequence[Tensor]) -> None:
         self.kept = kept
         self.are_drawn = False  # not so when a parameter is new here, whose basis is zero
-
-
-class _BasesKeeper:
-    """The frozen half of it, as a ledger wants it."""
-
-    kinds: ClassVar[tuple[str, ...]] = ("bases",)
-
-    def open(self, kept: list[Tensor]) -> "_Bases":
-        return _Bases(kept)
 
 
 class _Factors:

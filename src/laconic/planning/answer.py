@@ -9,10 +9,8 @@ from typing import Any
 from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.planning.candidates import Candidate, Penalty, candidate, penalty_of
-from laconic.planning.link_costs import LinkCosts, rate_text
-from laconic.planning.pairs import PairLink
-from laconic.planning.prediction import Compute, predict
-from laconic.planning.rehearsal import Rehearsal
+from laconic.planning.links import LinkCosts, PairLink, rate_text
+from laconic.planning.prediction import Compute, Rehearsal, predict
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step

@@ -19,9 +19,9 @@ from laconic.errors import SchemeError, StateError
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Plan, answer
 from laconic.planning.candidates import AUTOMATIC, candidate, kind_of, optimizer_name
-from laconic.planning.link_costs import slowest
+from laconic.planning.links import slowest
 from laconic.planning.prediction import Compute
-from laconic.planning.rehearsals import measure_exchanges
+from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, bucket_layouts
 from laconic.session import SavedTogether, Stats

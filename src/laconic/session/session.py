@@ -58,7 +58,7 @@ class Session:
         self._loss_scale = loss_scale
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
-        self._ledger: Ledger[Account] = Ledger(scheme.memory)
+        self._ledger: Ledger[Account] = scheme.memory.ledger()
         self._is_asked = not undoes  # whether a last step was finite; outer steps check for themselves
         undoes = undoes or loss_scale is not None
         self._path = path_for(
