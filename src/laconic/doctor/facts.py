@@ -15,14 +15,7 @@ import torch
 
 from laconic import __version__, kernels
 from laconic.errors import KernelError
-from laconic.transport import (
-    Interface,
-    address_in_use,
-    address_to_be_used,
-    address_towards,
-    interface_at,
-    interfaces,
-)
+from laconic.transport import Interface, address_in_use, address_to_be_used, address_towards, interface_at, interfaces
 
 _WORK_SIDE = 256
 _WORK_S = 0.5

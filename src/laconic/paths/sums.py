@@ -139,7 +139,10 @@ class IntegerSum(Path):
             return None
         with self.clock.time("encode", work.device):
             key = key_of(self.grid.seed, _ROUND, self.transport.rank, work.step, work.number)
-            words = self._encode(values, steps, key)
+            words = kernels.quantize_pack(
+                *(values, steps.inverse, steps.group, self.grid.levels, self.carrier.lane_bits),
+                *(self.carrier.num_words(values.numel()), self.carrier.dtype, key),
+            )
             if self.selection.keeps:
                 work.note_sent(self._read(words, values.numel(), steps.step, steps))
             words = self.on_wire(words)
@@ -169,7 +172,7 @@ class IntegerSum(Path):
             largest = round_up(kernels.largest_magnitudes(values, grid.norm_group(count)))
             if not work.finite:
                 largest.fill_(torch.inf)
-        norms = (yield partial(agree, self.transport, largest, _maximum, "norms")).to(torch.float32)
+        norms = (yield partial(agree, self.transport, largest, partial(torch.amax, dim=0), "norms")).to(torch.float32)
         if not kernels.all_finite(norms):
             return None
         scales = None
@@ -179,28 +182,13 @@ class IntegerSum(Path):
 
     def _agree_on_scales(self, work: Work, values: Tensor, norms: Tensor) -> Generator[Message, Any, Tensor]:
         """For each group the coarsest of the scales that the workers need: MIN, lane by lane of packed words."""
-        grid = self.grid
         count = values.numel()
-        bits = grid.map_bits
+        bits = self.grid.map_bits
         with self.clock.time("encode", work.device):
-            largest = kernels.largest_magnitudes(values, grid.scale_group(count))
-            fitting = kernels.pack_lanes(grid.finest_fitting(largest, norms, count), bits)
+            largest = kernels.largest_magnitudes(values, self.grid.scale_group(count))
+            fitting = kernels.pack_lanes(self.grid.finest_fitting(largest, norms, count), bits)
         agreed = yield partial(agree, self.transport, fitting, partial(_minimum_of_lanes, bits), "scales")
         return kernels.unpack_lanes(agreed, largest.numel(), bits)
-
-    def _encode(self, values: Tensor, steps: Steps, key: tuple[int, int]) -> Tensor:
-        """This worker's codes, packed; the draws belong to (seed, rank, step, bucket, position)."""
-        carrier = self.carrier
-        return kernels.quantize_pack(
-            values,
-            steps.inverse,
-            steps.group,
-            self.grid.levels,
-            carrier.lane_bits,
-            carrier.num_words(values.numel()),
-            carrier.dtype,
-            key,
-        )
 
     def _read(self, words: Tensor, count: int, step: Tensor, steps: Steps) -> Tensor:
         """What codes are worth."""
@@ -212,10 +200,6 @@ class IntegerSum(Path):
             key = key_of(self.grid.seed, _ROUND_AGAIN, self.transport.rank, work.step, work.number)
             rows = rows.to(work.device, non_blocking=True)
             return self.on_wire(kernels.average_words(rows, self.carrier.lane_bits, key))
-
-
-def _maximum(rows: Tensor) -> Tensor:
-    return rows.amax(0)
 
 
 def _minimum_of_lanes(bits: int, rows: Tensor) -> Tensor:

@@ -126,10 +126,6 @@ class CodesShape:
         words[:2] = kernels.check_sum(words[2:]).view(1).view(torch.int32)
         return frame
 
-    def is_overflow(self, frame: Tensor) -> bool:
-        """Whether this worker's own frame is one of write_overflow."""
-        return bool(_header_of(frame)[_CODECS] & _OVERFLOW)
-
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only tells that its writer saw Inf or NaN."""
         words = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)
