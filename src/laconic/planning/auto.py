@@ -43,12 +43,7 @@ _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow
 class AutoSession(SavedTogether):
     """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        timeout_s: float | None,
-        **options: Unpack[SessionOptions],
-    ) -> None:
+    def __init__(self, module: nn.Module, timeout_s: float | None, **options: Unpack[SessionOptions]) -> None:
         ddp, named, device = ready(module, "auto")
         self.transport = Group(own_group(ddp.process_group, device, timeout_s), device)
         self.everyone: Everyone = Everyone(ddp.process_group)

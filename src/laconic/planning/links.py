@@ -116,14 +116,14 @@ def _measured(
     """The latency of next to nothing, the rate from one long message to a longer one, and how it is reached."""
     talk(torch.zeros(8, dtype=torch.uint8))  # connections are opened with the first
     latency_s, _ = _timed(transport, talk, 8)
-    found = []
+    timings = []
     for size in _SIZES:
-        found.append(_timed(transport, talk, size))
-        if len(found) > 1 and found[-1][0] > _LONG_ENOUGH_S:
+        timings.append(_timed(transport, talk, size))
+        if len(timings) > 1 and timings[-1][0] > _LONG_ENOUGH_S:
             break
-    (before_s, before_bytes), (last_s, last_bytes) = found[-2:]
+    (before_s, before_bytes), (last_s, last_bytes) = timings[-2:]
     rate = (last_bytes - before_bytes) / max(last_s - before_s, 0.05 * last_s)
-    ramp = [(num_bytes, max(0.0, seconds - latency_s - num_bytes / rate)) for seconds, num_bytes in found]
+    ramp = [(num_bytes, max(0.0, seconds - latency_s - num_bytes / rate)) for seconds, num_bytes in timings]
     with busy():
         busy_latency_s, _ = _timed(transport, talk, 8)
     return LinkCost(latency_s, max(latency_s, busy_latency_s), rate, tuple(ramp))
@@ -133,16 +133,16 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
     """(median seconds of a message, the same on all workers, bytes that left this one)."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
     bytes_before, _ = left_so_far(transport)
-    found: list[float] = []
+    times_s: list[float] = []
     for _ in range(_REPEATS):
-        if found and slowest(transport, found[-1]) > _OFTEN_S:
+        if times_s and slowest(transport, times_s[-1]) > _OFTEN_S:
             break  # what takes long varies little
         meet(transport)
         start = time.perf_counter()
         talk(message)
-        found.append(time.perf_counter() - start)
+        times_s.append(time.perf_counter() - start)
     bytes_after, _ = left_so_far(transport)
-    return slowest(transport, statistics.median(found)), (bytes_after - bytes_before).total() // len(found)
+    return slowest(transport, statistics.median(times_s)), (bytes_after - bytes_before).total() // len(times_s)
 
 
 def left_so_far(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
@@ -159,9 +159,9 @@ def meet(transport: Collectives) -> None:
     transport.all_reduce_(torch.zeros(1), "meeting")
 
 
-def slowest(transport: Collectives, mine: float) -> float:
+def slowest(transport: Collectives, own: float) -> float:
     """The largest of everyone's numbers, on all of them."""
-    rows = transport.tell_all(torch.tensor([mine], dtype=torch.float64).view(torch.uint8))
+    rows = transport.tell_all(torch.tensor([own], dtype=torch.float64).view(torch.uint8))
     return float(rows.contiguous().view(torch.float64).max())
 
 
@@ -195,20 +195,20 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
     rounds = _rounds(_some_pairs(group.size()) if pairs is None else pairs)
     start = time.perf_counter()
     most_s = _PAIRS_S / max(1, 2 * len(rounds))
-    found: list[PairLink] = []
+    links: list[PairLink] = []
     for one in rounds:
         begun = time.perf_counter()
-        mine = next((probe.link(*pair, most_s) for pair in one if probe.rank in pair), None)
+        own = next((probe.link(*pair, most_s) for pair in one if probe.rank in pair), None)
         now = time.perf_counter()
-        rows = probe.everyones([now - start, now - begun, *(astuple(mine) if mine else [-1.0] * 5)])
-        found += [
+        rows = probe.everyones([now - start, now - begun, *(astuple(own) if own else [-1.0] * 5)])
+        links += [
             PairLink(int(source), int(target), latency_s, bytes_per_s, bool(settled))
             for _, _, source, target, latency_s, bytes_per_s, settled in rows
             if source >= 0
         ]
         if max(row[0] for row in rows) + max(row[1] for row in rows) > _PAIRS_S:
             break
-    return tuple(sorted(found, key=lambda link: (link.source, link.target)))
+    return tuple(sorted(links, key=lambda link: (link.source, link.target)))
 
 
 class PairProbe:
@@ -249,8 +249,8 @@ class PairProbe:
             self._tell(round_trip_s, b)
         else:
             round_trip_s = self._number_from(a)
-        ways = [self._rate(source, target, round_trip_s, most_s) for source, target in ((a, b), (b, a))]
-        return next(way for way in ways if way is not None)
+        links = [self._rate(source, target, round_trip_s, most_s) for source, target in ((a, b), (b, a))]
+        return next(link for link in links if link is not None)
 
     def _rate(self, source: int, target: int, round_trip_s: float, most_s: float) -> PairLink | None:
         """By what a message takes beyond a short one; a call of both, None at the target.
@@ -287,9 +287,9 @@ class PairProbe:
                 return PairLink(source, target, round_trip_s / 2, length / taken_s, settled)
             length *= _GROWTH
 
-    def everyones(self, mine: Sequence[float]) -> list[list[float]]:
+    def everyones(self, own: Sequence[float]) -> list[list[float]]:
         """What each rank says, by rank; nobody has it before all are here."""
-        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        row = torch.tensor(own, dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         dist.all_gather(rows, row, group=self._group)
         return [other.tolist() for other in rows]

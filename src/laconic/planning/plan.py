@@ -202,17 +202,17 @@ class OwnSteps:
             return tried
         order = sorted(foretold.rows, key=lambda row: row.scheme != "bf16")  # stable: the soonest first
         for row in order:
-            asked = candidate(row.scheme)
-            if asked.scheme.of_what != "gradients" or asked.accumulate > 1:
+            each = candidate(row.scheme)
+            if each.scheme.of_what != "gradients" or each.accumulate > 1:
                 continue
             expected_s = (_FIRST_STEPS + _LEAST_TRIED) * row.step_ms / 1e3
             if slowest(self._transport, time.perf_counter() + expected_s - until) < 0:
-                tried[asked] = self._try(asked.scheme.exchanged, row.step_ms / 1e3)
-        for asked, _ in foretold.measured.rehearsals:
-            once = Candidate(asked.scheme)
-            if asked.accumulate > 1 and once in tried:
-                alone_s = (asked.accumulate - 1) * foretold.measured.compute.alone_s
-                tried[asked] = (alone_s + tried[once]) / asked.accumulate
+                tried[each] = self._try(each.scheme.exchanged, row.step_ms / 1e3)
+        for each, _ in foretold.measured.rehearsals:
+            once = Candidate(each.scheme)
+            if each.accumulate > 1 and once in tried:
+                alone_s = (each.accumulate - 1) * foretold.measured.compute.alone_s
+                tried[each] = (alone_s + tried[once]) / each.accumulate
         return tried
 
     def _try(self, scheme: Scheme, expected_s: float) -> float:
@@ -287,9 +287,9 @@ class OwnSteps:
             buckets.append((layout, torch.cat(parts)))
         return buckets
 
-    def _everyone(self, mine: Sequence[float]) -> list[list[float]]:
+    def _everyone(self, own: Sequence[float]) -> list[list[float]]:
         """By step, the seconds of each worker."""
-        card = torch.tensor(mine, dtype=torch.float64).view(torch.uint8)
+        card = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
         rows: Tensor = self._transport.tell_all(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
         return by_step

@@ -50,10 +50,10 @@ class Rehearsal:
         """What this worker's own cores or device do."""
         return self.choose_s + self.apply_s
 
-    def on(self, here: LinkCosts, there: LinkCosts) -> "Rehearsal":
+    def on(self, here: LinkCosts, elsewhere: LinkCosts) -> "Rehearsal":
         """The same exchange over other links: what was waited for beyond bytes and latency stays."""
         old = here.sums if self.adds else here.frames
-        new = there.sums if self.adds else there.frames
+        new = elsewhere.sums if self.adds else elsewhere.frames
         rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.messages))
         return replace(
             self,

@@ -166,13 +166,13 @@ def _timed(
 ) -> tuple[dict[str, float], float, Messages]:
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
     session = Session(scheme, transport, undoes=True)
-    found: list[dict[str, float]] = []
+    phases: list[dict[str, float]] = []
     sent: list[Counter[str]] = []  # bytes by kind
     messages: list[Counter[str]] = []
     begun = time.perf_counter()
     for _ in range(_WARM_UP + _REPEATS):
-        if len(found) > 1:
-            too_long_s = max(sum(found[-1].values()) - _LONG_S, time.perf_counter() - begun - most_s)
+        if len(phases) > 1:
+            too_long_s = max(sum(phases[-1].values()) - _LONG_S, time.perf_counter() - begun - most_s)
             if slowest(transport, too_long_s) > 0:
                 break
         bytes_before, messages_before = left_so_far(transport)
@@ -191,12 +191,12 @@ def _timed(
         seconds = time.perf_counter() - start
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
-        found.append(spent)
+        phases.append(spent)
         bytes_after, messages_after = left_so_far(transport)
         sent.append(bytes_after - bytes_before)
         messages.append(messages_after - messages_before)
-    settled = slice(min(_WARM_UP, len(found) - 1), None)
-    medians = {phase: statistics.median(spent[phase] for spent in found[settled]) for phase in PHASES}
+    settled = slice(min(_WARM_UP, len(phases) - 1), None)
+    medians = {phase: statistics.median(spent[phase] for spent in phases[settled]) for phase in PHASES}
     return (
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
         statistics.fmean(each.total() for each in sent[settled]),
