@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels import RESIDUE_BLOCK, end_to_end
+from laconic.kernels import MODULO_BLOCK, end_to_end
 from laconic.quantize.quantizers import Quantizer
 from laconic.wire import ValueCode
 
@@ -87,13 +87,13 @@ class ModuloCode(ValueCode):
     def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
         """Encode finite float32 values."""
         steps = steps_of(exponents).to(values.device)
-        codes, sums = kernels.encode_residues(values, steps, offset, self.bits)
+        codes, sums = kernels.encode_modulo(values, steps, offset, self.bits)
         return Told(exponents, sums, codes, offset)
 
     def compare(self, values: Tensor, message: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
         """(move to the middle, in `out`: (theirs - values)/2 but for rounding and cut; reply for the peer)."""
         steps = steps_of(message.exponents).to(values.device)
-        move, codes, peaks = kernels.compare_residues(
+        move, codes, peaks = kernels.compare_modulo(
             values, message.codes, message.sums, steps, message.offset, self.bits, out=out
         )
         return move, Compared(peaks, codes, message.offset)
@@ -126,7 +126,7 @@ class Difference(ValueCode):
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) + -(-count // 8) * self.bits
 
-    def way(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
+    def move(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
         """The requester's move to the middle, in `out`: the opposite of its peer's, to the last bit."""
         steps = steps_of(exponents).to(out.device)
         return kernels.decode_differences(compared.codes, steps, out.numel(), self.bits, out=out)
@@ -148,7 +148,7 @@ def is_modulo_code(quantize: Quantizer | ModuloCode) -> TypeIs[ModuloCode]:
 
 def num_blocks(count: int) -> int:
     """The number of steps for so many values."""
-    return -(-count // RESIDUE_BLOCK)
+    return -(-count // MODULO_BLOCK)
 
 
 # By numpy, on the host: on the few steps of a small model torch takes four times as long.

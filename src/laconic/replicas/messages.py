@@ -228,9 +228,9 @@ class ModuloMessages(MessageWriter):
     the model is. An update lies in a vector of the writer's own, until it makes the next.
     """
 
-    def __init__(self, vector: ModelVector, residue: ModuloCode, seed: int, rank: int) -> None:
+    def __init__(self, vector: ModelVector, code: ModuloCode, seed: int, rank: int) -> None:
         super().__init__(vector)
-        self._residue = residue
+        self._code = code
         self._draw = (seed, rank)
         self._num_requests = 0
         self.last = vector.read()
@@ -238,8 +238,8 @@ class ModuloMessages(MessageWriter):
         self._free: list[list[Tensor]] = [[] for _ in sizes]  # vectors for the values of requests, while not in use
         self._values, self._update = (vector.empty(max(sizes)) for _ in range(2))  # of the exchange at hand
         self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
-        self._request_shapes = [CodesShape(n, n, 0, residue) for n in sizes]
-        self._reply_shapes = [CodesShape(n, n, 0, residue.answer) for n in sizes]
+        self._request_shapes = [CodesShape(n, n, 0, code) for n in sizes]
+        self._reply_shapes = [CodesShape(n, n, 0, code.answer) for n in sizes]
 
     def subset(self, groups: Sequence[int]) -> Subset:
         (k,) = groups
@@ -250,8 +250,8 @@ class ModuloMessages(MessageWriter):
         """A request about a group; its frame names it, where a session's would name a bucket."""
         (k,) = subset.groups
         self._num_requests += 1
-        codes = self._residue.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_requests))
-        frame = self._request_shapes[k].write(None, *self._residue.write(codes), step=0, bucket=k)
+        codes = self._code.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_requests))
+        frame = self._request_shapes[k].write(None, *self._code.write(codes), step=0, bucket=k)
         return Request(subset, values, frame, codes)
 
     def _exponents(self, k: int, values: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class ModuloMessages(MessageWriter):
         expected = np.maximum(
             np.float32(_CHANGE_WEIGHT) * change, np.where(reach > 0, reach, np.float32(_FIRST_SHARE) * size)
         )
-        steps = np.maximum(np.float32(_MARGIN / self._residue.half_range) * expected, np.float32(_FINEST_SHARE) * size)
+        steps = np.maximum(np.float32(_MARGIN / self._code.half_range) * expected, np.float32(_FINEST_SHARE) * size)
         return exponents_for(torch.from_numpy(steps))
 
     def request_bytes(self, groups: Sequence[int]) -> int:
@@ -276,7 +276,7 @@ class ModuloMessages(MessageWriter):
             raise FrameError(f"rank {peer} asked about part {k} of {len(self._request_shapes)}")
         size = self._vector.groups[k].num_entries
         subset = Subset(self._vector, [k], self._values[:size])
-        received = self._residue.read(*_written(self._request_shapes[k], message, k, peer), subset.num_entries)
+        received = self._code.read(*_written(self._request_shapes[k], message, k, peer), subset.num_entries)
         if not 0 <= received.offset < 1:
             raise FrameError(f"rank {peer} sent an offset of {received.offset}, not one in [0, 1)")
         return subset, received
@@ -285,19 +285,19 @@ class ModuloMessages(MessageWriter):
         (k,) = subset.groups
         if not kernels.all_finite(values):
             return self._reply_shapes[k].write_overflow(values.device, step=0, bucket=k), None
-        update, compared = self._residue.compare(values, received, out=self._update[: values.numel()])
+        update, compared = self._code.compare(values, received, out=self._update[: values.numel()])
         self._learn_(k, compared.peaks, received.exponents, values, update)
-        frame = self._reply_shapes[k].write(None, *self._residue.answer.write(compared), step=0, bucket=k)
+        frame = self._reply_shapes[k].write(None, *self._code.answer.write(compared), step=0, bucket=k)
         return frame, update
 
     def finish_(self, request: Request, reply: Tensor, peer: int) -> Tensor:
         subset, values, _, codes = request
         (k,) = subset.groups
-        reply_code = self._residue.answer
+        reply_code = self._code.answer
         compared = reply_code.read(*_written(self._reply_shapes[k], reply, k, peer), subset.num_entries)
         if compared.offset != codes.offset:
             raise FrameError(f"rank {peer} answered another request")
-        update = reply_code.way(compared, codes.exponents, out=self._update[: subset.num_entries])
+        update = reply_code.move(compared, codes.exponents, out=self._update[: subset.num_entries])
         self._learn_(k, compared.peaks, codes.exponents, values, update)
         if values is subset.out:
             self._free[k].append(values)
@@ -310,7 +310,7 @@ class ModuloMessages(MessageWriter):
     def _learn_(self, k: int, peaks: Tensor, exponents: Tensor, values: Tensor, update: Tensor) -> None:
         away = peaks.cpu().numpy().astype(np.float32)
         steps = steps_of(exponents).numpy()
-        seen = np.where(away < 0, np.float32(2 * self._residue.half_range / _MARGIN), away + np.float32(0.5)) * steps
+        seen = np.where(away < 0, np.float32(2 * self._code.half_range / _MARGIN), away + np.float32(0.5)) * steps
         self.reach[k] = torch.from_numpy(np.maximum(seen, np.float32(_FADE) * self.reach[k].numpy()))
         kernels.join_(self._last(k), [values], update)
 
