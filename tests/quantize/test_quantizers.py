@@ -50,7 +50,7 @@ def test_remainders_are_read_as_they_were_written_and_unbiased(count: int) -> No
     exponents = exponents_for(torch.full((num_blocks(count),), 0.011))
     total = torch.zeros(count)
     for turn in range(200):
-        told = quantize.tell(y, exponents, turn / 200)
+        told = quantize.encode(y, exponents, turn / 200)
         codes, scale = quantize.write(told)
         assert codes.numel() == quantize.num_bytes(count)
         way, compared = quantize.compare(x, quantize.read(codes, scale, count), out=torch.empty(count))

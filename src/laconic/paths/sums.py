@@ -191,7 +191,6 @@ class IntegerSum(Path):
         return kernels.unpack_lanes(agreed, largest.numel(), bits)
 
     def _read(self, words: Tensor, count: int, step: Tensor, steps: Steps) -> Tensor:
-        """What codes are worth."""
         return kernels.unpack_scale(words, count, self.carrier.lane_bits, step, steps.group)
 
     def _average(self, work: Work, rows: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class AutoSession(SavedTogether):
         return DdpAdapter(named, parse(text).exchanged, self.transport, self.everyone, self._device, **options)
 
     def _begin(self) -> None:
-        """Count steps anew."""
         self._steps = 0
         self._arrivals: list[float] = []  # of this step's buckets, since the last step's gradient was there
         self._arrivals_by_step: list[list[float]] = []

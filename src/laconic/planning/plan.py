@@ -216,7 +216,6 @@ class OwnSteps:
         return tried
 
     def _try(self, scheme: Scheme, expected_s: float) -> float:
-        """Seconds of a step under a scheme."""
         assert isinstance(self._model, DistributedDataParallel)
         named = {name: p for p, name in self._names.items()}
         everyone = Everyone(self._model.process_group)

@@ -32,7 +32,7 @@ _STEPS = np.array(
 
 
 @dataclass(frozen=True)
-class Told:
+class Encoded:
     """The message of a worker about its values: their modulo codes, and what those were made with."""
 
     exponents: Tensor  # int8, of each block's step, on any device
@@ -84,13 +84,13 @@ class ModuloCode(ValueCode):
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) * (1 + _SUM_BYTES) + -(-count // 8) * self.bits
 
-    def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
+    def encode(self, values: Tensor, exponents: Tensor, offset: float) -> Encoded:
         """Encode finite float32 values."""
         steps = steps_of(exponents).to(values.device)
         codes, sums = kernels.encode_modulo(values, steps, offset, self.bits)
-        return Told(exponents, sums, codes, offset)
+        return Encoded(exponents, sums, codes, offset)
 
-    def compare(self, values: Tensor, message: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
+    def compare(self, values: Tensor, message: Encoded, *, out: Tensor) -> tuple[Tensor, Compared]:
         """(move to the middle, in `out`: (theirs - values)/2 but for rounding and cut; reply for the peer)."""
         steps = steps_of(message.exponents).to(values.device)
         move, codes, peaks = kernels.compare_modulo(
@@ -98,15 +98,15 @@ class ModuloCode(ValueCode):
         )
         return move, Compared(peaks, codes, message.offset)
 
-    def write(self, message: Told) -> tuple[Tensor, Tensor]:
+    def write(self, message: Encoded) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
         return _written(message.offset, message.exponents, message.sums, message.codes)
 
-    def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
+    def read(self, codes: Tensor, scale: Tensor, count: int) -> Encoded:
         """The inverse; any codes are those of some values."""
         blocks = num_blocks(count)
         exponents, sums, rest = torch.split(codes, [blocks, _SUM_BYTES * blocks, -(-count // 8) * self.bits])
-        return Told(
+        return Encoded(
             exponents.view(torch.int8),
             sums.clone().view(torch.int32),  # a sum may begin anywhere, its word may not
             rest.contiguous(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.kernels import end_to_end, half_way, hash_64
-from laconic.quantize import ModuloCode, Quantizer, Told, exponents_for, num_blocks, steps_of
+from laconic.quantize import Encoded, ModuloCode, Quantizer, exponents_for, num_blocks, steps_of
 from laconic.replicas.vector import EntrySubset, ModelVector, Subset
 from laconic.select import Chooser
 from laconic.wire import CodesShape, Contents, FrameShape, bucket_of
@@ -250,7 +250,7 @@ class ModuloMessages(MessageWriter):
         """A request about a group; its frame names it, where a session's would name a bucket."""
         (k,) = subset.groups
         self._num_requests += 1
-        codes = self._code.tell(values, self._exponents(k, values), _offset_of(*self._draw, self._num_requests))
+        codes = self._code.encode(values, self._exponents(k, values), _offset_of(*self._draw, self._num_requests))
         frame = self._request_shapes[k].write(None, *self._code.write(codes), step=0, bucket=k)
         return Request(subset, values, frame, codes)
 
@@ -270,7 +270,7 @@ class ModuloMessages(MessageWriter):
     def reply_bytes(self, groups: Sequence[int]) -> int:
         return self._reply_shapes[groups[0]].num_bytes
 
-    def open(self, message: Tensor, peer: int) -> tuple[Subset, Told]:
+    def open(self, message: Tensor, peer: int) -> tuple[Subset, Encoded]:
         k = bucket_of(message)
         if not 0 <= k < len(self._request_shapes):
             raise FrameError(f"rank {peer} asked about part {k} of {len(self._request_shapes)}")
@@ -281,7 +281,7 @@ class ModuloMessages(MessageWriter):
             raise FrameError(f"rank {peer} sent an offset of {received.offset}, not one in [0, 1)")
         return subset, received
 
-    def reply_(self, subset: Subset, received: Told, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    def reply_(self, subset: Subset, received: Encoded, values: Tensor) -> tuple[Tensor, Tensor | None]:
         (k,) = subset.groups
         if not kernels.all_finite(values):
             return self._reply_shapes[k].write_overflow(values.device, step=0, bucket=k), None

@@ -129,7 +129,6 @@ class LowRank(Selector):
         return is_matrix and self._num_factors(span) < span.num_entries
 
     def _num_factors(self, span: Span) -> int:
-        """The numbers in both factors of a matrix."""
         return self.rank * (span.shape[0] + span.num_entries // span.shape[0])
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:

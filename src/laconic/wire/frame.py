@@ -247,7 +247,6 @@ class FrameShape(CodesShape):
         return positions, values
 
     def _values_of(self, frames: Tensor) -> Tensor:
-        """In rows by rank."""
         codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
         scales = frames.view(torch.int32)[:, _SCALE].view(torch.float32)
         return self.quantize.decode_rows(codes, scales)[:, : self.num_fixed + self.k].contiguous()
