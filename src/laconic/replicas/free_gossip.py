@@ -122,7 +122,7 @@ class FreeGossip(GossipPolicy):
                 received = reply.to(self.vector.device)
                 with self._lock:
                     update = self.messages.finish_(request, received, peer)
-                    self.asked += 1
+                    self.num_asked += 1
                     self._note_update_(request.subset, update)
                     self._wait_budget.note_exchanged_(time.monotonic() - since)
         except FrameError as error:

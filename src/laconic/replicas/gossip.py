@@ -94,7 +94,7 @@ class GossipPolicy(Policy):
         self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
-        self.asked = self.answered = self.refused = self.late = 0
+        self.num_asked = self.answered = self.refused = self.late = 0
 
     @property
     def _lr(self) -> float:
@@ -148,7 +148,7 @@ class GossipPolicy(Policy):
             "bytes_in": traffic.bytes_in,
             "by_kind": traffic.copy(),
             "passes": self.tracker.passes / max(1, num_steps),
-            "asked": self.asked,
+            "asked": self.num_asked,
             "answered": self.answered,
             "refused": self.refused,
             "late": self.late,
@@ -213,7 +213,7 @@ class MatchedGossip(GossipPolicy):
         self.tracker.note_sent_(subset.num_entries)
         self._pending.add_(subset, update)
         self.move_()
-        self.asked += asks
+        self.num_asked += asks
         self.answered += not asks
 
     def _ask(self, groups: list[int], partner: int) -> tuple[Subset, Tensor]:
