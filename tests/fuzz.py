@@ -39,9 +39,7 @@ from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
 from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
-from laconic.replicas.entry_messages import EntryMessages
-from laconic.replicas.messages import GroupMessages, MessageWriter
-from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import Scheme
 from laconic.server.client import with_layout, without_layout

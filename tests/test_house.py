@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import laconic
+from check_names import banned_names
 
 SOURCE = Path(laconic.__file__).parent
 FLOORS = (
@@ -112,6 +113,10 @@ def test_the_library_logs_and_prints_nothing_but_in_its_commands() -> None:
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         printing = [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
         assert _room(path) == "cli" or not printing, f"{path} prints; log to a child of the logger laconic"
+
+
+def test_names_say_what_they_hold() -> None:
+    assert not [name for path in sorted(SOURCE.rglob("*.py")) for name in banned_names(path)]
 
 
 def test_public_names_are_sorted_and_exist() -> None:

@@ -38,7 +38,7 @@ def test_a_bucket_passes_its_points_in_order_and_handlers_end_with_their_block()
         for name in BUCKET_POINTS:
             stack.enter_context(at_fault_point(name, lambda bucket, name=name: passed.append(name)))
         in_process(1, _one_step)
-    assert list(dict.fromkeys(passed)) == BUCKET_POINTS and not fault_points._handlers
+    assert list(dict.fromkeys(passed)) == BUCKET_POINTS and not fault_points.armed
     in_process(1, _one_step)
     assert list(dict.fromkeys(passed)) == BUCKET_POINTS
 

@@ -1,6 +1,6 @@
 """Named places in a running worker at which a test may act; `laconic.testing` is their public face.
 
-The library calls `fault_point` there. Where no handler is set that is one look at an empty dictionary.
+The library calls `fault_point` there, if any is `armed`.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,21 +24,19 @@ FAULT_POINTS = {
     "server.round": "before a server receives a round",
     "connection.send": "before bytes leave; a handler returns those that are still to be sent (bytes, connection)",
 }
-_handlers: dict[str, list[Handler]] = {}
+armed: dict[str, list[Handler]] = {}  # the handlers of each place that has some
 
 
 def fault_point(name: str, *about: Any) -> None:
     """Call the handlers of a place."""
-    if _handlers:
-        for handler in _handlers.get(name, ()):
-            handler(*about)
+    for handler in armed.get(name, ()):
+        handler(*about)
 
 
 def through_fault_point(name: str, value: T, *about: Any) -> T:
     """The value, or what the handlers of a place make of it."""
-    if _handlers:
-        for handler in _handlers.get(name, ()):
-            value = handler(value, *about)
+    for handler in armed.get(name, ()):
+        value = handler(value, *about)
     return value
 
 
@@ -59,10 +57,10 @@ def at_fault_point(name: str, handler: Handler) -> Iterator[None]:
     """
     if name not in FAULT_POINTS:
         raise ValueError(f"no fault point is called {name!r}; give one of {', '.join(FAULT_POINTS)}")
-    _handlers.setdefault(name, []).append(handler)
+    armed.setdefault(name, []).append(handler)
     try:
         yield
     finally:
-        _handlers[name].remove(handler)
-        if not _handlers[name]:
-            del _handlers[name]
+        armed[name].remove(handler)
+        if not armed[name]:
+            del armed[name]

@@ -75,11 +75,8 @@ def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     Counters stay local, and so do buffers that are not part of the state or not finite, like a mask.
     """
     lasting = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in lasting and _is_averaged(buffer)}
-
-
-def _is_averaged(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.numel() > 0 and bool(buffer.isfinite().all())
+    floats = {name: b for name, b in model.named_buffers() if name in lasting and b.is_floating_point() and b.numel()}
+    return {name: buffer for name, buffer in floats.items() if bool(buffer.isfinite().all())}
 
 
 @dataclass

@@ -434,7 +434,6 @@ def _with_feedback(select: Selector, quantize: Any, exchange: Any, warmup: int) 
 
 
 def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str | Memory, warmup: int) -> Scheme:
-    """A scheme on random entries alone."""
     select = RandK(rho=rho, mode=mode, seed=seed)
     return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))
 

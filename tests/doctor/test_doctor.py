@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from laconic import cli
-from laconic.doctor import CHECKS, Finding, Seen, examine
+from laconic.doctor import CHECKS, Finding, Seen, examine, findings
 from laconic.doctor.examine import gather_all
 from laconic.doctor.facts import HostFacts, facts_here
 from laconic.errors import PeerError
 from laconic.planning import PairLink
-from laconic.planning.pairs import EchoTimes
+from laconic.planning.links import EchoTimes
 from laconic.transport import Interface, interfaces, own_group, world
 from laconic_lab.errors import LabError
 from laconic_lab.network import Host, Lab, LabSpec, Link, netlink, noted_signals, run
@@ -64,14 +64,10 @@ def _links(num_hosts: int, slow: Sequence[tuple[int, int]] = ()) -> tuple[PairLi
     return tuple(PairLink(*end, 1e-4, GBIT * (0.05 if end in slow else 0.9)) for end in ends)
 
 
-def found(what: Seen) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(what)]
-
-
 def test_nothing_is_found_where_all_is_well() -> None:
-    assert found(seen()) == [] and found(seen(2)) == []
-    assert found(Seen((HOST,))) == [], "one host alone"
-    assert found(Seen((replace(HOST, num_threads=2), replace(HOST, num_threads=2)))) == [], "two ranks of one host"
+    assert findings(seen()) == [] and findings(seen(2)) == []
+    assert findings(Seen((HOST,))) == [], "one host alone"
+    assert findings(Seen((replace(HOST, num_threads=2), replace(HOST, num_threads=2)))) == [], "two ranks of one host"
 
 
 SLOW_HOST = [(0, 1), (1, 0), (1, 2), (2, 1)]
@@ -118,28 +114,29 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_nothing_else(name: str) -> None:
     what, host, cure = FAULTS[name]
-    findings = found(what)
-    assert {name.startswith(finding.name) for finding in findings} == {True}, findings
-    assert findings[0].host == host and cure in findings[0].cure
-    assert all("\n" not in text for finding in findings for text in vars(finding).values())
+    reported = findings(what)
+    assert {name.startswith(finding.name) for finding in reported} == {True}, reported
+    assert reported[0].host == host and cure in reported[0].cure
+    assert all("\n" not in text for finding in reported for text in vars(finding).values())
 
 
 def test_each_check_has_a_fault_that_it_finds() -> None:
-    assert all(any(list(check(what)) for what, _, _ in FAULTS.values()) for check in CHECKS)
+    assert all(any(list(check(what)) for what, _, _ in FAULTS.values()) for check in CHECKS.values())
 
 
 def test_clocks_that_an_echo_cannot_tell_apart_are_no_finding() -> None:
-    assert found(replace(seen(), clocks={1: EchoTimes(0.09, 0.05, 0.045)})) == []
+    assert findings(replace(seen(), clocks={1: EchoTimes(0.09, 0.05, 0.045)})) == []
 
 
 def test_a_link_that_was_measured_too_shortly_for_tcp_is_no_finding() -> None:
     what = FAULTS["rate that the interface says"][0]
-    assert found(what) and found(replace(what, links=tuple(replace(link, settled=False) for link in what.links))) == []
+    unsettled = tuple(replace(link, settled=False) for link in what.links)
+    assert findings(what) and findings(replace(what, links=unsettled)) == []
 
 
 def test_facts_are_told_and_read_the_same() -> None:
     mine = facts_here(work=lambda: None)
-    assert HostFacts.from_dict(json.loads(json.dumps(mine.as_dict()))) == mine
+    assert HostFacts.from_dict(json.loads(json.dumps(asdict(mine)))) == mine
     assert mine.interfaces and "lo" in mine.interfaces and mine.num_cores > 0
 
 
@@ -255,8 +252,8 @@ def _found_in(
     with noted_signals() as signals:
         variables = {"OMP_NUM_THREADS": "1", **told, **(env or {})}
         assert run(lab, [sys.executable, "-c", ON_A_HOST], signals, marked=False, env=variables) == 0
-    findings = json.loads(capfd.readouterr().out.splitlines()[-1])
-    return [(finding["name"], finding["host"]) for finding in findings]
+    reported = json.loads(capfd.readouterr().out.splitlines()[-1])
+    return [(finding["name"], finding["host"]) for finding in reported]
 
 
 @needs_lab

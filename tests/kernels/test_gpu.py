@@ -20,11 +20,11 @@ from torch import Tensor
 
 from laconic import KernelError, kernels
 from laconic.kernels import reference
-from laconic.kernels.reference.selection import CALLS, KTH, MEAN, PASSES, new_search
+from laconic.kernels.contract import CALLS, KTH, MEAN, PASSES, new_search
 from tests.inputs import SIZES, thin_matrices, vectors
 from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, _usable_interpreter, interpreter, same, tl  # noqa: F401 - and its skip
 
-from laconic.kernels.gpu import launch, selection, withdraw_stages  # isort: skip - after the skip
+from laconic.kernels.gpu import launch, sparse, withdraw_stages  # isort: skip - after the skip
 
 gpu = kernels.module("gpu")
 LENGTHS = (1, 5000) if INTERPRETED else (*SIZES, 4096, 4097)
@@ -100,10 +100,10 @@ def test_arguments_are_checked() -> None:
 @pytest.mark.parametrize("num_programs", (5,))
 def test_programs_in_any_order(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"TILE": 128, "WORDS": 4, "SPAN": 64, "TURNS": 2, "_AT_HAND": 16}
-    for module in (selection, withdraw_stages):
+    for module in (sparse, withdraw_stages):
         for name in small.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, tl.constexpr(small[name]))
-    monkeypatch.setattr(selection, "num_resident", lambda *_: num_programs)
+    monkeypatch.setattr(sparse, "num_resident", lambda *_: num_programs)
     with programs_taking_turns():
         for name in ("normal", "ties", "large in one place", "nan and inf"):
             x = vectors(1700)[name]

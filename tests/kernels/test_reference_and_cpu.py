@@ -18,8 +18,8 @@ from torch import Tensor
 
 from laconic import KernelError, kernels
 from laconic.kernels import dispatch, key_of, reference
-from laconic.kernels.cpu import bits, library, low_rank, residues, rounding, selection, signs, sums
-from laconic.kernels.registry import DEFINITIONS, kernels_in
+from laconic.kernels.contract import DEFINITIONS, kernels_in
+from laconic.kernels.cpu import bits, library, low_rank, modulo, rounding, signs, sparse
 from laconic.select import SEARCHES
 from tests.inputs import SIZES, thin_matrices, vectors
 
@@ -34,7 +34,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, low_rank, residues, rounding, selection, signs, sums):
+    for module in (bits, low_rank, modulo, rounding, signs, sparse):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -132,7 +132,7 @@ def test_several_threads_give_the_bits_of_one(one_then_two_threads: tuple[int, i
 @needs_native
 @pytest.mark.parametrize("guess", [0.0, 0.5, 2.0, 1e30, float("inf")])
 def test_no_first_threshold_changes_the_result(guess: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_FROM_A_SAMPLE", guess)
+    monkeypatch.setattr(sparse, "_FROM_A_SAMPLE", guess)
     for name, x in vectors(100_001).items():
         for k in (1, 1000, 50_000):
             expected, balance, memory = x.clone(), x.clone(), search(x, k)
@@ -282,14 +282,14 @@ def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, 
     found = []
     for code in (reference, cpu):
         assert all(map(torch.equal, code.largest_changes(y, x), reference.largest_changes(y, x)))
-        codes, sums = code.encode_residues(y, steps, 0.375, bits)
+        codes, sums = code.encode_modulo(y, steps, 0.375, bits)
         assert codes.numel() == -(-n // 8) * bits
-        moves, told, peaks = code.compare_residues(x, codes, sums, steps, 0.375, bits)
+        moves, told, peaks = code.compare_modulo(x, codes, sums, steps, 0.375, bits)
         back = code.decode_differences(told, steps, n, bits - 1)
         assert torch.equal(back, -moves)  # the sum of x and y is unchanged, also where they are far apart
         room = torch.full((n,), torch.nan)
         assert code.decode_differences(told, steps, n, bits - 1, out=room) is room and torch.equal(room, back)
-        assert torch.equal(code.compare_residues(x, codes, sums, steps, 0.375, bits, out=room)[0], moves)
+        assert torch.equal(code.compare_modulo(x, codes, sums, steps, 0.375, bits, out=room)[0], moves)
         found.append((codes, sums, moves, told, peaks))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     missed = (peaks < 0).repeat_interleave(256)[:n]
@@ -302,10 +302,10 @@ def test_remainders_tell_what_lies_between_and_notice_where_they_cannot(n: int, 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_what_a_writer_left_after_the_last_code_is_not_read(bits: int, level: str) -> None:
     x = torch.zeros(13)
-    codes, sums = reference.encode_residues(x, torch.ones(1), 0.5, bits)
+    codes, sums = reference.encode_modulo(x, torch.ones(1), 0.5, bits)
     codes[-1] |= 0x80  # of the sixteenth lane
     for code in (reference, cpu):
-        _, _, peaks = code.compare_residues(x, codes, sums, torch.ones(1), 0.5, bits)
+        _, _, peaks = code.compare_modulo(x, codes, sums, torch.ones(1), 0.5, bits)
         assert peaks.tolist() == [0]
 
 
@@ -316,8 +316,8 @@ def test_models_that_only_seem_alike_are_found_out(bits: int, level: str) -> Non
     opposite[3], opposite[131] = wrap, -wrap  # whose remainders are those of zero, like the others'
     for y in (opposite, uniform, beyond, x - 2.0**16):
         for code in (reference, cpu):
-            told = code.encode_residues(y, torch.ones(1), 0.5, bits)
-            moves, differences, peaks = code.compare_residues(x, *told, torch.ones(1), 0.5, bits)
+            told = code.encode_modulo(y, torch.ones(1), 0.5, bits)
+            moves, differences, peaks = code.compare_modulo(x, *told, torch.ones(1), 0.5, bits)
             assert peaks.tolist() == [-1] and not moves.any() and not differences.any()
 
 

@@ -32,8 +32,8 @@ from laconic.planning import (
     predict,
 )
 from laconic.planning import candidates as room
-from laconic.planning.own_steps import _ALONE_S, _numbers
-from laconic.planning.pairs import PairLink
+from laconic.planning.links import PairLink
+from laconic.planning.plan import _ALONE_S, _numbers
 from laconic.planning.rehearsal import _messages
 from laconic_lab.train import Job
 from laconic_lab.train.planning import factor_of, probe

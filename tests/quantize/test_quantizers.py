@@ -50,14 +50,14 @@ def test_remainders_are_read_as_they_were_written_and_unbiased(count: int) -> No
     exponents = exponents_for(torch.full((num_blocks(count),), 0.011))
     total = torch.zeros(count)
     for turn in range(200):
-        told = quantize.tell(y, exponents, turn / 200)
+        told = quantize.encode(y, exponents, turn / 200)
         codes, scale = quantize.write(told)
         assert codes.numel() == quantize.num_bytes(count)
         way, compared = quantize.compare(x, quantize.read(codes, scale, count), out=torch.empty(count))
         assert bool((compared.peaks >= 0).all())
         codes, scale = quantize.answer.write(compared)
         assert codes.numel() == quantize.answer.num_bytes(count)
-        back = quantize.answer.way(quantize.answer.read(codes, scale, count), exponents, out=torch.empty(count))
+        back = quantize.answer.move(quantize.answer.read(codes, scale, count), exponents, out=torch.empty(count))
         assert torch.equal(back, -way)
         total += way
     torch.testing.assert_close(total / 200, (y - x) / 2, atol=2e-4, rtol=0)

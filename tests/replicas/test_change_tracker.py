@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from laconic.replicas.change_tracker import ChangeTracker
-from laconic.replicas.pending import Subset
-from laconic.replicas.vector import ModelVector
+from laconic.replicas.vector import ModelVector, Subset
 from laconic.trigger import Change, EveryStep, GossipTrigger, Period, TargetRate
 from tests.gossiping import Small
 

@@ -12,9 +12,7 @@ from torch import nn
 from laconic import GossipScheme, layout, parse
 from laconic.errors import FrameError
 from laconic.quantize import BF16, ModuloCode, is_modulo_code, steps_of
-from laconic.replicas.entry_messages import EntryMessages
-from laconic.replicas.messages import GroupMessages, MessageWriter, refusal
-from laconic.replicas.modulo_messages import ModuloMessages
+from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages, refusal
 from laconic.replicas.vector import ModelVector
 from laconic.transport import QUESTION_HEAD_BYTES
 from laconic.wire import CodesShape, FrameShape

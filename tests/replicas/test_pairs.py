@@ -8,8 +8,8 @@ from itertools import combinations, permutations
 
 import pytest
 
-from laconic.planning import PairLink, pairs
-from laconic.planning.pairs import _rounds, _some_pairs, measure_pairs
+from laconic.planning import PairLink, links
+from laconic.planning.links import _rounds, _some_pairs, measure_pairs
 from laconic.transport import world
 from laconic_lab.errors import LabError
 from laconic_lab.network import Lab, LabSpec, Link, netlink, noted_signals, run
@@ -25,7 +25,7 @@ ON_A_HOST = """
 import json, os
 import torch.distributed as dist
 from dataclasses import astuple
-from laconic.planning.pairs import measure_pairs
+from laconic.planning.links import measure_pairs
 from laconic.transport import world
 os.environ.update(RANK=os.environ["LACONIC_HOST"], WORLD_SIZE=os.environ["LACONIC_HOSTS"])
 dist.init_process_group("gloo")
@@ -39,8 +39,8 @@ os._exit(0)
 
 def _measured(seconds: float) -> tuple[PairLink, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "_MOST_BYTES", 4 * pairs._FIRST_BYTES)
-        patch.setattr(pairs, "_PAIRS_S", seconds)
+        patch.setattr(links, "_MOST_BYTES", 4 * links._FIRST_BYTES)
+        patch.setattr(links, "_PAIRS_S", seconds)
         return measure_pairs(world())
 
 

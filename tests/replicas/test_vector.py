@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laconic.replicas.pending import PendingUpdate, Subset
-from laconic.replicas.vector import ModelVector
+from laconic.replicas.vector import ModelVector, PendingUpdate, Subset
 from tests.gossiping import Small
 
 

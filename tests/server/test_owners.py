@@ -17,7 +17,6 @@ from laconic import FrameError, Session
 from laconic.exchange import Server, Shares
 from laconic.exchange import shares as shares_module
 from laconic.layout import Bucket, Layout
-from laconic.memory import Ledger
 from laconic.paths import PhaseClock, path_for
 from laconic.paths.push_pull import PushPull
 from laconic.quantize import Sign, Trits
@@ -344,7 +343,7 @@ def test_overlap_cuts_at_three_times_rho_unless_told_otherwise() -> None:
 def _bytes_down(text: str, layout: Layout, num_workers: int) -> int:
     """What one server answers, foretold."""
     scheme = made(text)
-    path = path_for(scheme, silent_end(num_workers, num_servers=1), PhaseClock(), Ledger(scheme.memory))
+    path = path_for(scheme, silent_end(num_workers, num_servers=1), PhaseClock(), scheme.memory.ledger())
     assert isinstance(path, PushPull)
     return path.up_and_down(layout)[1]
 

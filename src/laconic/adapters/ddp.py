@@ -289,17 +289,17 @@ class DdpAdapter(SavedTogether):
         num_workers = self.transport.num_workers
         here = bytes_out(scheme, self._model, num_workers)
         dense = ring_bytes(2 * self._model.num_entries, num_workers)
-        found = []
+        remarks = []
         if not scheme.exchange.adds_in_flight and here > 1.02 * dense:  # headers aside
             cure = "bf16, or a smaller rho" if scheme.has_owners else "bf16, a smaller rho, or a server"
-            found.append(
+            remarks.append(
                 f"{scheme} sends {here / dense:.1f} times the bytes of a bf16 all-reduce among {num_workers} workers; "
                 f"use {cure}"
             )
         slower = None if self._on_host else kernels.missing(self._device)
         if slower is not None:
-            found.append(slower)
-        return found
+            remarks.append(slower)
+        return remarks
 
     @property
     def error(self) -> BaseException | None:

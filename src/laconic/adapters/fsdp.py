@@ -57,8 +57,8 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """Where shards of gradients are; offloaded parameters are elsewhere."""
-        found: torch.device = self._group.device
-        return found
+        device: torch.device = self._group.device
+        return device
 
     @property
     def is_last_backward(self) -> bool:
@@ -266,11 +266,11 @@ class FsdpAdapter(SavedTogether):
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         states = [saved] if isinstance(saved, Mapping) else saved
         here = self._shards.rank(), self._shards.size()
-        mine = [state for state in states if (state.get("shard"), state.get("num_shards")) == here]
-        if not mine:
+        own = [state for state in states if (state.get("shard"), state.get("num_shards")) == here]
+        if not own:
             raise StateError(f"none of these states is of shard {here[0]} of {here[1]}; load what this rank saved")
-        check_names(mine, {name for unit in self._units for name in unit.names.values()})
-        self.session.load_state_dict(mine)
+        check_names(own, {name for unit in self._units for name in unit.names.values()})
+        self.session.load_state_dict(own)
 
     def close(self) -> None:
         """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""

@@ -39,7 +39,7 @@ class TorchHookSession(SavedTogether):
         self._steps = 0
         self._seconds = 0.0  # during which at least one bucket was under way
         self._last_end = 0.0
-        self._heard: list[Tensor] = []  # in this step
+        self._received: list[Tensor] = []  # in this step
         self._step_is_whole = True
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
@@ -63,7 +63,7 @@ class TorchHookSession(SavedTogether):
         self._num_entries += bucket.buffer().numel()
         self._steps += bucket.is_last()
         if self._step_is_whole:
-            self._heard = []
+            self._received = []
         self._step_is_whole = bucket.is_last()
         since = time.perf_counter()
         if self._power is not None:
@@ -78,12 +78,12 @@ class TorchHookSession(SavedTogether):
             now = time.perf_counter()
             self._seconds += now - max(since, self._last_end)
             self._last_end = now
-            self._heard.append(value)
+            self._received.append(value)
         return value
 
     @property
     def last_step_finite(self) -> bool:
-        return all(map(kernels.all_finite, self._heard))
+        return all(map(kernels.all_finite, self._received))
 
     def check_replicas_(self) -> None:
         """Nothing: what PyTorch's hook makes of gradients is PyTorch's."""

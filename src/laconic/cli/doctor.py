@@ -15,7 +15,7 @@ from laconic.errors import PeerError
 if TYPE_CHECKING:
     from laconic.doctor import Finding
 
-FOUND, _FAILED = 1, 2
+_STRICT, _FAILED = 1, 2
 _TIMEOUT_S = 60  # after which a rank that waits for another gives up
 
 
@@ -82,4 +82,4 @@ def _print(findings: Sequence[Finding], arguments: argparse.Namespace, looked_at
 
 
 def _code(findings: Sequence[Finding], arguments: argparse.Namespace) -> int:
-    return FOUND if findings and arguments.strict else 0
+    return _STRICT if findings and arguments.strict else 0

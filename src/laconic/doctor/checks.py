@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from laconic.doctor.facts import HostFacts
-from laconic.planning import PairLink
-from laconic.planning.pairs import EchoTimes
+from laconic.planning import EchoTimes, PairLink
 from laconic.transport import Interface
 
 _USUAL_MTU = 1500
@@ -78,31 +77,23 @@ class Seen:
         return f"{self.facts[pair.source].host} to {self.facts[pair.target].host}"
 
 
-def interface(seen: Seen) -> Iterator[Finding]:
+Reports = Iterator[tuple[str, str, str, str]]  # of a check: the fields of a finding after its name
+
+
+def interface(seen: Seen) -> Reports:
     """Gloo uses another interface than the one that joins the hosts."""
     for facts in seen.hosts:
+        used, towards = facts.used, facts.towards
         named = facts.asked_interface.split(",")[0]
         if named and facts.interfaces and named not in facts.interfaces:
-            names = ", ".join(facts.interfaces)
-            yield Finding(
-                "interface",
-                facts.host,
-                f"GLOO_SOCKET_IFNAME={named}, which is not there",
-                f"one of {names}",
-                _name_it(facts.towards),
-            )
-        elif _differ(facts.used, facts.towards) and (named or len(seen.hosts) > 1):
-            assert facts.used and facts.towards
-            yield Finding(
-                "interface",
-                facts.host,
-                f"Gloo uses {facts.used.name} ({facts.used.address})",
-                f"{facts.towards.name} ({facts.towards.address}), by which the other hosts are reached",
-                _name_it(facts.towards),
-            )
+            measured = f"GLOO_SOCKET_IFNAME={named}, which is not there"
+            yield facts.host, measured, f"one of {', '.join(facts.interfaces)}", _name_it(towards)
+        elif used and towards and _differ(used, towards) and (named or len(seen.hosts) > 1):
+            expected = f"{towards.name} ({towards.address}), by which the other hosts are reached"
+            yield facts.host, f"Gloo uses {used.name} ({used.address})", expected, _name_it(towards)
 
 
-def tunnel_or_bridge(seen: Seen) -> Iterator[Finding]:
+def tunnel_or_bridge(seen: Seen) -> Reports:
     """A tunnel or a container's bridge lies between the hosts."""
     for facts in seen.hosts:
         if facts.used is None or not (between := _between(facts.used)):
@@ -111,169 +102,138 @@ def tunnel_or_bridge(seen: Seen) -> Iterator[Finding]:
             "tunnel": "use the interface below it where the network may be trusted; its cipher and headers cost",
             "bridge": "give containers the host's network (docker run --network=host), and name its interface",
         }[between]
-        yield Finding(
-            "tunnel or bridge",
-            facts.host,
-            f"{facts.used.name} is a {between} ({facts.used.kind or 'by its name'})",
-            "a device of the host",
-            cure,
-        )
+        measured = f"{facts.used.name} is a {between} ({facts.used.kind or 'by its name'})"
+        yield facts.host, measured, "a device of the host", cure
 
 
-def rate(seen: Seen) -> Iterator[Finding]:
+def rate(seen: Seen) -> Reports:
     """A link carries much less than it is said to."""
+    cure = "look for other traffic, a shaper, a half-duplex port or a cable (ethtool); many streams may do more"
     for pair in seen.pairs:
         nominal = seen.nominal(pair)
         if nominal is not None and 8 * pair.bytes_per_s < _TOO_SLOW * nominal:
-            yield Finding(
-                "rate",
-                seen.ends(pair),
-                _bits(8 * pair.bytes_per_s),
-                f"{_bits(nominal)} nominal",
-                "look for other traffic, a shaper, a half-duplex port or a cable (ethtool); many streams may do more",
-            )
+            yield seen.ends(pair), _bits(8 * pair.bytes_per_s), f"{_bits(nominal)} nominal", cure
 
 
-def slow_link(seen: Seen) -> Iterator[Finding]:
+def slow_link(seen: Seen) -> Reports:
     """The links of one host, or one way of a link, are much slower than the others."""
     if len(seen.pairs) == 2:
         slower, faster = sorted(seen.pairs, key=lambda pair: pair.bytes_per_s)
         if slower.bytes_per_s < _TOO_SLOW * faster.bytes_per_s:
             measured, other = _bits(8 * slower.bytes_per_s), _bits(8 * faster.bytes_per_s)
             cure = "look at what shapes or fills that way alone (a firewall, an upload limit)"
-            yield Finding("slow link", seen.ends(slower), measured, f"{other}, as the other way", cure)
+            yield seen.ends(slower), measured, f"{other}, as the other way", cure
         return
+    cure = "look at its cable, port and interface, or leave it out: all wait for it"
     for rank in seen.leaders:
         own = [8 * pair.bytes_per_s for pair in seen.pairs if rank in (pair.source, pair.target)]
         others = [8 * pair.bytes_per_s for pair in seen.pairs if rank not in (pair.source, pair.target)]
         if own and others and statistics.median(own) < _TOO_SLOW * statistics.median(others):
-            yield Finding(
-                "slow link",
-                seen.facts[rank].host,
-                _bits(statistics.median(own)),
-                f"{_bits(statistics.median(others))}, as between the others",
-                "look at its cable, port and interface, or leave it out: all wait for it",
-            )
+            expected = f"{_bits(statistics.median(others))}, as between the others"
+            yield seen.facts[rank].host, _bits(statistics.median(own)), expected, cure
 
 
-def mtu(seen: Seen) -> Iterator[Finding]:
+def mtu(seen: Seen) -> Reports:
     """Packets must be shorter than usual, or than another host's, or get lost on the way."""
     used = [(facts.host, facts.used.mtu) for facts in seen.hosts if facts.used and facts.used.mtu]
     most = max((size for _, size in used), default=0)
     for host, size in used:
         if size < most:
-            yield Finding("MTU", host, f"{size}", f"{most}, as elsewhere", f"set it to one value on all hosts, {size}")
+            yield host, f"{size}", f"{most}, as elsewhere", f"set it to one value on all hosts, {size}"
         elif size < _USUAL_MTU:
             cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
-            yield Finding("MTU", host, f"{size}", f"{_USUAL_MTU}", cure)
+            yield host, f"{size}", f"{_USUAL_MTU}", cure
     for source, target, size in seen.narrow_paths:
         path = f"{seen.facts[source].host} to {seen.facts[target].host}"
         cure = "lower the MTU of the interface to what the way takes, or raise that of the switch or tunnel"
-        yield Finding("MTU", path, f"packets of {size} bytes get lost", "they arrive as short ones do", cure)
+        yield path, f"packets of {size} bytes get lost", "they arrive as short ones do", cure
 
 
-def congestion_control(seen: Seen) -> Iterator[Finding]:
+def congestion_control(seen: Seen) -> Reports:
     """TCP sends at a pace that connections which take turns do not let it find."""
+    expected = "cubic: connections to peers take turns, and BBR goes on at the pace of each one's last"
+    cure = "sysctl -w net.ipv4.tcp_congestion_control=cubic, unless packets get lost on the way"
     for facts in seen.hosts if len(seen.hosts) > 1 else ():
         if facts.congestion_control.startswith("bbr"):
-            yield Finding(
-                "congestion control",
-                facts.host,
-                facts.congestion_control,
-                "cubic: connections to peers take turns, and BBR goes on at the pace of each one's last",
-                "sysctl -w net.ipv4.tcp_congestion_control=cubic, unless packets get lost on the way",
-            )
+            yield facts.host, facts.congestion_control, expected, cure
 
 
-def slow_host(seen: Seen) -> Iterator[Finding]:
+def slow_host(seen: Seen) -> Reports:
     """One host computes more slowly than the others."""
+    cure = "see what else runs there (top), its clock rate and its cooling, or leave it out: all wait for it"
     taken = [min(f.work_s for f in seen.facts if f.machine == host.machine) for host in seen.hosts]
     for number, (facts, seconds) in enumerate(zip(seen.hosts, taken, strict=True)):
         others = taken[:number] + taken[number + 1 :]
         if others and seconds > _SLOWER_WORK * statistics.median(others):
-            yield Finding(
-                "slow host",
-                facts.host,
-                f"{1e3 * seconds:.1f} ms for a fixed piece of work",
-                f"{1e3 * statistics.median(others):.1f} ms, as elsewhere",
-                "see what else runs there (top), its clock rate and its cooling, or leave it out: all wait for it",
-            )
+            expected = f"{1e3 * statistics.median(others):.1f} ms, as elsewhere"
+            yield facts.host, f"{1e3 * seconds:.1f} ms for a fixed piece of work", expected, cure
 
 
-def threads(seen: Seen) -> Iterator[Finding]:
+def threads(seen: Seen) -> Reports:
     """The processes of a host have more threads than it has cores."""
     for host in seen.hosts:
         here = [facts for facts in seen.facts if facts.machine == host.machine]
         num_threads = sum(facts.num_threads for facts in here)
         if num_threads > host.num_cores:
-            yield Finding(
-                "threads",
-                host.host,
-                f"{num_threads} threads of {len(here)} {'process' if len(here) == 1 else 'processes'}",
-                f"{host.num_cores} cores",
-                f"export OMP_NUM_THREADS={max(1, host.num_cores // len(here))}",
-            )
+            measured = f"{num_threads} threads of {len(here)} {'process' if len(here) == 1 else 'processes'}"
+            cure = f"export OMP_NUM_THREADS={max(1, host.num_cores // len(here))}"
+            yield host.host, measured, f"{host.num_cores} cores", cure
 
 
-def kernels(seen: Seen) -> Iterator[Finding]:
+def kernels(seen: Seen) -> Reports:
     """laconic runs on its reference kernels."""
     for facts in seen.hosts:
+        is_named = "LACONIC_KERNELS" in facts.kernels
+        cure = "install a C++17 compiler (triton for CUDA), then laconic again"
         if facts.kernels:
-            is_named = "LACONIC_KERNELS" in facts.kernels
-            cure = (
-                "unset LACONIC_KERNELS"
-                if is_named
-                else "install a C++17 compiler (triton for CUDA), then laconic again"
-            )
-            yield Finding("kernels", facts.host, facts.kernels, "native kernels", cure)
+            yield facts.host, facts.kernels, "native kernels", "unset LACONIC_KERNELS" if is_named else cure
 
 
-def clocks(seen: Seen) -> Iterator[Finding]:
+def clocks(seen: Seen) -> Reports:
     """Clocks differ, so that logs and timeouts of hosts do not fit together."""
+    cure = "run chrony or another client of NTP on all hosts"
     for rank, clock in seen.clocks.items():
         if abs(clock.ahead_s) - clock.error_s > _CLOCKS_S:
-            yield Finding(
-                "clocks",
-                seen.facts[rank].host,
-                f"{1e3 * clock.ahead_s:+.0f} ms beside {seen.facts[0].host}",
-                f"within {1e3 * _CLOCKS_S:.0f} ms",
-                "run chrony or another client of NTP on all hosts",
-            )
+            measured = f"{1e3 * clock.ahead_s:+.0f} ms beside {seen.facts[0].host}"
+            yield seen.facts[rank].host, measured, f"within {1e3 * _CLOCKS_S:.0f} ms", cure
 
 
-def versions(seen: Seen) -> Iterator[Finding]:
+def versions(seen: Seen) -> Reports:
     """Ranks run other releases."""
     reported = set()
     first = seen.facts[0]
     for facts in seen.facts[1:]:
         for name, version in facts.versions.items():
-            if version != first.versions[name] and (facts.machine, name) not in reported:
+            wanted = first.versions[name]
+            if version != wanted and (facts.machine, name) not in reported:
                 reported.add((facts.machine, name))
-                expected = f"{first.versions[name]}, as on {first.host}"
-                cure = f"install {name} {first.versions[name]} there"
-                yield Finding("versions", facts.host, f"{name} {version}", expected, cure)
+                expected = f"{wanted}, as on {first.host}"
+                yield facts.host, f"{name} {version}", expected, f"install {name} {wanted} there"
 
 
-CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    versions,
-    interface,
-    tunnel_or_bridge,
-    rate,
-    slow_link,
-    mtu,
-    congestion_control,
-    slow_host,
-    threads,
-    kernels,
-    clocks,
-)
+CHECKS: dict[str, Callable[[Seen], Reports]] = {
+    "versions": versions,
+    "interface": interface,
+    "tunnel or bridge": tunnel_or_bridge,
+    "rate": rate,
+    "slow link": slow_link,
+    "MTU": mtu,
+    "congestion control": congestion_control,
+    "slow host": slow_host,
+    "threads": threads,
+    "kernels": kernels,
+    "clocks": clocks,
+}
 
 
-def _differ(used: Interface | None, towards: Interface | None) -> bool:
-    """Whether both are known, and neither is the loopback, by which a host only reaches itself."""
-    if used is None or towards is None or "lo" in (used.name, towards.name):
-        return False
-    return used.name != towards.name
+def findings(seen: Seen) -> list[Finding]:
+    """What all checks report."""
+    return [Finding(name, *report) for name, check in CHECKS.items() for report in check(seen)]
+
+
+def _differ(used: Interface, towards: Interface) -> bool:
+    """Whether they are two, and neither is the loopback, by which a host only reaches itself."""
+    return used.name != towards.name and "lo" not in (used.name, towards.name)
 
 
 def _name_it(towards: Interface | None) -> str:

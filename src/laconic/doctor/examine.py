@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.doctor.checks import CHECKS, Finding, Seen
+from laconic.doctor.checks import Finding, Seen, findings
 from laconic.doctor.facts import HostFacts, facts_here
 from laconic.errors import PeerError
-from laconic.planning.pairs import EchoTimes, PairProbe, measure_pairs
+from laconic.planning import EchoTimes, PairProbe, measure_pairs
 from laconic.transport import SHORT_BYTES, Packets, place_of_texts
 
 
@@ -40,7 +40,7 @@ def examine(
             "a host has ended or sends nothing: see its log, and whether packets of the whole MTU reach it "
             f"(ping -M do -s 1472 HOST) through its firewall ({why:.140})"
         ) from None
-    return [finding for check in CHECKS for finding in check(seen)]
+    return findings(seen)
 
 
 def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, clock: Callable[[], float]) -> Seen:
@@ -49,7 +49,7 @@ def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, cl
     gather_all(group, None)  # so that there are connections to look at
     here = facts_here(work)
     with closing(Packets(here.used.address if here.used else "")) as packets:
-        gathered = gather_all(group, [here.as_dict(), packets.port])
+        gathered = gather_all(group, [asdict(here), packets.port])
         facts = tuple(HostFacts.from_dict(theirs) for theirs, _ in gathered)
         leaders = Seen(facts).leaders
         if len(leaders) == 1:

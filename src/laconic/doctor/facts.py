@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,7 @@ import torch
 
 from laconic import __version__, kernels
 from laconic.errors import KernelError
-from laconic.transport import (
-    Interface,
-    address_in_use,
-    address_to_be_used,
-    address_towards,
-    interface_at,
-    interfaces,
-)
+from laconic.transport import Interface, address_in_use, address_to_be_used, address_towards, interface_at, interfaces
 
 _WORK_SIDE = 256
 _WORK_S = 0.5
@@ -48,13 +41,9 @@ class HostFacts:
     work_s: float = 0.0  # of a fixed piece of work
     congestion_control: str = ""  # of TCP
 
-    def as_dict(self) -> dict[str, Any]:
-        """Its JSON form."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> HostFacts:
-        """The inverse of as_dict."""
+        """The facts of which `asdict` gave this."""
         ends = {name: Interface(**saved[name]) if saved[name] else None for name in ("used", "towards")}
         return cls(**{**saved, **ends, "interfaces": tuple(saved["interfaces"])})
 

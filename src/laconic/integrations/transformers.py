@@ -65,8 +65,8 @@ class _Exchange(TrainerCallback):
             )
         if self.resumes_from is not None:
             file = self.resumes_from / _FILE
-            mine = args.process_index == 0 and file.exists()
-            self.session.scatter_state(torch.load(file, weights_only=True) if mine else None)
+            has_state = args.process_index == 0 and file.exists()
+            self.session.scatter_state(torch.load(file, weights_only=True) if has_state else None)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let a model that follows others do so."""

@@ -8,12 +8,11 @@ used or is an error. Where none is named, a tensor's device decides, and `backen
 # mypy: implicit-reexport
 # ruff: noqa: F403 - a kernel is declared where it is defined, and nowhere again
 
+from laconic.kernels.contract import CALLS, PASSES, Key, hash_64, key_of, new_search
 from laconic.kernels.cpu.library import give_threads
 from laconic.kernels.device import Executor, to_device, to_host, wait_for_stream
 from laconic.kernels.dispatch import *
 from laconic.kernels.host import end_to_end, half_way, has_zeros, joined_runs, merged, nonzero, repeated
+from laconic.kernels.reference.modulo import MODULO_BLOCK
 from laconic.kernels.reference.owners import Blocks, Pieces, Window
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.kernels.reference.rounding import Key, hash_64, key_of
-from laconic.kernels.reference.selection import CALLS, PASSES, new_search
 from laconic.kernels.searches import SEARCHES, withdraw_of_chunks_, withdraw_runs_

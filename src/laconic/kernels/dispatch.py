@@ -13,8 +13,8 @@ import torch
 
 from laconic.errors import KernelError
 from laconic.kernels import reference  # noqa: F401 - where kernels are declared
+from laconic.kernels.contract import DEFINITIONS, K
 from laconic.kernels.cpu.library import HOW_TO_GET_THEM, level
-from laconic.kernels.registry import DEFINITIONS, K
 
 if TYPE_CHECKING:  # the signatures; what runs is chosen at the end of this file
     from laconic.kernels.reference import *

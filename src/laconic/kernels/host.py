@@ -48,11 +48,11 @@ def merged(few: Tensor, few_values: Tensor, many: Tensor, many_values: Tensor) -
 
 
 def joined_runs(
-    places: Sequence[Tensor], values: Sequence[Tensor], starts: Tensor, ways: Tensor
+    places: Sequence[Tensor], values: Sequence[Tensor], starts: Tensor, shifts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Ascending places of several vectors as one, int64, with the values that go with them, piece by piece.
 
-    Piece i of vector v begins at starts[v, i], and its places are moved by ways[v, i]. They lie side by side, so each
+    Piece i of vector v begins at starts[v, i], and its places are moved by shifts[v, i]. They lie side by side, so each
     piece is copied as it is: a third of the time that looking up 190,000 entries takes.
     """
     vectors = [(at.numpy(), what.numpy()) for at, what in zip(places, values, strict=True)]
@@ -63,11 +63,11 @@ def joined_runs(
     total = sum(len(at) for at, _ in vectors)
     moved, joined = np.empty(total, np.int64), np.empty(total, np.float32)
     end = 0
-    for piece, ways_of_piece in enumerate(ways.T.tolist()):
-        for (at, what), border, way in zip(vectors, borders, ways_of_piece, strict=True):
+    for piece, shifts_of_piece in enumerate(shifts.T.tolist()):
+        for (at, what), border, shift in zip(vectors, borders, shifts_of_piece, strict=True):
             run = slice(border[piece], border[piece + 1])
             start, end = end, end + run.stop - run.start
-            np.add(at[run], way, out=moved[start:end])
+            np.add(at[run], shift, out=moved[start:end])
             joined[start:end] = what[run]
     return torch.from_numpy(moved), torch.from_numpy(joined)
 

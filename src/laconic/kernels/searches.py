@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels import dispatch as kernels
-from laconic.kernels.reference.selection import CALLS, PASSES, new_search
+from laconic.kernels.contract import CALLS, PASSES, new_search
 
 _ENOUGH = 1.25  # candidates, in units of k, at which a search for a threshold ends
 _MOST_ROUNDS = 40

@@ -1,7 +1,6 @@
 """Frozen answers to *what is kept*, and the account of each bucket."""
 
-from laconic.memory.account import Account, Due, SetAside, Undo
-from laconic.memory.ledger import Ledger
+from laconic.memory.account import Account, Due, Ledger, SetAside, Undo
 from laconic.memory.memories import Accumulated, Memory, MomentumResidual, Nothing, Residual
 
 MEMORIES: dict[str, type[Memory]] = {

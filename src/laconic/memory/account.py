@@ -1,10 +1,18 @@
-"""The account of one bucket: deposit the gradient, withdraw what is sent, refund what rounding lost, undo a step."""
+"""The account of a bucket: deposit the gradient, withdraw what is sent, refund what rounding lost, undo a step.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+A ledger has those of all buckets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from laconic.errors import StateError
+from laconic.layout import Layout
+
+A = TypeVar("A")
 
 
 class Due(NamedTuple):
@@ -63,6 +71,55 @@ class Account:
         """Note that the selected entries, which may have waited, have gone out with these values."""
 
 
+class FadingAccount(Account):
+    """An account that keeps fade * balance before + deposit = withdrawn + balance after.
+
+    Who does not deposit does not fade either: an idle parameter, or a worker whose gradient is not finite.
+    """
+
+    def __init__(self, fade: float, *kept: Tensor) -> None:
+        super().__init__(*kept)
+        self._fade = fade
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        self.balance.mul_(self._fade)
+        return super().due_(gradient, unscale)
+
+
+class OneStepAccount(Account):
+    """It holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        self.balance = gradient.to(torch.float32)
+        if unscale != 1:
+            self.balance = self.balance * unscale
+        return Due(None, 1.0)
+
+    def withdraw_(self, positions: Tensor | None) -> Tensor:
+        # Selected entries become zero, so that nothing is selected that went already.
+        return self.balance if positions is None else super().withdraw_(positions)
+
+    def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
+        pass
+
+
+class MomentumAccount(Account):
+    """It deposits the velocity, which it keeps too."""
+
+    def __init__(self, momentum: float, residual: Tensor, velocity: Tensor) -> None:
+        super().__init__(residual, velocity)
+        self.velocity = velocity
+        self.momentum = momentum
+
+    def due_(self, gradient: Tensor, unscale: float) -> Due:
+        return Due(self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale), 1.0)
+
+    def sent_(self, selected: Tensor, values: Tensor) -> None:
+        # Factor masking is for entries that waited: one that goes at every step is not selected, keeps its momentum and
+        # is ordinary momentum SGD; and a zero that merely filled up the k carried nothing.
+        self.velocity[selected[values != 0]] = 0
+
+
 class Undo:
     """It makes tensors what they were when they were remembered, bit for bit, at the cost of a copy of each."""
 
@@ -92,3 +149,65 @@ class SetAside(Undo):
         self.remember(views)
         for view in views:
             view.zero_()
+
+
+class Ledger(Generic[A]):
+    """Named float32 tensors that are views of one flat buffer per bucket.
+
+    State belongs to parameters. When DDP cuts its buckets anew, or a checkpoint came from another cut, opening the
+    account of an unknown layout moves each parameter's tensors into a new flat buffer; nothing else notices.
+    """
+
+    def __init__(self, kinds: Sequence[str], open_account: Callable[[list[Tensor]], A]) -> None:
+        self._open_account = open_account  # over the kept tensors of one bucket, one per kind
+        self._kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        self._accounts: dict[Layout, A] = {}
+
+    def open(self, layout: Layout, device: torch.device) -> A:
+        """The account of a bucket with this layout."""
+        account = self._accounts.get(layout)
+        if account is None:
+            account = self._open_account([self._gather(kind, layout, device) for kind in self._kept])
+            moved = set(layout.names)
+            self._accounts = {old: a for old, a in self._accounts.items() if moved.isdisjoint(old.names)}
+            self._accounts[layout] = account
+        return account
+
+    def _gather(self, kind: str, layout: Layout, device: torch.device) -> Tensor:
+        """One flat buffer that holds this kind for all parameters of the layout, and is their home from now on."""
+        flat = torch.zeros(layout.num_entries, dtype=torch.float32, device=device)
+        kept = self._kept[kind]
+        for span in layout.spans:
+            view = flat[span.start : span.stop]
+            if span.name in kept:
+                before = kept[span.name].reshape(-1)
+                if before.numel() != span.num_entries:
+                    raise StateError(
+                        f"the state holds {before.numel()} entries for {span.name!r}, the model {span.num_entries}; "
+                        "load the state of the same model"
+                    )
+                view.copy_(before)
+            kept[span.name] = view
+        return flat
+
+    @property
+    def opened(self) -> Mapping[Layout, A]:
+        """The accounts of the buckets as they are cut now."""
+        return self._accounts
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all kept tensors."""
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.values())
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """A copy of every kept tensor on the CPU: {kind: {parameter name: 1-d float32}}."""
+        return {
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(kept.items())}
+            for kind, kept in self._kept.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Replace everything kept; the next bucket finds its parameters by name."""
+        self._accounts = {}
+        self._kept = {kind: dict(state.get(kind, {})) for kind in self._kept}

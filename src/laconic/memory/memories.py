@@ -1,13 +1,12 @@
-"""The memories, each with the account that it opens for a bucket."""
+"""The memories: what each keeps of a parameter, and the account that it opens for a bucket."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError, check_share
-from laconic.memory.account import Account, Due
+from laconic.memory.account import Account, FadingAccount, Ledger, MomentumAccount, OneStepAccount
 
 
 @dataclass(frozen=True)
@@ -25,22 +24,11 @@ class Memory:
 
     def open(self, kept: list[Tensor]) -> Account:
         """An account over the kept tensors of one bucket (one per kind), which it mutates."""
-        return Account(*kept) if self.fade == 1 else _FadingAccount(self.fade, *kept)
+        return Account(*kept) if self.fade == 1 else FadingAccount(self.fade, *kept)
 
-
-class _FadingAccount(Account):
-    """An account that keeps fade * balance before + deposit = withdrawn + balance after.
-
-    Who does not deposit does not fade either: an idle parameter, or a worker whose gradient is not finite.
-    """
-
-    def __init__(self, fade: float, *kept: Tensor) -> None:
-        super().__init__(*kept)
-        self._fade = fade
-
-    def due_(self, gradient: Tensor, unscale: float) -> Due:
-        self.balance.mul_(self._fade)
-        return super().due_(gradient, unscale)
+    def ledger(self) -> Ledger[Account]:
+        """Accounts for all buckets of a session."""
+        return Ledger(self.kinds, self.open)
 
 
 @dataclass(frozen=True)
@@ -51,24 +39,7 @@ class Nothing(Memory):
     kinds = ()
 
     def open(self, kept: list[Tensor]) -> Account:
-        return _OneStepAccount()
-
-
-class _OneStepAccount(Account):
-    """It holds one gradient for the length of one step; it may be the gradient itself, which is overwritten anyway."""
-
-    def due_(self, gradient: Tensor, unscale: float) -> Due:
-        self.balance = gradient.to(torch.float32)
-        if unscale != 1:
-            self.balance = self.balance * unscale
-        return Due(None, 1.0)
-
-    def withdraw_(self, positions: Tensor | None) -> Tensor:
-        # Selected entries become zero, so that nothing is selected that went already.
-        return self.balance if positions is None else super().withdraw_(positions)
-
-    def refund_(self, positions: Tensor | None, lost: Tensor) -> None:
-        pass
+        return OneStepAccount()
 
 
 @dataclass(frozen=True)
@@ -111,22 +82,7 @@ class MomentumResidual(Memory):
             raise SchemeError(f"MomentumResidual.momentum is {self.momentum}; give a number in [0, 1)")
 
     def open(self, kept: list[Tensor]) -> Account:
-        return _MomentumAccount(self.momentum, *kept)
-
-
-class _MomentumAccount(Account):
-    def __init__(self, momentum: float, residual: Tensor, velocity: Tensor) -> None:
-        super().__init__(residual, velocity)
-        self.velocity = velocity
-        self.momentum = momentum
-
-    def due_(self, gradient: Tensor, unscale: float) -> Due:
-        return Due(self.velocity.mul_(self.momentum).add_(gradient, alpha=unscale), 1.0)
-
-    def sent_(self, selected: Tensor, values: Tensor) -> None:
-        # Factor masking is for entries that waited: one that goes at every step is not selected, keeps its momentum and
-        # is ordinary momentum SGD; and a zero that merely filled up the k carried nothing.
-        self.velocity[selected[values != 0]] = 0
+        return MomentumAccount(self.momentum, *kept)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,9 @@ class FramePlan:
         self._select = select
         self.plan = select.plan(layout, density)
         self.shape = shape_of(select, self.plan, quantize)
+        self.num_fixed = self.plan.num_fixed  # the entries that go at every step
         self.fixed = positions_of(self.plan.fixed, device)
-        self.searches = [
-            kernels.new_search(window.stop - window.start, window.k, device) for window in self.plan.windows
-        ]
-
-    @property
-    def num_fixed(self) -> int:
-        """The entries that go at every step."""
-        return self.plan.num_fixed
+        self.searches = [kernels.new_search(w.stop - w.start, w.k, device) for w in self.plan.windows]
 
     @property
     def is_capturable(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.kernels import hash_64
-from laconic.layout import Layout, positions_of
+from laconic.layout import Layout, Span, positions_of
 from laconic.memory import Ledger
 from laconic.paths.path import Message, Messages, Path, Work
 from laconic.quantize import FloatCode
@@ -47,21 +47,20 @@ class LowRankSum(Path):
     quantize: FloatCode
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(_BasesKeeper())
+        self._ledger = Ledger(("bases",), _Bases)
         self._factors: dict[Layout, _Factors] = {}
 
     @property
     def message_offsets(self) -> Sequence[int]:
-        """P and Q, or one of them."""
-        return (0, 1) if self.select.form == "both" else (0,)
+        return (0, 1) if self.select.form == "both" else (0,)  # P and Q, or one of them
 
     def bytes_out(self, layout: Layout) -> int:
         """In the alternating form the mean of two steps."""
-        factors = _Factors(self.select, layout)
-        counts = [factors.count(LEFT), factors.count(RIGHT)]
+        factors = _Factors(self.select, layout, torch.device("cpu"))
+        left, right = factors.counts
         if self.select.form == "both":
-            return self._ring(counts[LEFT] + factors.plan.num_fixed) + self._ring(counts[RIGHT])
-        return sum(self._ring(count + factors.plan.num_fixed) for count in counts) // 2
+            return self._ring(left + factors.plan.num_fixed) + self._ring(right)
+        return sum(self._ring(count + factors.plan.num_fixed) for count in (left, right)) // 2
 
     def _ring(self, count: int) -> int:
         return ring_bytes(self.quantize.num_bytes(count), self.transport.num_workers)
@@ -89,16 +88,16 @@ class LowRankSum(Path):
         bases = self._bases_of(work)
         balance = work.account.balance
         num_workers = self.transport.num_workers
-        num_factors = factors.count(side)
+        num_factors = factors.counts[side]
         with self.clock.time("encode", work.device):
             own = balance.new_full((num_factors + factors.plan.num_fixed * with_whole,), torch.nan)
             if work.finite:
                 kernels.thin_products_(
-                    *(own[:num_factors], balance, bases.kept[0], factors.places(side, work.device), self.select.rank),
+                    *(own[:num_factors], balance, bases.kept[0], factors.places[side], self.select.rank),
                     transposed=side == RIGHT,
                 )
                 if with_whole:
-                    torch.index_select(balance, 0, factors.positions(work.device), out=own[num_factors:])
+                    torch.index_select(balance, 0, factors.positions, out=own[num_factors:])
             codes = own.div(num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
             if codes.dtype != torch.float32:
                 own = codes.to(torch.float32).mul_(num_workers)
@@ -116,21 +115,21 @@ class LowRankSum(Path):
         factors = self._factors_of(work)
         first, last = received
         balance = work.account.balance
-        positions = factors.positions(work.device)
-        whole = slice(factors.count(first.side), None)
+        positions = factors.positions
+        whole = slice(factors.counts[first.side], None)
         balance.index_add_(0, positions, first.own[whole], alpha=-1)
         work.flat.index_copy_(0, positions, (first.mean[whole] * work.scale).to(work.flat.dtype))
-        count = factors.count(last.side)
+        count = factors.counts[last.side]
         kernels.settle_products_(
             *(balance, work.flat, self._bases_of(work).kept[0], last.own[:count], last.mean[:count]),
-            *(factors.places(last.side, work.device), self.select.rank),
+            *(factors.places[last.side], self.select.rank),
             transposed=last.side == RIGHT,
             factor=work.scale,
         )
 
     def _factors_of(self, work: Work) -> "_Factors":
         if work.layout not in self._factors:
-            self._factors[work.layout] = _Factors(self.select, work.layout)
+            self._factors[work.layout] = _Factors(self.select, work.layout, work.device)
         return self._factors[work.layout]
 
     def _bases_of(self, work: Work) -> "_Bases":
@@ -155,56 +154,36 @@ class _Bases:
         self.are_drawn = False  # not so when a parameter is new here, whose basis is zero
 
 
-class _BasesKeeper:
-    """The frozen half of it, as a ledger wants it."""
-
-    kinds: ClassVar[tuple[str, ...]] = ("bases",)
-
-    def open(self, kept: list[Tensor]) -> "_Bases":
-        return _Bases(kept)
-
-
 class _Factors:
     """What a bucket of one layout sends: the factors of its matrices one after another, then what goes whole."""
 
-    def __init__(self, select: LowRank, layout: Layout) -> None:
+    def __init__(self, select: LowRank, layout: Layout, device: torch.device) -> None:
         self._select = select
-        self._positions: Tensor | None = None
-        self._places: dict[int, Tensor] = {}
-        self._kept_places: dict[int, Tensor] = {}
         self.matrices = [span for span in layout.spans if select.is_factored(span)]
         self.plan = select.plan(layout, select.density)
-        self._sizes = [(span.shape[0], span.num_entries // span.shape[0]) for span in self.matrices]
-        names = [span.name for span in self.matrices]
-        self.kept_layout = Layout.of(names, [select.rank * sum(sizes) for sizes in self._sizes])
-
-    def count(self, side: int) -> int:
-        """The numbers in all factors of one side."""
-        return self._select.rank * sum(sizes[side] for sizes in self._sizes)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Of what goes whole, int64."""
-        if self._positions is None or self._positions.device != device:
-            self._positions = positions_of(self.plan.fixed, device)
-        return self._positions
-
-    def places(self, side: int, device: torch.device) -> Tensor:
-        """(start, rows, columns, start of the other side's basis, start of its factor) of each matrix."""
-        places = self._places.get(side)
-        if places is None or places.device != device:
-            starts = torch.tensor([span.start for span in self.matrices], dtype=torch.int64)
-            sizes = torch.tensor(self._sizes, dtype=torch.int64).view(-1, 2)
-            columns = [starts, *sizes.unbind(1), self._kept_starts(1 - side), self._message_starts(side)]
-            places = self._places[side] = torch.stack(columns, 1).to(device)
-        return places
+        self.positions = positions_of(self.plan.fixed, device)  # of what goes whole
+        sizes = [(span.shape[0], span.num_entries // span.shape[0]) for span in self.matrices]
+        self.kept_layout = Layout.of([span.name for span in self.matrices], [select.rank * sum(size) for size in sizes])
+        starts, kept = (_starts(spans) for spans in (self.matrices, self.kept_layout.spans))
+        self._rows = torch.tensor(sizes, dtype=torch.int64).view(-1, 2).unbind(1)  # of each factor of a side
+        lengths = [select.rank * rows for rows in self._rows]
+        in_message = [length.cumsum(0) - length for length in lengths]  # where each factor of a side starts there
+        self._kept_starts = [kept, kept + lengths[LEFT]]
+        self.counts = [int(length.sum()) for length in lengths]  # the numbers in all factors of a side
+        # For each side: (start, rows, columns, start of the other side's basis, start of its factor) of each matrix,
+        self.places = [
+            torch.stack([starts, *self._rows, self._kept_starts[1 - side], in_message[side]], 1).to(device)
+            for side in (LEFT, RIGHT)
+        ]
+        # and (start of its basis, start of its factor, rows).
+        self._kept_places = [
+            torch.stack([self._kept_starts[side], in_message[side], self._rows[side]], 1).to(device)
+            for side in (LEFT, RIGHT)
+        ]
 
     def renew_(self, bases: _Bases, message: Tensor, side: int) -> None:
         """Overwrite the bases of one side with what spans the same as the factors in a message."""
-        places = self._kept_places.get(side)
-        if places is None or places.device != message.device:
-            columns = [self._kept_starts(side), self._message_starts(side), self._rows(side)]
-            places = self._kept_places[side] = torch.stack(columns, 1).to(message.device)
-        kernels.orthonormal_(bases.kept[0], message, places, self._select.rank)
+        kernels.orthonormal_(bases.kept[0], message, self._kept_places[side], self._select.rank)
 
     def draw_(self, bases: _Bases) -> None:
         """Give the parameters that have none first bases, drawn from (seed, name): the same on every worker."""
@@ -218,22 +197,11 @@ class _Factors:
                 # Whole numbers, of a generator whose raw output is the same everywhere, brought into (-1, 1).
                 drawn = np.random.Philox(key=key).random_raw(fresh.numel()) >> np.uint64(40)
                 fresh.copy_(torch.from_numpy((drawn + 0.5) / 2.0**23 - 1))
-        for side in (LEFT, RIGHT):
-            starts = self._kept_starts(side)
-            places = torch.stack([starts, starts, self._rows(side)], 1)[torch.tensor(is_fresh, dtype=torch.bool)]
+        for starts, rows in zip(self._kept_starts, self._rows, strict=True):
+            places = torch.stack([starts, starts, rows], 1)[torch.tensor(is_fresh, dtype=torch.bool)]
             kernels.orthonormal_(kept, kept, places.to(kept.device), self._select.rank)
         bases.are_drawn = True
 
-    def _rows(self, side: int) -> Tensor:
-        """Of each factor of one side."""
-        return torch.tensor([sizes[side] for sizes in self._sizes], dtype=torch.int64)
 
-    def _message_starts(self, side: int) -> Tensor:
-        """Of each factor of one side in a message."""
-        numbers = self._rows(side) * self._select.rank
-        return numbers.cumsum(0) - numbers
-
-    def _kept_starts(self, side: int) -> Tensor:
-        """Of each basis of one side among those that are kept."""
-        starts = torch.tensor([span.start for span in self.kept_layout.spans], dtype=torch.int64)
-        return starts + (self._rows(LEFT) * self._select.rank if side == RIGHT else 0)
+def _starts(spans: Sequence[Span]) -> Tensor:
+    return torch.tensor([span.start for span in spans], dtype=torch.int64)

@@ -34,7 +34,8 @@ class PhaseClock:
     def time(self, phase: str, device: torch.device) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        kernels.wait_for_stream(device)  # holds up this thread and its own stream, never the backward pass
+        if device.type == "cuda":
+            kernels.wait_for_stream(device)  # holds up this thread and its own stream, never the backward pass
         with self._lock:
             self.seconds[phase] += time.perf_counter() - start
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class ScoredPushPull(PushPull):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._histories = Ledger(_HistoryKeeper())
+        self._histories = Ledger(("past", "sent_at"), _History)
 
     def _history(self, work: Work) -> "_History":
         history = self._histories.open(work.layout, work.device)
@@ -164,15 +164,6 @@ class _History:
         """Note what this worker sent."""
         self.num_steps = step + 1
         self.sent_at.index_fill_(0, positions, self.num_steps)
-
-
-class _HistoryKeeper:
-    """The frozen half of it, as a ledger wants it."""
-
-    kinds: ClassVar[tuple[str, ...]] = ("past", "sent_at")
-
-    def open(self, kept: list[Tensor]) -> _History:
-        return _History(kept)
 
 
 class _Boost:

@@ -1,18 +1,22 @@
-"""Sums that the network makes: floats, or integers on a grid that the workers agree on, out of accounts."""
+"""Sums that the network makes: floats, or integers on a grid that the workers agree on, out of accounts.
+
+And gradients that go as they are, to be added or to one other worker: of those nothing is kept.
+"""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from laconic import kernels
+from laconic.exchange import matching
 from laconic.kernels import key_of
 from laconic.layout import Layout, positions_of
 from laconic.paths.path import Message, Messages, Path, Withdrawn, Work
-from laconic.quantize import Carrier, FloatCode, Grid, Steps, round_up
+from laconic.quantize import Carrier, FloatCode, Grid, Quantizer, Steps, round_up
 from laconic.select import BucketPlan, SharedSelector
 from laconic.transport import Collectives, agree, agreement_bytes, ring_bytes
 
@@ -135,7 +139,10 @@ class IntegerSum(Path):
             return None
         with self.clock.time("encode", work.device):
             key = key_of(self.grid.seed, _ROUND, self.transport.rank, work.step, work.number)
-            words = self._encode(values, steps, key)
+            words = kernels.quantize_pack(
+                *(values, steps.inverse, steps.group, self.grid.levels, self.carrier.lane_bits),
+                *(self.carrier.num_words(values.numel()), self.carrier.dtype, key),
+            )
             if self.selection.keeps:
                 work.note_sent(self._read(words, values.numel(), steps.step, steps))
             words = self.on_wire(words)
@@ -165,7 +172,7 @@ class IntegerSum(Path):
             largest = round_up(kernels.largest_magnitudes(values, grid.norm_group(count)))
             if not work.finite:
                 largest.fill_(torch.inf)
-        norms = (yield partial(agree, self.transport, largest, _maximum, "norms")).to(torch.float32)
+        norms = (yield partial(agree, self.transport, largest, partial(torch.amax, dim=0), "norms")).to(torch.float32)
         if not kernels.all_finite(norms):
             return None
         scales = None
@@ -175,31 +182,15 @@ class IntegerSum(Path):
 
     def _agree_on_scales(self, work: Work, values: Tensor, norms: Tensor) -> Generator[Message, Any, Tensor]:
         """For each group the coarsest of the scales that the workers need: MIN, lane by lane of packed words."""
-        grid = self.grid
         count = values.numel()
-        bits = grid.map_bits
+        bits = self.grid.map_bits
         with self.clock.time("encode", work.device):
-            largest = kernels.largest_magnitudes(values, grid.scale_group(count))
-            fitting = kernels.pack_lanes(grid.finest_fitting(largest, norms, count), bits)
+            largest = kernels.largest_magnitudes(values, self.grid.scale_group(count))
+            fitting = kernels.pack_lanes(self.grid.finest_fitting(largest, norms, count), bits)
         agreed = yield partial(agree, self.transport, fitting, partial(_minimum_of_lanes, bits), "scales")
         return kernels.unpack_lanes(agreed, largest.numel(), bits)
 
-    def _encode(self, values: Tensor, steps: Steps, key: tuple[int, int]) -> Tensor:
-        """This worker's codes, packed; the draws belong to (seed, rank, step, bucket, position)."""
-        carrier = self.carrier
-        return kernels.quantize_pack(
-            values,
-            steps.inverse,
-            steps.group,
-            self.grid.levels,
-            carrier.lane_bits,
-            carrier.num_words(values.numel()),
-            carrier.dtype,
-            key,
-        )
-
     def _read(self, words: Tensor, count: int, step: Tensor, steps: Steps) -> Tensor:
-        """What codes are worth."""
         return kernels.unpack_scale(words, count, self.carrier.lane_bits, step, steps.group)
 
     def _average(self, work: Work, rows: Tensor) -> Tensor:
@@ -210,11 +201,62 @@ class IntegerSum(Path):
             return self.on_wire(kernels.average_words(rows, self.carrier.lane_bits, key))
 
 
-def _maximum(rows: Tensor) -> Tensor:
-    return rows.amax(0)
-
-
 def _minimum_of_lanes(bits: int, rows: Tensor) -> Tensor:
     num_lanes = rows.shape[1] * 32 // bits
     lanes = torch.stack([kernels.unpack_lanes(row, num_lanes, bits) for row in rows])
     return kernels.pack_lanes(lanes.amin(0), bits)
+
+
+@dataclass
+class PlainSum(Path):
+    """g = sum over workers of g/M, in the gradient's own type or in 16 bits."""
+
+    checks_finite: ClassVar[bool] = False
+
+    quantize: FloatCode
+
+    def bytes_out(self, layout: Layout) -> int:
+        return ring_bytes(self.quantize.num_bytes(layout.num_entries), self.transport.num_workers)
+
+    def exchange(self, work: Work) -> Messages:
+        with self.clock.time("encode", work.device):
+            # Multiplied first, as DDP does, so that the sum stays within the range of a 16-bit type.
+            share = work.flat.mul_(1 / self.transport.num_workers).to(self.quantize.sum_dtype(work.flat.dtype))
+            codes = self.on_wire(share)
+        yield partial(self.transport.sum_gradients_, codes, "dense")
+        return codes
+
+    def apply_(self, work: Work, received: Tensor) -> None:
+        work.flat.copy_(received, non_blocking=True)  # Inf and NaN survive a sum, so all workers see them alike
+
+
+@dataclass
+class PairMean(Path):
+    """x_i += (x_j as sent - x_i as sent)/2, where i and j are a pair drawn from (seed, step).
+
+    So the sum over the two is unchanged, whatever rounding does: what it loses of a worker's own stays there. A worker
+    without a partner keeps its own. Where one of two is not finite, both become so, and no other pair learns of it.
+    """
+
+    checks_finite: ClassVar[bool] = False
+
+    transport: Collectives
+    quantize: Quantizer
+    seed: int
+
+    def bytes_out(self, layout: Layout) -> int:
+        num_workers = self.transport.num_workers
+        num_paired = num_workers - num_workers % 2  # one without a partner sends nothing: this is the mean
+        return self.quantize.num_bytes(layout.num_entries) * num_paired // num_workers
+
+    def exchange(self, work: Work) -> Messages:
+        partner = matching("uniform", self.seed, work.step, self.transport.num_workers)[self.transport.rank]
+        with self.clock.time("encode", work.device):
+            own = work.flat.to(self.quantize.code_dtype)
+            frame = self.on_wire(own).view(torch.uint8)  # not every backend knows every type
+        peers = yield partial(self.transport.sendrecv, frame, partner, "pairs", frame.numel())
+        return own, peers.view(own.dtype)
+
+    def apply_(self, work: Work, received: tuple[Tensor, Tensor]) -> None:
+        own, peers = (codes.to(work.device, torch.float32) for codes in received)
+        work.flat.add_(peers - own, alpha=0.5)

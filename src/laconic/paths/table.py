@@ -9,10 +9,9 @@ from laconic.memory import Account, Ledger, Residual
 from laconic.paths.frames import FramePlans, Gathering
 from laconic.paths.low_rank import LowRankSum
 from laconic.paths.path import NoExchange, Path, PhaseClock
-from laconic.paths.plain import PairMean, PlainSum
 from laconic.paths.push_pull import PushPull
 from laconic.paths.scored_push_pull import ScoredPushPull
-from laconic.paths.sums import FloatSum, IntegerSum, SharedSelection
+from laconic.paths.sums import FloatSum, IntegerSum, PairMean, PlainSum, SharedSelection
 from laconic.quantize import Exact, Grid, carrier_for
 from laconic.scheme import Scheme
 from laconic.select import Chooser, Everything, LowRank, Overlap, SharedSelector
@@ -78,13 +77,13 @@ def _path_of_sums(scheme: Scheme, transport: Transport, clock: PhaseClock) -> Pa
 def dense_path(scheme: Scheme, transport: Transport, clock: PhaseClock, *, keeps: bool) -> Path:
     """The path of a scheme's dense steps: everything in the gradient's own type, out of its accounts."""
     if scheme.exchange.in_pairs:
-        return path_for(replace(scheme, quantize=Exact()), transport, clock, Ledger(scheme.memory))
+        return path_for(replace(scheme, quantize=Exact()), transport, clock, scheme.memory.ledger())
     return FloatSum(transport, clock, SharedSelection(Everything(), keeps=keeps), Exact())
 
 
 def bytes_out(scheme: Scheme, layout: Layout, num_workers: int) -> int:
     """What leaves one of M workers for a float32 bucket of this layout once the trigger has reached its target."""
-    return path_for(scheme, silent_end(num_workers), PhaseClock(), Ledger(scheme.memory)).bytes_out(layout)
+    return path_for(scheme, silent_end(num_workers), PhaseClock(), scheme.memory.ledger()).bytes_out(layout)
 
 
 def bits_per_entry(scheme: Scheme, layout: Layout, num_workers: int) -> float:

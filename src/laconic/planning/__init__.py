@@ -12,17 +12,20 @@ from laconic.planning.candidates import (
     optimizer_name,
     penalty_of,
 )
-from laconic.planning.link_costs import (
+from laconic.planning.links import (
+    EchoTimes,
     LinkCost,
     LinkCosts,
     Messages,
+    PairLink,
+    PairProbe,
     measure_link_costs,
+    measure_pairs,
     meet,
     parse_rate,
     rate_text,
     slowest,
 )
-from laconic.planning.pairs import EchoTimes, PairLink, PairProbe, measure_pairs
 from laconic.planning.plan import plan
-from laconic.planning.prediction import Compute, Prediction, predict
-from laconic.planning.rehearsal import Rehearsal, part_of, rehearse
+from laconic.planning.prediction import Compute, Prediction, Rehearsal, predict
+from laconic.planning.rehearsal import part_of, rehearse

@@ -9,10 +9,8 @@ from typing import Any
 from laconic.layout import Layout
 from laconic.paths import bytes_out
 from laconic.planning.candidates import Candidate, Penalty, candidate, penalty_of
-from laconic.planning.link_costs import LinkCosts, rate_text
-from laconic.planning.pairs import PairLink
-from laconic.planning.prediction import Compute, predict
-from laconic.planning.rehearsal import Rehearsal
+from laconic.planning.links import LinkCosts, PairLink, rate_text
+from laconic.planning.prediction import Compute, Rehearsal, predict
 
 _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
@@ -45,33 +43,33 @@ class Measured:
         return min((pair for pair in self.pairs if pair.settled), key=lambda pair: pair.bytes_per_s, default=None)
 
     def among(self, num_workers: int) -> "Measured":
-        """The same job on other numbers of workers: bytes by each scheme's own formula, the rest in proportion."""
+        """The same job on other numbers of workers: bytes by choice scheme's own formula, the rest in proportion."""
         moved = (num_workers - 1) / max(1, self.num_workers - 1)
         sums = replace(self.links.sums, latency_s=self.links.sums.latency_s * moved)
-        rehearsals = tuple((asked, self._grown(asked, one, num_workers, moved)) for asked, one in self.rehearsals)
+        rehearsals = tuple((choice, self._grown(choice, one, num_workers, moved)) for choice, one in self.rehearsals)
         links = LinkCosts(sums, self.links.frames)
         return replace(self._elsewhere(), links=links, rehearsals=rehearsals, num_workers=num_workers)
 
-    def _grown(self, asked: Candidate, one: Rehearsal, num_workers: int, moved: float) -> Rehearsal:
-        sent = _bytes(asked, self.layouts, num_workers) / max(1, _bytes(asked, self.layouts, self.num_workers))
+    def _grown(self, choice: Candidate, one: Rehearsal, num_workers: int, moved: float) -> Rehearsal:
+        sent = _bytes(choice, self.layouts, num_workers) / max(1, _bytes(choice, self.layouts, self.num_workers))
         apply_s = one.apply_s if one.adds else one.apply_s * moved
         return replace(one, talk_s=one.talk_s * sent, bytes_out=round(one.bytes_out * sent), apply_s=apply_s)
 
     def at(self, bits_per_s: float) -> "Measured":
         """The same job on links of another rate."""
         links = self.links.at(bits_per_s)
-        rehearsals = tuple((asked, one.on(self.links, links)) for asked, one in self.rehearsals)
+        rehearsals = tuple((choice, one.on(self.links, links)) for choice, one in self.rehearsals)
         return replace(self._elsewhere(), links=links, rehearsals=rehearsals)
 
     def _elsewhere(self) -> "Measured":
         """Without tried steps, of which stays by how much predictions were wrong: else what was tried would lose."""
         rehearsals = dict(self.rehearsals)
-        found = {asked: s - predict(asked, self.compute, rehearsals[asked]).step_s for asked, s in self.tried_s}
-        return replace(self, pairs=(), tried_s=(), beyond_s=tuple({**dict(self.beyond_s), **found}.items()))
+        beyond = {choice: s - predict(choice, self.compute, rehearsals[choice]).step_s for choice, s in self.tried_s}
+        return replace(self, pairs=(), tried_s=(), beyond_s=tuple({**dict(self.beyond_s), **beyond}.items()))
 
 
-def _bytes(asked: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
-    scheme = asked.scheme
+def _bytes(choice: Candidate, layouts: Sequence[Layout], num_workers: int) -> int:
+    scheme = choice.scheme
     if scheme.of_what != "models":
         return sum(bytes_out(scheme.exchanged, layout, num_workers) for layout in layouts)
     return 1  # a gossip's do not depend on how many there are
@@ -108,10 +106,10 @@ class Plan:
     @property
     def line(self) -> str:
         """What to paste."""
-        asked = candidate(self.pick)
-        verb = "attach(ddp" if asked.scheme.of_what == "gradients" else "follow(model, optimizer"
-        text = f'laconic.{verb}, "{asked.scheme}")'
-        return text if asked.accumulate == 1 else f"{text}  # and exchange every {asked.accumulate} steps (no_sync)"
+        picked = candidate(self.pick)
+        verb = "attach(ddp" if picked.scheme.of_what == "gradients" else "follow(model, optimizer"
+        text = f'laconic.{verb}, "{picked.scheme}")'
+        return text if picked.accumulate == 1 else f"{text}  # and exchange every {picked.accumulate} steps (no_sync)"
 
     def what_if(self, *, workers: int | None = None, bits_per_s: float | None = None) -> "Plan":
         """The plan for another number of workers, or links of another rate."""
@@ -124,11 +122,11 @@ class Plan:
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """By scheme (bits a second, milliseconds of a step): what links from 1mbit to 100gbit would make of them."""
-        found: dict[str, list[tuple[float, float]]] = {row.scheme: [] for row in self.rows}
+        curves: dict[str, list[tuple[float, float]]] = {row.scheme: [] for row in self.rows}
         for rate in _CURVE_RATES:
             for row in _rows(self.measured.at(rate), self.steps):
-                found[row.scheme].append((rate, row.step_ms))
-        return found
+                curves[row.scheme].append((rate, row.step_ms))
+        return curves
 
     def as_dict(self) -> dict[str, Any]:
         slowest_pair = self.measured.slowest_pair
@@ -170,18 +168,18 @@ def answer(measured: Measured, *, steps: int = 1000, seconds: float = 0.0) -> Pl
 
 def _rows(measured: Measured, steps: int) -> list[PlanRow]:
     """In the order of their simplicity."""
-    return [_row(asked, rehearsal, measured, steps) for asked, rehearsal in measured.rehearsals]
+    return [_row(choice, rehearsal, measured, steps) for choice, rehearsal in measured.rehearsals]
 
 
-def _row(asked: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> PlanRow:
-    predicted = predict(asked, measured.compute, rehearsal)
-    penalty = dict(measured.probed).get(asked) or penalty_of(asked, measured.kind, measured.optimizer)
-    tried_s = dict(measured.tried_s).get(asked)
-    foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(asked, 0.0))
+def _row(choice: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> PlanRow:
+    predicted = predict(choice, measured.compute, rehearsal)
+    penalty = dict(measured.probed).get(choice) or penalty_of(choice, measured.kind, measured.optimizer)
+    tried_s = dict(measured.tried_s).get(choice)
+    foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(choice, 0.0))
     step_s = foretold_s if tried_s is None else tried_s
     reached = penalty if penalty is not None and math.isfinite(penalty.factor) else None
     return PlanRow(
-        scheme=str(asked),
+        scheme=str(choice),
         step_ms=1e3 * step_s,
         bytes_out=round(predicted.bytes_out),
         memory_bytes=predicted.memory_bytes,
@@ -205,8 +203,8 @@ def _limit(measured: Measured) -> str:
     """What a step of the simplest exchange waits for most, if that is worth naming; else what computes."""
     compute = measured.compute
     computes = "host cores" if measured.device == "cpu" else "device"
-    asked, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
-    predicted = predict(asked, compute, rehearsal)
+    choice, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
+    predicted = predict(choice, compute, rehearsal)
     link = measured.links.sums if rehearsal.adds else measured.links.frames
     latency_s = min(predicted.talk_s, link.fixed_s(rehearsal.bytes_out, rehearsal.messages))
     parts = {
@@ -221,29 +219,29 @@ def _limit(measured: Measured) -> str:
 def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: str, steps: int) -> list[str]:
     """Why, in words, and what would have to change for another answer."""
     by_name = {row.scheme: row for row in rows}
-    said = []
+    reasons = []
     plain = by_name.get("bf16") or by_name.get("dense") or pick
     waits = plain.waits_ms / plain.step_ms
     if pick is plain or pick.scheme == "dense":
         share = f"the network is {100 * waits:.0f} % of a step under {plain.scheme}"
-        said.append(f"do not compress: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
+        reasons.append(f"do not compress: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
     else:
-        said.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
+        reasons.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
         if plain.seconds_to_target and pick.seconds_to_target:
             sooner = plain.seconds_to_target / pick.seconds_to_target
-            said.append(
+            reasons.append(
                 f"{pick.scheme} is {sooner:.1f}x sooner than {plain.scheme}: {pick.step_ms:.0f} ms a step instead of "
                 f"{plain.step_ms:.0f}, {pick.steps_factor:.2f} times the steps"
             )
     if measured.probed:
-        said.append(
-            f"x steps of {', '.join(str(asked) for asked, _ in measured.probed)} is of this job, from short runs"
+        reasons.append(
+            f"x steps of {', '.join(str(choice) for choice, _ in measured.probed)} is of this job, from short runs"
         )
-    said += _turning_points(measured, pick, steps)
-    said += _slow_pair(measured)
+    reasons += _turning_points(measured, pick, steps)
+    reasons += _slow_pair(measured)
     if measured.compute.waits_for_slowest > _WORTH_NAMING:
-        said.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")
-    return said
+        reasons.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")
+    return reasons
 
 
 def _slow_pair(measured: Measured) -> list[str]:
@@ -254,15 +252,15 @@ def _slow_pair(measured: Measured) -> list[str]:
     median = statistics.median(pair.bytes_per_s for pair in measured.pairs if pair.settled)
     if slowest.bytes_per_s > _SLOW_PAIR * median:
         return []
-    way = f"rank {slowest.source} sends to rank {slowest.target}"
+    ends = f"rank {slowest.source} sends to rank {slowest.target}"
     rates = f"at {rate_text(8 * slowest.bytes_per_s)}, others at {rate_text(8 * median)}"
-    return [f"{way} {rates} ({1e3 * slowest.latency_s:.3g} ms one way): ask `laconic doctor`"]
+    return [f"{ends} {rates} ({1e3 * slowest.latency_s:.3g} ms one way): ask `laconic doctor`"]
 
 
 def _turning_points(measured: Measured, pick: PlanRow, steps: int) -> list[str]:
     """The nearest rates of links, up and down, from which on another candidate is picked."""
     here = measured.links.bits_per_s
-    said = []
+    reasons = []
     for rates, word in (
         ([rate for rate in _RATES if rate > here], "from"),
         ([rate for rate in reversed(_RATES) if rate < here], "below"),
@@ -270,9 +268,9 @@ def _turning_points(measured: Measured, pick: PlanRow, steps: int) -> list[str]:
         for rate in rates:
             other = _picked(_rows(measured.at(rate), steps))
             if other.scheme != pick.scheme:
-                said.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
+                reasons.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
                 break
-    return said
+    return reasons
 
 
 def _table(plan: Plan) -> list[str]:

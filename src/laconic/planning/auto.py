@@ -19,9 +19,9 @@ from laconic.errors import SchemeError, StateError
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Plan, answer
 from laconic.planning.candidates import AUTOMATIC, candidate, kind_of, optimizer_name
-from laconic.planning.link_costs import slowest
+from laconic.planning.links import slowest
 from laconic.planning.prediction import Compute
-from laconic.planning.rehearsals import measure_exchanges
+from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, bucket_layouts
 from laconic.session import SavedTogether, Stats
@@ -43,12 +43,7 @@ _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow
 class AutoSession(SavedTogether):
     """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        timeout_s: float | None,
-        **options: Unpack[SessionOptions],
-    ) -> None:
+    def __init__(self, module: nn.Module, timeout_s: float | None, **options: Unpack[SessionOptions]) -> None:
         ddp, named, device = ready(module, "auto")
         self.transport = Group(own_group(ddp.process_group, device, timeout_s), device)
         self.everyone: Everyone = Everyone(ddp.process_group)
@@ -72,7 +67,6 @@ class AutoSession(SavedTogether):
         return DdpAdapter(named, parse(text).exchanged, self.transport, self.everyone, self._device, **options)
 
     def _begin(self) -> None:
-        """Count steps anew."""
         self._steps = 0
         self._arrivals: list[float] = []  # of this step's buckets, since the last step's gradient was there
         self._arrivals_by_step: list[list[float]] = []

@@ -92,18 +92,14 @@ def optimizer_name(optimizer: optim.Optimizer) -> str:
     return "adamw" if "betas" in optimizer.defaults else "sgd"
 
 
-def penalty_of(asked: Candidate, kind: str, optimizer: str) -> Penalty | None:
+def penalty_of(wanted: Candidate, kind: str, optimizer: str) -> Penalty | None:
     """The record's figure for this scheme, else for the nearest of its recipe; None where there is none."""
     rows = [row for row in _rows() if row["optimizer"] == optimizer]
     rows = [row for row in rows if row["kind"] == kind] or rows
-    found = [row for row in rows if row["candidate"] == asked]
-    if not found:
-        name = _recipe(asked)
-        alike = [row for row in rows if _recipe(row["candidate"]) == name]
-        found = sorted(alike, key=lambda row: _distance(row["candidate"], asked))[:1]
-    if not found:
+    alike = [row for row in rows if row["candidate"] == wanted or _recipe(row["candidate"]) == _recipe(wanted)]
+    if not alike:
         return None
-    row = found[0]
+    row = min(alike, key=lambda row: (row["candidate"] != wanted, _distance(row["candidate"], wanted)))
     source = f"{row['candidate']} on {row['model']} under {row['optimizer']}"
     factor, low, high = (
         math.inf if row[name] is None else row[name] for name in ("factor", "factor_low", "factor_high")
@@ -111,17 +107,17 @@ def penalty_of(asked: Candidate, kind: str, optimizer: str) -> Penalty | None:
     return Penalty(max(1.0, factor), low, high, source)  # nothing that says less learns more; seeds differ by a tenth
 
 
-def _recipe(asked: Candidate) -> str:
-    return str(asked.scheme).partition(":")[0]
+def _recipe(candidate: Candidate) -> str:
+    return str(candidate.scheme).partition(":")[0]
 
 
 def _distance(one: Candidate, other: Candidate) -> float:
     """How much further apart than equal they are, in what leaves more out: entries, and steps between agreements."""
 
-    def size(asked: Candidate) -> tuple[float, float]:
-        select = getattr(asked.scheme, "select", None)
-        rounds = getattr(asked.scheme, "trigger", None)
-        return getattr(select, "density", 1.0), asked.accumulate * getattr(rounds, "every", 1)
+    def size(of: Candidate) -> tuple[float, float]:
+        select = getattr(of.scheme, "select", None)
+        rounds = getattr(of.scheme, "trigger", None)
+        return getattr(select, "density", 1.0), of.accumulate * getattr(rounds, "every", 1)
 
     pairs = zip(size(one), size(other), strict=True)
     return sum(abs(math.log(max(a, 1e-9) / max(b, 1e-9))) for a, b in pairs)

@@ -1,11 +1,10 @@
 """A step's time from its parts: what is computed, what is exchanged, and how much of the one hides the other."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
 from laconic.planning.candidates import Candidate
-from laconic.planning.rehearsal import Rehearsal
+from laconic.planning.links import LinkCosts, Messages
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme, Scheme
 
 
@@ -26,14 +25,42 @@ class Compute:
         return max(self.arrivals_s)
 
     @property
-    def tail_s(self) -> float:
-        """What comes after the exchange: the optimizer's step."""
-        return max(0.0, self.together_s - self.backward_s)
-
-    @property
     def waits_for_slowest(self) -> float:
         """The share of a step for which workers wait for the slowest of them."""
         return max(0.0, 1 - self.alone_s / self.together_s)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one exchange of the whole model costs a worker, in seconds by station."""
+
+    choose_s: float  # with encoding
+    talk_s: float
+    apply_s: float  # with decoding
+    bytes_out: int
+    messages: Messages
+    fixed_s: float  # of talk_s, what does not depend on bytes
+    busy_talk_s: float  # what messages take longer while all workers compute
+    num_buckets: int
+    num_entries: int
+    adds: bool  # whether the network adds the messages
+
+    @property
+    def work_s(self) -> float:
+        """What this worker's own cores or device do."""
+        return self.choose_s + self.apply_s
+
+    def on(self, here: LinkCosts, elsewhere: LinkCosts) -> "Rehearsal":
+        """The same exchange over other links: what was waited for beyond bytes and latency stays."""
+        old = here.sums if self.adds else here.frames
+        new = elsewhere.sums if self.adds else elsewhere.frames
+        rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.messages))
+        return replace(
+            self,
+            talk_s=new.seconds(self.bytes_out, self.messages) + rest,
+            fixed_s=new.fixed_s(self.bytes_out, self.messages) + rest,
+            busy_talk_s=self.messages.count * (new.busy_latency_s - new.latency_s),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,35 +141,23 @@ def _exposed(compute: Compute, rehearsal: Rehearsal) -> float:
     time from that.
     """
     chosen_s = talked_s = applied_s = stretched_s = 0.0
-    shares = _shares(compute.num_entries)
-    for arrival_s, share in zip(compute.arrivals_s, shares, strict=True):
+    whole = sum(compute.num_entries)
+    for arrival_s, num_entries in zip(compute.arrivals_s, compute.num_entries, strict=True):
+        share = num_entries / whole
         hides = arrival_s < compute.backward_s
         start_s = max(arrival_s + stretched_s, chosen_s if compute.pipelined else applied_s)
         chosen_s = start_s + share * rehearsal.choose_s
         # Messages are as many for small buckets.
-        fixed_s = (rehearsal.fixed_s + hides * rehearsal.busy_talk_s) / len(shares)
+        fixed_s = (rehearsal.fixed_s + hides * rehearsal.busy_talk_s) / len(compute.num_entries)
         talked_s = max(chosen_s, talked_s) + fixed_s + share * (rehearsal.talk_s - rehearsal.fixed_s)
         applied_s = max(talked_s, applied_s) + share * rehearsal.apply_s
         stretched_s += hides * compute.beside * share * rehearsal.work_s
     return max(compute.backward_s + stretched_s, applied_s) - compute.backward_s
 
 
-def _shares(num_entries: Sequence[int]) -> list[float]:
-    whole = sum(num_entries)
-    return [number / whole for number in num_entries]
-
-
-@singledispatch
 def _num_vectors(scheme: AnyScheme) -> int:
     """Vectors of the model's length that a scheme keeps: a residual; an anchor and its momentum."""
-    return 0
-
-
-@_num_vectors.register
-def _(scheme: Scheme) -> int:
-    return len(scheme.memory.kinds)
-
-
-@_num_vectors.register
-def _(scheme: OuterScheme) -> int:
-    return len(scheme.exchanged.memory.kinds) + 1 + bool(scheme.then.momentum)
+    if isinstance(scheme, GossipScheme):
+        return 0
+    outer = 1 + bool(scheme.then.momentum) if isinstance(scheme, OuterScheme) else 0
+    return len(scheme.exchanged.memory.kinds) + outer

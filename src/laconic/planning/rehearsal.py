@@ -1,59 +1,94 @@
-"""An exchange rehearsed: the scheme's own session over the real network, on real gradients, without training."""
+"""Every candidate's exchange rehearsed over the network of a job: its own session on real gradients, untrained."""
 
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laconic.layout import Bucket, Layout
+from laconic.adapters.follow import gossip_among
+from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
-from laconic.planning.link_costs import LinkCosts, Messages, left_so_far, meet, slowest
-from laconic.scheme import Scheme
+from laconic.planning.answer import Measured
+from laconic.planning.candidates import Candidate, kind_of
+from laconic.planning.links import LinkCosts, Messages, left_so_far, measure_link_costs, meet, slowest
+from laconic.planning.prediction import Compute, Rehearsal
+from laconic.scheme import GossipScheme, Scheme
 from laconic.session import PHASES, Session
-from laconic.transport import Collectives
+from laconic.transport import Collectives, Group, ProcessGroup, own_group
 
 _AFFORDABLE_S = 0.4  # of wire; of what takes longer, a part of the model is rehearsed
 _WARM_UP = 2  # exchanges, until thresholds are known and connections open
 _REPEATS = 3
 _LONG_S = 0.5  # of an exchange, which then is not warmed up twice, nor repeated
+_OUTER_PASSES = 10  # over the model in an outer step: drift, anchor, momentum, model
+_MOST_GOSSIP_STEPS = 10
+_LEAST_GOSSIP_STEPS = 5
+_GOSSIP_S = 5.0  # for which steps are taken
+_GOSSIP_STEP_S = 0.1  # at most, between two of them
+_GOSSIP_WIRE_S = 1.2  # for a whole model; of a larger one, a part gossips
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What one exchange of the whole model costs a worker, in seconds by station."""
+def measure_exchanges(
+    candidates: Sequence[Candidate],
+    gradients: Sequence[tuple[Layout, Tensor]],
+    model: nn.Module,
+    optimizer: str,
+    compute: Compute,
+    transport: Group,
+    group: ProcessGroup,
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+    until: float = math.inf,
+) -> Measured:
+    """Measure the links and each candidate's exchange over them; a call that all ranks make.
 
-    choose_s: float  # with encoding
-    talk_s: float
-    apply_s: float  # with decoding
-    bytes_out: int
-    messages: Messages
-    fixed_s: float  # of talk_s, what does not depend on bytes
-    busy_talk_s: float  # what messages take longer while all workers compute
-    num_buckets: int
-    num_entries: int
-    adds: bool  # whether the network adds the messages
+    `until` is when it should be over, by time.perf_counter(): repetitions are spared for that.
+    """
+    links = measure_link_costs(transport, busy)
+    known: dict[Scheme, Rehearsal] = {}  # those that exchange the same are rehearsed once
+    rehearsals: dict[Candidate, Rehearsal] = {}
+    outer_s = _OUTER_PASSES * slowest(transport, _pass_s(gradients))
+    for each in candidates:
+        if each.scheme.of_what == "models":
+            rehearsals[each] = _rehearse_gossip(each.scheme, gradients, model, compute, transport, links, group)
+            continue
+        exchanged = each.scheme.exchanged
+        if exchanged not in known:
+            most_s = (until - time.perf_counter()) / (len(candidates) - len(rehearsals))
+            known[exchanged] = rehearse(exchanged, gradients, transport, links, most_s)
+        rehearsals[each] = known[exchanged]
+        if each.scheme.of_what == "drift":
+            rehearsals[each] = replace(known[exchanged], apply_s=known[exchanged].apply_s + outer_s)
+    return Measured(
+        compute=compute,
+        links=links,
+        rehearsals=tuple(rehearsals.items()),
+        tried_s=(),
+        layouts=tuple(layout for layout, _ in gradients),
+        num_workers=transport.num_workers,
+        kind=kind_of(model),
+        optimizer=optimizer,
+        device=gradients[0][1].device.type,
+    )
 
-    @property
-    def work_s(self) -> float:
-        """What this worker's own cores or device do."""
-        return self.choose_s + self.apply_s
 
-    def on(self, here: LinkCosts, there: LinkCosts) -> "Rehearsal":
-        """The same exchange over other links: what was waited for beyond bytes and latency stays."""
-        old = here.sums if self.adds else here.frames
-        new = there.sums if self.adds else there.frames
-        rest = max(0.0, self.talk_s - old.seconds(self.bytes_out, self.messages))
-        return replace(
-            self,
-            talk_s=new.seconds(self.bytes_out, self.messages) + rest,
-            fixed_s=new.fixed_s(self.bytes_out, self.messages) + rest,
-            busy_talk_s=self.messages.count * (new.busy_latency_s - new.latency_s),
-        )
+def _pass_s(gradients: Sequence[tuple[Layout, Tensor]]) -> float:
+    """Seconds of a pass over memory that adds one model to another."""
+    flat = max((flat for _, flat in gradients), key=Tensor.numel)
+    other = flat.clone()
+    taken_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        other.add_(flat)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        taken_s.append(time.perf_counter() - start)
+    return min(taken_s) * sum(layout.num_entries for layout, _ in gradients) / flat.numel()
 
 
 def rehearse(
@@ -131,13 +166,13 @@ def _timed(
 ) -> tuple[dict[str, float], float, Messages]:
     """(median seconds by phase, the slowest worker's; bytes out and messages of an exchange)."""
     session = Session(scheme, transport, undoes=True)
-    found: list[dict[str, float]] = []
+    phases: list[dict[str, float]] = []
     sent: list[Counter[str]] = []  # bytes by kind
     messages: list[Counter[str]] = []
     begun = time.perf_counter()
     for _ in range(_WARM_UP + _REPEATS):
-        if len(found) > 1:
-            too_long_s = max(sum(found[-1].values()) - _LONG_S, time.perf_counter() - begun - most_s)
+        if len(phases) > 1:
+            too_long_s = max(sum(phases[-1].values()) - _LONG_S, time.perf_counter() - begun - most_s)
             if slowest(transport, too_long_s) > 0:
                 break
         bytes_before, messages_before = left_so_far(transport)
@@ -156,12 +191,12 @@ def _timed(
         seconds = time.perf_counter() - start
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims
-        found.append(spent)
+        phases.append(spent)
         bytes_after, messages_after = left_so_far(transport)
         sent.append(bytes_after - bytes_before)
         messages.append(messages_after - messages_before)
-    settled = slice(min(_WARM_UP, len(found) - 1), None)
-    medians = {phase: statistics.median(spent[phase] for spent in found[settled]) for phase in PHASES}
+    settled = slice(min(_WARM_UP, len(phases) - 1), None)
+    medians = {phase: statistics.median(spent[phase] for spent in phases[settled]) for phase in PHASES}
     return (
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
         statistics.fmean(each.total() for each in sent[settled]),
@@ -173,3 +208,67 @@ def _messages(num_bytes: Mapping[str, int], count: Counter[str]) -> Messages:
     """By kind: the square of the sum over the sum of squares counts equal ones, and forgets the short."""
     squares = sum(num_bytes[kind] ** 2 / count[kind] for kind in num_bytes)
     return Messages(count.total(), sum(num_bytes.values()) ** 2 / squares if squares else 0.0)
+
+
+def _rehearse_gossip(
+    scheme: GossipScheme,
+    gradients: Sequence[tuple[Layout, Tensor]],
+    model: nn.Module,
+    compute: Compute,
+    transport: Group,
+    links: LinkCosts,
+    group: ProcessGroup,
+) -> Rehearsal:
+    """Some steps of a copy of the model, with pauses where it would train.
+
+    Where the link would take long, of a part of it, and the rest follows in proportion. Who keeps an appointment waits
+    in its step for what crosses; what is beyond that is the worker's own.
+    """
+    spans = [span for layout, _ in gradients for span in layout.spans]
+    num_entries = sum(span.num_entries for span in spans)
+    bytes_out = scheme.bytes_out(Layout.of([s.name for s in spans], [s.num_entries for s in spans]), group.size())
+    talk_s = links.frames.seconds(bytes_out)
+    parts = gradients if talk_s <= _GOSSIP_WIRE_S else part_of(gradients, num_entries * _GOSSIP_WIRE_S / talk_s)
+    twin = _twin(model, parts)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    device = parts[0][1].device
+    follower = gossip_among(twin, optimizer, scheme, Group(own_group(group, device), device))
+    number = max(_LEAST_GOSSIP_STEPS, min(_MOST_GOSSIP_STEPS, round(_GOSSIP_S / talk_s)))
+
+    def step_s() -> float:
+        time.sleep(min(compute.alone_s, _GOSSIP_STEP_S))
+        optimizer.step()
+        start = time.perf_counter()
+        follower.step()
+        return time.perf_counter() - start
+
+    step_s()  # for which connections are tried and kernels compiled
+    taken_s = slowest(transport, statistics.fmean(step_s() for _ in range(number)))
+    follower.close()
+    taken_s *= num_entries / sum(layout.num_entries for layout, _ in parts)
+    own_s = taken_s if scheme.exchange.mode == "free" else max(0.0, taken_s - talk_s)
+    return Rehearsal(
+        choose_s=own_s,
+        talk_s=talk_s,
+        apply_s=0.0,
+        bytes_out=bytes_out,
+        messages=Messages(),
+        fixed_s=0.0,
+        busy_talk_s=0.0,
+        num_buckets=1,
+        num_entries=num_entries,
+        adds=False,
+    )
+
+
+def _twin(model: nn.Module, parts: Sequence[tuple[Layout, Tensor]]) -> nn.ParameterList:
+    """What of a model these are parts of, each with its gradient."""
+    by_name = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    twin = nn.ParameterList()
+    for layout, flat in parts:
+        for span in layout.spans:
+            values = by_name[span.name].flatten()[: span.num_entries].view(span.shape)
+            parameter = nn.Parameter(values.clone())
+            parameter.grad = flat[span.start : span.stop].view(span.shape).to(values.dtype)
+            twin.append(parameter)
+    return twin

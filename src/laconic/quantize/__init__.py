@@ -12,7 +12,7 @@ from laconic.quantize.grid import (
     levels_of,
     round_up,
 )
-from laconic.quantize.modulo import Difference, ModuloCode, Told, exponents_for, is_modulo_code, num_blocks, steps_of
+from laconic.quantize.modulo import Difference, Encoded, ModuloCode, exponents_for, is_modulo_code, num_blocks, steps_of
 from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Lloyd, Quantizer, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels import RESIDUE_BLOCK, end_to_end
+from laconic.kernels import MODULO_BLOCK, end_to_end
 from laconic.quantize.quantizers import Quantizer
 from laconic.wire import ValueCode
 
@@ -32,7 +32,7 @@ _STEPS = np.array(
 
 
 @dataclass(frozen=True)
-class Told:
+class Encoded:
     """The message of a worker about its values: their modulo codes, and what those were made with."""
 
     exponents: Tensor  # int8, of each block's step, on any device
@@ -84,29 +84,29 @@ class ModuloCode(ValueCode):
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) * (1 + _SUM_BYTES) + -(-count // 8) * self.bits
 
-    def tell(self, values: Tensor, exponents: Tensor, offset: float) -> Told:
+    def encode(self, values: Tensor, exponents: Tensor, offset: float) -> Encoded:
         """Encode finite float32 values."""
         steps = steps_of(exponents).to(values.device)
-        codes, sums = kernels.encode_residues(values, steps, offset, self.bits)
-        return Told(exponents, sums, codes, offset)
+        codes, sums = kernels.encode_modulo(values, steps, offset, self.bits)
+        return Encoded(exponents, sums, codes, offset)
 
-    def compare(self, values: Tensor, message: Told, *, out: Tensor) -> tuple[Tensor, Compared]:
+    def compare(self, values: Tensor, message: Encoded, *, out: Tensor) -> tuple[Tensor, Compared]:
         """(move to the middle, in `out`: (theirs - values)/2 but for rounding and cut; reply for the peer)."""
         steps = steps_of(message.exponents).to(values.device)
-        move, codes, peaks = kernels.compare_residues(
+        move, codes, peaks = kernels.compare_modulo(
             values, message.codes, message.sums, steps, message.offset, self.bits, out=out
         )
         return move, Compared(peaks, codes, message.offset)
 
-    def write(self, message: Told) -> tuple[Tensor, Tensor]:
+    def write(self, message: Encoded) -> tuple[Tensor, Tensor]:
         """(codes, scale) as a frame has them."""
         return _written(message.offset, message.exponents, message.sums, message.codes)
 
-    def read(self, codes: Tensor, scale: Tensor, count: int) -> Told:
+    def read(self, codes: Tensor, scale: Tensor, count: int) -> Encoded:
         """The inverse; any codes are those of some values."""
         blocks = num_blocks(count)
         exponents, sums, rest = torch.split(codes, [blocks, _SUM_BYTES * blocks, -(-count // 8) * self.bits])
-        return Told(
+        return Encoded(
             exponents.view(torch.int8),
             sums.clone().view(torch.int32),  # a sum may begin anywhere, its word may not
             rest.contiguous(),
@@ -126,7 +126,7 @@ class Difference(ValueCode):
     def num_bytes(self, count: int) -> int:
         return num_blocks(count) + -(-count // 8) * self.bits
 
-    def way(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
+    def move(self, compared: Compared, exponents: Tensor, *, out: Tensor) -> Tensor:
         """The requester's move to the middle, in `out`: the opposite of its peer's, to the last bit."""
         steps = steps_of(exponents).to(out.device)
         return kernels.decode_differences(compared.codes, steps, out.numel(), self.bits, out=out)
@@ -148,7 +148,7 @@ def is_modulo_code(quantize: Quantizer | ModuloCode) -> TypeIs[ModuloCode]:
 
 def num_blocks(count: int) -> int:
     """The number of steps for so many values."""
-    return -(-count // RESIDUE_BLOCK)
+    return -(-count // MODULO_BLOCK)
 
 
 # By numpy, on the host: on the few steps of a small model torch takes four times as long.

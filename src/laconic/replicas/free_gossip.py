@@ -16,8 +16,8 @@ from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
-from laconic.replicas.pending import Subset
 from laconic.replicas.policy import State
+from laconic.replicas.vector import Subset
 from laconic.replicas.wait_budget import WaitBudget
 from laconic.scheme import GossipScheme
 from laconic.transport import Mailbox, say
@@ -122,7 +122,7 @@ class FreeGossip(GossipPolicy):
                 received = reply.to(self.vector.device)
                 with self._lock:
                     update = self.messages.finish_(request, received, peer)
-                    self.asked += 1
+                    self.num_asked += 1
                     self._note_update_(request.subset, update)
                     self._wait_budget.note_exchanged_(time.monotonic() - since)
         except FrameError as error:

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from laconic import kernels
 from laconic.errors import FrameError, StateError
 from laconic.exchange import asks_of, check_peers, matching
-from laconic.fault_points import fault_point
+from laconic.fault_points import armed, fault_point
 from laconic.quantize import is_modulo_code
 from laconic.replicas.change_tracker import ChangeTracker
-from laconic.replicas.entry_messages import EntryMessages
-from laconic.replicas.messages import GroupMessages, MessageWriter, refusal
-from laconic.replicas.modulo_messages import ModuloMessages
-from laconic.replicas.pending import PendingUpdate, Subset
+from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages, refusal
 from laconic.replicas.policy import Policy, State
-from laconic.replicas.vector import ModelVector
+from laconic.replicas.vector import ModelVector, PendingUpdate, Subset
 from laconic.scheme import GossipScheme
 from laconic.transport import Collectives, Mailbox, Transport
 
@@ -97,14 +94,15 @@ class GossipPolicy(Policy):
         self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
-        self.asked = self.answered = self.refused = self.late = 0
+        self.num_asked = self.answered = self.refused = self.late = 0
 
     @property
     def _lr(self) -> float:
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
     def send_due(self, step: int) -> None:
-        fault_point("gossip.step")
+        if armed:
+            fault_point("gossip.step")
         self.exchange_due(step)
 
     @abstractmethod
@@ -113,7 +111,8 @@ class GossipPolicy(Policy):
 
     def move_(self) -> None:
         """Add the pending update to the model; momentum and tracker follow."""
-        fault_point("gossip.apply")
+        if armed:
+            fault_point("gossip.apply")
         groups = sorted(self._pending.groups)
         moved = self.vector.move_(self._pending.whole, groups)
         self._pending.groups = set()
@@ -149,7 +148,7 @@ class GossipPolicy(Policy):
             "bytes_in": traffic.bytes_in,
             "by_kind": traffic.copy(),
             "passes": self.tracker.passes / max(1, num_steps),
-            "asked": self.asked,
+            "asked": self.num_asked,
             "answered": self.answered,
             "refused": self.refused,
             "late": self.late,
@@ -214,7 +213,7 @@ class MatchedGossip(GossipPolicy):
         self.tracker.note_sent_(subset.num_entries)
         self._pending.add_(subset, update)
         self.move_()
-        self.asked += asks
+        self.num_asked += asks
         self.answered += not asks
 
     def _ask(self, groups: list[int], partner: int) -> tuple[Subset, Tensor]:

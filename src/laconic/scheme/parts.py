@@ -119,7 +119,6 @@ def recipe(function: R) -> R:
 
 
 def _as_text(parameter: str, value: Any) -> Any:
-    """The text of an argument."""
     if isinstance(value, Score):
         return score_name(value)
     return write_part(parameter, value) if parameter in PARTS else value

@@ -23,10 +23,7 @@ class Everything(SharedSelector, Chooser):
     is_shared = True
     sends_all = True
     dense_below = 0
-
-    @property
-    def density(self) -> float:
-        return 1.0
+    density = 1.0
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:
         return BucketPlan(layout.num_entries, fixed=layout.spans, windows=())
@@ -109,6 +106,8 @@ class LowRank(Selector):
     is_shared = True
     sends_all = False
     factors = True
+    per_parameter = True
+    density = 0.5  # less than everything: how much less, the shapes decide
 
     rank: int = 4  # columns of each factor
     _: KW_ONLY
@@ -121,16 +120,8 @@ class LowRank(Selector):
         check_least(self, rank=1, dense_below=0, seed=0)
 
     @property
-    def density(self) -> float:
-        return 0.5  # less than everything: how much less, the shapes decide
-
-    @property
     def takes_turns(self) -> bool:
         return self.form == "alternating"
-
-    @property
-    def per_parameter(self) -> bool:
-        return True
 
     def is_factored(self, span: Span) -> bool:
         """Whether a parameter is a matrix that goes as factors, in fewer numbers than it has."""
@@ -138,7 +129,6 @@ class LowRank(Selector):
         return is_matrix and self._num_factors(span) < span.num_entries
 
     def _num_factors(self, span: Span) -> int:
-        """The numbers in both factors of a matrix."""
         return self.rank * (span.shape[0] + span.num_entries // span.shape[0])
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:

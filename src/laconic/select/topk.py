@@ -85,6 +85,8 @@ class ChunkedTopK(Chooser):
         4096
     """
 
+    per_parameter = True
+
     rho: float  # share of entries sent; smaller sends less
     _: KW_ONLY
     chunk: int = 4096  # C, entries
@@ -97,10 +99,6 @@ class ChunkedTopK(Chooser):
     @property
     def density(self) -> float:
         return self.rho
-
-    @property
-    def per_parameter(self) -> bool:
-        return True
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:
         def share(n: int) -> int:
@@ -126,6 +124,8 @@ class BlockTopK(Chooser):
         0.01
     """
 
+    per_parameter = True
+
     rho: float  # share of runs sent; smaller sends less
     block: int = 32  # B, entries
     _: KW_ONLY
@@ -138,10 +138,6 @@ class BlockTopK(Chooser):
     @property
     def density(self) -> float:
         return self.rho
-
-    @property
-    def per_parameter(self) -> bool:
-        return True
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:
         def share(n: int) -> int:

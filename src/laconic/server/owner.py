@@ -12,7 +12,7 @@ from laconic.errors import FrameError, StateError
 from laconic.exchange import Shares, piece_borders
 from laconic.kernels import Window
 from laconic.layout import Layout, positions_of
-from laconic.memory import Ledger, Residual, Undo
+from laconic.memory import Residual, Undo
 from laconic.quantize import Sign, Trits
 from laconic.scheme import Scheme
 from laconic.server.vote import Vote
@@ -40,7 +40,7 @@ class Owner:
         self._quantize = self.scheme.frame_code
         self._holds = self.scheme.holds
         self._votes = self._server.votes
-        self._held = Ledger(Residual())
+        self._held = Residual().ledger()
         self._cuts: dict[Layout, tuple[Layout, Tensor]] = {}
         self._searched: dict[Layout, tuple[list[Window], list[Tensor]]] = {}  # by share
         self._vote = Vote(weighted=self._server.combine == "weighted")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import LaconicError, SchemeError, StateError
-from laconic.fault_points import fault_point
+from laconic.fault_points import armed, fault_point
 from laconic.kernels import Executor
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger, Nothing, SetAside, Undo
@@ -58,7 +58,7 @@ class Session:
         self._loss_scale = loss_scale
         self._holds_idle = holds_idle
         self._clock = PhaseClock()
-        self._ledger: Ledger[Account] = Ledger(scheme.memory)
+        self._ledger: Ledger[Account] = scheme.memory.ledger()
         self._is_asked = not undoes  # whether a last step was finite; outer steps check for themselves
         undoes = undoes or loss_scale is not None
         self._path = path_for(
@@ -98,20 +98,23 @@ class Session:
 
     def begin(self, bucket: Bucket) -> Exchange:
         """Select and encode, as far as the first message."""
-        fault_point("bucket.begin", bucket)
+        if armed:
+            fault_point("bucket.begin", bucket)
         work = self._open(bucket)
         path = self._path_of(work)
         if path.checks_finite:
             self._check_(work, path)
         exchange = Exchange(work, path, path.exchange(work))
         exchange.resume()
-        fault_point("bucket.encoded", bucket)
+        if armed:
+            fault_point("bucket.encoded", bucket)
         return exchange
 
     def send(self, exchange: Exchange) -> Any:
         """Send its next message, and return what was received."""
         assert exchange.message is not None
-        fault_point("bucket.send", exchange.work.bucket)
+        if armed:
+            fault_point("bucket.send", exchange.work.bucket)
         with self._clock.time("exchange", self.transport.wire or exchange.work.device):
             received = exchange.message()
         exchange.was_late = self.transport.was_late
@@ -119,13 +122,15 @@ class Session:
 
     def end_(self, exchange: Exchange) -> None:
         """Apply what was received; with the last bucket of a step the step ends."""
-        fault_point("bucket.apply", exchange.work.bucket)
+        if armed:
+            fault_point("bucket.apply", exchange.work.bucket)
         exchange.work.bucket.was_late = exchange.was_late and exchange.received is not None
         self._close_(exchange.work, exchange.path, exchange.received)
         self._num_ended += 1
         if self._is_whole and self._num_ended == len(self._seen):
             self._end_step()
-        fault_point("bucket.applied", exchange.work.bucket)
+        if armed:
+            fault_point("bucket.applied", exchange.work.bucket)
 
     def _open(self, bucket: Bucket) -> Work:
         """When, how much of it, and the account that it goes through."""

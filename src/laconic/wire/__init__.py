@@ -18,8 +18,8 @@ from laconic.wire.index_codec import (
     IndexBlock,
     IndexCodec,
     Rice,
+    Runs,
     floor_bits,
     smallest_index_codec,
 )
-from laconic.wire.runs import Runs
 from laconic.wire.several import read_answers, read_each, write_each, write_parts

@@ -86,9 +86,10 @@ class CodesShape:
         """The length of every frame of this shape."""
         return 4 * (self._end_of_index + -(-self._num_value_bytes // 4))
 
-    def write(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
-        """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`."""
-        return self._write(self.index.codec.encode(positions, self.num_entries), codes, scale, step, bucket)
+    def write(self, positions: Tensor | None, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
+        """A frame, as uint8 on the device of `codes`: fixed entries first, then those at `positions`; None: all."""
+        index = None if positions is None else self.index.codec.encode(positions, self.num_entries)
+        return self._write(index, codes, scale, step, bucket)
 
     def write_smallest(self, positions: Tensor, codes: Tensor, scale: Tensor, *, step: int, bucket: int) -> Tensor:
         """The same in the shortest code for these positions: for a reader who need not know its length beforehand."""
@@ -99,15 +100,15 @@ class CodesShape:
                 return shortest._write(index, codes, scale, step, bucket)
         return self.write(positions, codes, scale, step=step, bucket=bucket)
 
-    def _write(self, index: Tensor, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
+    def _write(self, index: Tensor | None, codes: Tensor, scale: Tensor, step: int, bucket: int) -> Tensor:
         head = torch.zeros(_HEADER_WORDS, dtype=torch.int32, device=codes.device)
         head[_SCALE] = scale.view(torch.int32)
         frame = self._joined(head, index, codes)
         kernels.seal_(frame.view(torch.int32), self._header(step, bucket))
         return frame
 
-    def _joined(self, head: Tensor, index: Tensor, codes: Tensor) -> Tensor:
-        blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous())]
+    def _joined(self, head: Tensor, index: Tensor | None, codes: Tensor) -> Tensor:
+        blocks = [block.view(torch.uint8) for block in (head, index, codes.contiguous()) if block is not None]
         if -self._num_value_bytes % 4:
             blocks.append(blocks[0].new_zeros(-self._num_value_bytes % 4))
         return kernels.end_to_end(blocks)
@@ -124,10 +125,6 @@ class CodesShape:
         words = frame.view(torch.int32)
         words[:2] = kernels.check_sum(words[2:]).view(1).view(torch.int32)
         return frame
-
-    def is_overflow(self, frame: Tensor) -> bool:
-        """Whether this worker's own frame is one of write_overflow."""
-        return bool(_header_of(frame)[_CODECS] & _OVERFLOW)
 
     def write_overflow(self, device: torch.device, *, step: int, bucket: int) -> Tensor:
         """A frame of the same length that only tells that its writer saw Inf or NaN."""
@@ -250,7 +247,6 @@ class FrameShape(CodesShape):
         return positions, values
 
     def _values_of(self, frames: Tensor) -> Tensor:
-        """In rows by rank."""
         codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
         scales = frames.view(torch.int32)[:, _SCALE].view(torch.float32)
         return self.quantize.decode_rows(codes, scales)[:, : self.num_fixed + self.k].contiguous()

@@ -14,7 +14,7 @@ from laconic.wire import floor_bits, smallest_index_codec
 from laconic_lab.bench.common import median_seconds
 
 _NUM_FRAMES = 8
-_RESIDUE_BITS = 4
+_MODULO_BITS = 4
 _LANE_WIDTH = 6
 _LOW_WIDTH = 7  # what Elias-Fano takes at 1 %
 _LEVELS, _CODE_WIDTH = 7, 6  # maxnorm:bits=4 among 4 workers: five codes to an int32
@@ -131,19 +131,19 @@ def _remainders(of: ModuleType, x: Tensor) -> _Works:
     n = x.numel()
     rolled = torch.roll(x, 1)
     steps = torch.full_like(kernels.reference.largest_changes(x, rolled)[0], 0.1)  # one of each block
-    request = kernels.reference.encode_residues(x, steps, 0.5, _RESIDUE_BITS)
-    _, differences, _ = kernels.reference.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS)
-    request_bytes = n * _RESIDUE_BITS / 8
-    reply_bytes = n * (_RESIDUE_BITS - 1) / 8
+    request = kernels.reference.encode_modulo(x, steps, 0.5, _MODULO_BITS)
+    _, differences, _ = kernels.reference.compare_modulo(x, *request, steps, 0.5, _MODULO_BITS)
+    request_bytes = n * _MODULO_BITS / 8
+    reply_bytes = n * (_MODULO_BITS - 1) / 8
     return {
         "largest_changes": (lambda: of.largest_changes(x, rolled), 8 * n),
-        "encode_residues": (lambda: of.encode_residues(x, steps, 0.5, _RESIDUE_BITS), 4 * n + request_bytes),
-        "compare_residues": (
-            lambda: of.compare_residues(x, *request, steps, 0.5, _RESIDUE_BITS),
+        "encode_modulo": (lambda: of.encode_modulo(x, steps, 0.5, _MODULO_BITS), 4 * n + request_bytes),
+        "compare_modulo": (
+            lambda: of.compare_modulo(x, *request, steps, 0.5, _MODULO_BITS),
             8 * n + request_bytes + reply_bytes,
         ),
         "decode_differences": (
-            lambda: of.decode_differences(differences, steps, n, _RESIDUE_BITS - 1),
+            lambda: of.decode_differences(differences, steps, n, _MODULO_BITS - 1),
             reply_bytes + 4 * n,
         ),
     }

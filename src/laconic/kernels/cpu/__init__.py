@@ -1,6 +1,6 @@
 """Native kernels for CPU tensors: C++ behind ctypes, with the names and results of the reference."""
 
-from laconic.kernels.registry import kernels_in
+from laconic.kernels.contract import kernels_in
 
 TAKEN_FROM_REFERENCE = {
     "flag_nonfinite_": "a CPU need not be asked later",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import words_of
 from laconic.kernels.cpu.library import check_reach, library, pointer
-from laconic.kernels.reference.bits import words_of
 
 
 def set_bits(positions: Tensor, num_bits: int) -> Tensor:

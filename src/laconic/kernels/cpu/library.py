@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.registry import check_vector
+from laconic.kernels.contract import check_vector
 
 # x86-64 levels, widest first, with the flags of /proc/cpuinfo that they ask for. One shared object for several levels
 # would share the standard library's weak symbols, and an older machine might be given a newer one's code.

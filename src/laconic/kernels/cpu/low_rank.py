@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import check_places
 from laconic.kernels.cpu.library import library, pointer
-from laconic.kernels.registry import check_places
 
 
 def orthonormal_(bases: Tensor, factors: Tensor, places: Tensor, rank: int) -> None:

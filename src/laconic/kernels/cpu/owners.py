@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import note_
 from laconic.kernels.cpu.library import Facts, check_reach, library, num_threads, pointer
-from laconic.kernels.cpu.sums import addresses
+from laconic.kernels.cpu.sparse import addresses
 from laconic.kernels.reference.owners import HEAD_WORDS, Blocks, Pieces, Window
-from laconic.kernels.reference.selection import note_
 
 DO_NOT_ASCEND = "frames of positions that do not ascend; give them sorted, each once, from 0 on"
 # Of a frame to be written, and of one to be read, in native/frames.cpp; the last field of each says how it went.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import Key
 from laconic.kernels.cpu.library import library, num_threads, pointer
-from laconic.kernels.reference.rounding import Key
 
 
 def largest_magnitudes(x: Tensor, group: int) -> Tensor:

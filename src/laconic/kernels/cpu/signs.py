@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import words_of
 from laconic.kernels.cpu.library import library, num_threads, pointer
-from laconic.kernels.reference.bits import words_of
 
 _MOST_VOTERS = 2**16 - 1  # the binary digits of a count in signs.cpp
 

@@ -1,6 +1,6 @@
 """The kernels in Triton, for CUDA tensors: the names, signatures and results of `kernels.reference`."""
 
-from laconic.kernels.registry import kernels_in
+from laconic.kernels.contract import kernels_in
 
 TAKEN_FROM_REFERENCE = {
     "add_at_": "a launch of Triton's takes three times as long as index_add_",

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import check_rows, check_vector, words_of
 from laconic.kernels.gpu.launch import launch
-from laconic.kernels.registry import check_rows, check_vector
 
 BLOCK = tl.constexpr(256)  # a bucket of 7 M entries has 6,000 words for a frame's positions, and many share them
 _SUM_BLOCK = tl.constexpr(2048)  # pairs of words
@@ -106,11 +106,6 @@ def _seal(words, total, num_words, a, b, c, d, e, f, g):
 def num_blocks(count: int) -> int:
     """How many blocks of BLOCK hold that many."""
     return -(-count // int(BLOCK.value))
-
-
-def words_of(num_bits: int) -> int:
-    """How many words hold that many bits."""
-    return -(-num_bits // 32)
 
 
 def count_ones(rows: Tensor) -> Tensor:

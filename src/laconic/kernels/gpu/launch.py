@@ -91,8 +91,8 @@ def leave(memory):
     share = tl.cdiv(HEAD - BINS, tl.num_programs(0))
     for start in range(0, share, 256):
         at = start + tl.arange(0, 256)
-        mine = tl.program_id(0) * share + at
-        tl.store(memory + BINS + mine, tl.zeros([256], tl.int32), mask=(at < share) & (mine < HEAD - BINS))
+        own = tl.program_id(0) * share + at
+        tl.store(memory + BINS + own, tl.zeros([256], tl.int32), mask=(at < share) & (own < HEAD - BINS))
     tl.debug_barrier()
     if tl.atomic_add(memory + LEFT, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(memory + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.kernels.contract import check_vector
 from laconic.kernels.gpu.launch import launch
 from laconic.kernels.reference.low_rank import RIDGE, SMALLEST
 from laconic.kernels.reference.low_rank import orthonormal_ as orthonormal_by_torch_
-from laconic.kernels.registry import check_vector
 
 _PROGRAMS = 528  # four on each multiprocessor of a large GPU
 _MOST_WIDE = 16  # columns of a basis in one pass over its matrix
@@ -28,7 +28,7 @@ _OPTIONS = {"num_warps": _THREADS // 32}
 
 
 @triton.jit
-def _mine(number_before):
+def _first_block(number_before):
     """The first block of a matrix that is this program's, where so many blocks came before."""
     programs = tl.num_programs(0)
     return (tl.program_id(0) + programs - number_before % programs) % programs
@@ -45,57 +45,51 @@ def _place_of(places, number):
 
 @triton.jit
 def _multiply(
-    factors, matrices, bases, places, num_matrices, rank, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
+    factors,
+    matrices,
+    bases,
+    places,
+    num_matrices,
+    rank,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """F = M B: a block of rows at a time, along which products add up in place and are summed at the end."""
+    """F = M B, a block of rows at a time, or M^T B, a block of columns.
+
+    Along the other side of a block products add up in place, and are summed at the end.
+    """
     before = 0
     for number in range(num_matrices):
         start, rows, cols, of_basis, of_factor = _place_of(places, number)
         basis = bases + of_basis
-        num_blocks = tl.cdiv(rows, ROWS)
-        for block in range(_mine(before), num_blocks, tl.num_programs(0)):
-            row = block * ROWS + tl.arange(0, ROWS)
-            lines = matrices + start + row[:, None].to(tl.int64) * cols
+        num_blocks = tl.cdiv(cols, COLS) if TRANSPOSED else tl.cdiv(rows, ROWS)
+        for block in range(_first_block(before), num_blocks, tl.num_programs(0)):
             for first in range(0, rank, WIDE):
                 column = first + tl.arange(0, WIDE)
                 products = tl.zeros([ROWS, WIDE, COLS], tl.float32)
-                for left in range(0, cols, COLS):
-                    col = left + tl.arange(0, COLS)
-                    m = tl.load(lines + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-                    inside = (column < rank)[:, None] & (col < cols)[None, :]
-                    b = tl.load(basis + col[None, :] * rank + column[:, None], mask=inside, other=0.0)
-                    products += m[:, None, :] * b[None, :, :]
-                inside = (row < rows)[:, None] & (column < rank)[None, :]
-                at = of_factor + row[:, None] * rank + column[None, :]
-                tl.store(factors + at, tl.sum(products, 2), mask=inside)
-        before += num_blocks
-
-
-@triton.jit
-def _multiply_transposed(
-    factors, matrices, bases, places, num_matrices, rank, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
-):
-    """F = M^T B: a block of columns at a time."""
-    before = 0
-    for number in range(num_matrices):
-        start, rows, cols, of_basis, of_factor = _place_of(places, number)
-        basis = bases + of_basis
-        num_blocks = tl.cdiv(cols, COLS)
-        for block in range(_mine(before), num_blocks, tl.num_programs(0)):
-            col = block * COLS + tl.arange(0, COLS)
-            for first in range(0, rank, WIDE):
-                column = first + tl.arange(0, WIDE)
-                products = tl.zeros([ROWS, WIDE, COLS], tl.float32)
-                for top in range(0, rows, ROWS):
-                    row = top + tl.arange(0, ROWS)
+                for along in range(0, rows if TRANSPOSED else cols, ROWS if TRANSPOSED else COLS):
+                    row = (along if TRANSPOSED else block * ROWS) + tl.arange(0, ROWS)
+                    col = (block * COLS if TRANSPOSED else along) + tl.arange(0, COLS)
                     lines = matrices + start + row[:, None].to(tl.int64) * cols
                     m = tl.load(lines + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-                    inside = (row < rows)[:, None] & (column < rank)[None, :]
-                    b = tl.load(basis + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-                    products += m[:, None, :] * b[:, :, None]
-                inside = (column < rank)[:, None] & (col < cols)[None, :]
-                at = of_factor + col[None, :] * rank + column[:, None]
-                tl.store(factors + at, tl.sum(products, 0), mask=inside)
+                    if TRANSPOSED:
+                        inside = (row < rows)[:, None] & (column < rank)[None, :]
+                        b = tl.load(basis + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+                        products += m[:, None, :] * b[:, :, None]
+                    else:
+                        inside = (column < rank)[:, None] & (col < cols)[None, :]
+                        b = tl.load(basis + col[None, :] * rank + column[:, None], mask=inside, other=0.0)
+                        products += m[:, None, :] * b[None, :, :]
+                if TRANSPOSED:
+                    line = (block * COLS + tl.arange(0, COLS))[None, :]
+                    at = of_factor + line * rank + column[:, None]
+                    tl.store(factors + at, tl.sum(products, 0), mask=(column < rank)[:, None] & (line < cols))
+                else:
+                    line = (block * ROWS + tl.arange(0, ROWS))[:, None]
+                    at = of_factor + line * rank + column[None, :]
+                    tl.store(factors + at, tl.sum(products, 2), mask=(line < rows) & (column < rank)[None, :])
         before += num_blocks
 
 
@@ -120,25 +114,25 @@ def _settle(
         basis = bases + of_basis
         across = tl.cdiv(cols, COLS)
         num_blocks = tl.cdiv(rows, ROWS) * across
-        for block in range(_mine(before), num_blocks, tl.num_programs(0)):
+        for block in range(_first_block(before), num_blocks, tl.num_programs(0)):
             row = block // across * ROWS + tl.arange(0, ROWS)[:, None]
             col = block % across * COLS + tl.arange(0, COLS)[None, :]
             inside = (row < rows) & (col < cols)
             at = start + row.to(tl.int64) * cols + col
             m = tl.load(matrices + at, mask=inside, other=0.0)
             gone = tl.zeros([ROWS, COLS], tl.float32)
-            heard = tl.zeros([ROWS, COLS], tl.float32)
+            received = tl.zeros([ROWS, COLS], tl.float32)
             for column in range(rank):
                 if TRANSPOSED:
                     left = tl.load(basis + row * rank + column, mask=row < rows, other=0.0)
                     gone += left * tl.load(own + of_factor + col * rank + column, mask=col < cols, other=0.0)
-                    heard += left * tl.load(mean + of_factor + col * rank + column, mask=col < cols, other=0.0)
+                    received += left * tl.load(mean + of_factor + col * rank + column, mask=col < cols, other=0.0)
                 else:
                     right = tl.load(basis + col * rank + column, mask=col < cols, other=0.0)
                     gone += tl.load(own + of_factor + row * rank + column, mask=row < rows, other=0.0) * right
-                    heard += tl.load(mean + of_factor + row * rank + column, mask=row < rows, other=0.0) * right
+                    received += tl.load(mean + of_factor + row * rank + column, mask=row < rows, other=0.0) * right
             tl.store(matrices + at, m - gone, mask=inside)
-            tl.store(out + at, (factor * heard).to(out.dtype.element_ty), mask=inside)
+            tl.store(out + at, (factor * received).to(out.dtype.element_ty), mask=inside)
         before += num_blocks
 
 
@@ -149,10 +143,9 @@ def thin_products_(
     wide = min(triton.next_power_of_2(rank), _MOST_WIDE)
     tile = _THREADS * _PRODUCTS // wide
     cols = 16 if transposed else 256  # of a row, so that enough programs have a share
-    kernel = _multiply_transposed if transposed else _multiply
     if len(places):
         arguments = (factors, matrices, bases, places, len(places), rank)
-        launch(kernel, (_PROGRAMS, 1), *arguments, tile // cols, cols, wide, **_OPTIONS)
+        launch(_multiply, (_PROGRAMS, 1), *arguments, transposed, tile // cols, cols, wide, **_OPTIONS)
 
 
 def settle_products_(

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from laconic.kernels.gpu.selection import all_finite, withdraw_
-from laconic.kernels.gpu.sums import sum_over_union_
+from laconic.kernels.gpu.sparse import all_finite, sum_over_union_, withdraw_
 from laconic.kernels.reference.owners import MeanKernels, Window, take_mean_by
 
 _GPU = MeanKernels(sum_over_union_, withdraw_, all_finite)

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
+from laconic.kernels.contract import Key, check_vector
 from laconic.kernels.gpu.launch import magnitude_bits
-from laconic.kernels.reference.rounding import Key
-from laconic.kernels.registry import check_vector
 
 _BLOCK = tl.constexpr(1024)  # words a program handles: four a thread, with eight warps
 _UNROLLED = tl.constexpr(4)  # lanes, or rows, whose loads are in flight together

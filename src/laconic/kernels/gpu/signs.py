@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.errors import KernelError
-from laconic.kernels.gpu.bits import words_of
-from laconic.kernels.registry import check_vector
+from laconic.kernels.contract import check_vector, words_of
 
 _WORDS = tl.constexpr(128)  # words a program handles, so 4096 entries
 _BALLOT_WORDS = tl.constexpr(1024)

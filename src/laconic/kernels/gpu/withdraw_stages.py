@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from laconic.kernels.contract import GUESS, MARGIN
 from laconic.kernels.gpu.bits import lowest_one, num_ones
 from laconic.kernels.gpu.launch import DIGITS, NUM_OPEN, magnitude_bits, meet
-from laconic.kernels.reference.selection import GUESS, MARGIN
 
 _GUESS = tl.constexpr(GUESS)
 _MARGIN = tl.constexpr(MARGIN)
@@ -54,13 +54,15 @@ def find_bin(bins, k, least, shift):
     copies = tl.arange(0, NUM_COPIES)[:, None] * NUM_BINS + each[None, :]
     tally = tl.sum(tl.load(bins + copies, cache_modifier=".cg"), 0)
     reached = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally  # in this bin or a higher one
-    found = tl.maximum(tl.sum((reached >= k).to(tl.int32), 0) - 1, 0)
-    wanted = k - tl.sum(tl.where(each > found, tally, 0), 0)
-    octaves = tl.maximum(found - _NUM_EVEN, 0) << (23 - _LOG_OCTAVE)
-    steps = tl.where(found < _NUM_EVEN, found, (octaves + _FLOAT_OF_NUM_EVEN).to(tl.float32, bitcast=True).to(tl.int32))
-    num_bits = tl.where(found < _NUM_EVEN, shift, shift + 2 + (octaves >> 23))
-    num_bits = tl.where(found == NUM_BINS - 1, 31, num_bits)
-    return found, least + (steps << shift), num_bits, wanted, tl.sum(tl.where(each == found, tally, 0), 0)
+    kth_bin = tl.maximum(tl.sum((reached >= k).to(tl.int32), 0) - 1, 0)
+    wanted = k - tl.sum(tl.where(each > kth_bin, tally, 0), 0)
+    octaves = tl.maximum(kth_bin - _NUM_EVEN, 0) << (23 - _LOG_OCTAVE)
+    steps = tl.where(
+        kth_bin < _NUM_EVEN, kth_bin, (octaves + _FLOAT_OF_NUM_EVEN).to(tl.float32, bitcast=True).to(tl.int32)
+    )
+    num_bits = tl.where(kth_bin < _NUM_EVEN, shift, shift + 2 + (octaves >> 23))
+    num_bits = tl.where(kth_bin == NUM_BINS - 1, 31, num_bits)
+    return kth_bin, least + (steps << shift), num_bits, wanted, tl.sum(tl.where(each == kth_bin, tally, 0), 0)
 
 
 TILE = tl.constexpr(4096)  # entries that a program reads at once; 16 a thread, so 128 bytes of loads in flight
@@ -108,7 +110,7 @@ def _add_tile(balance, addend, words, x, y, tile, n, factor, least, MASKED: tl.c
 
 
 @triton.jit
-def _move_hits(balance, words, places, kept, bins, first_row, num_rows, found, room, run, least, shift):
+def _move_hits(balance, words, places, kept, bins, first_row, num_rows, num_hits, room, run, least, shift):
     """Move the hits of some tiles to the list, in the order of positions, while there is room; returns their number.
 
     Each round takes one bit from every word, so that 36 % of words with a hit (1.4 % of entries) cost a few rounds and
@@ -118,7 +120,7 @@ def _move_hits(balance, words, places, kept, bins, first_row, num_rows, found, r
     at = tl.arange(0, GROUP * WORDS)
     word = tl.load(words + at, mask=at < num_rows * WORDS, other=0).to(tl.uint32, bitcast=True)
     ones = num_ones(word)
-    slot = found + tl.cumsum(ones, 0) - ones
+    slot = num_hits + tl.cumsum(ones, 0) - ones
     position = _tile_of(first_row + at // WORDS, run) * TILE + at % WORDS * 32
     for _ in range(tl.max(ones, 0)):
         listed = (word != 0) & (slot < room)
@@ -149,7 +151,7 @@ def add_entries(balance, addend, words, places, kept, bins, run, n, room, factor
     rest = num_whole - num_turns * run * programs - me * run
     num_rows = num_turns * run + tl.minimum(tl.maximum(rest, 0), run)
     sums = tl.zeros([WORDS, 8], tl.float32)
-    found = 0
+    num_hits = 0
     if num_rows > 0:
         x, y = _load_both(balance, addend, _tile_of(0, run), n, MASKED=False)
         for first_row in range(0, num_rows, GROUP):
@@ -161,12 +163,14 @@ def add_entries(balance, addend, words, places, kept, bins, run, n, room, factor
                 sums += _add_tile(balance, addend, words + row * WORDS, x, y, tile, n, factor, least, MASKED=False)
                 x = next_x
                 y = next_y
-            found += _move_hits(balance, words, places, kept, bins, first_row, num_here, found, room, run, least, shift)
+            num_hits += _move_hits(
+                balance, words, places, kept, bins, first_row, num_here, num_hits, room, run, least, shift
+            )
     if (num_whole * TILE < n) & (num_whole // run % programs == me):  # the last tile of all, if it is not whole
         x, y = _load_both(balance, addend, num_whole, n, MASKED=True)
         sums += _add_tile(balance, addend, words, x, y, num_whole, n, factor, least, MASKED=True)
-        found += _move_hits(balance, words, places, kept, bins, num_rows, 1, found, room, run, least, shift)
-    return tl.sum(tl.sum(sums.to(tl.float64), 1), 0), found
+        num_hits += _move_hits(balance, words, places, kept, bins, num_rows, 1, num_hits, room, run, least, shift)
+    return tl.sum(tl.sum(sums.to(tl.float64), 1), 0), num_hits
 
 
 SPAN = tl.constexpr(1024)  # candidates handled at once; a program has 5,000 to 8,000 of them at 1 % of 100 M entries
@@ -176,20 +180,20 @@ _MOST = tl.constexpr(0x7FFFFFFF)  # a position
 
 
 @triton.jit
-def _load_candidates(places, kept, start, found):
+def _load_candidates(places, kept, start, num_hits):
     """Positions and values of candidates from `start` on, and which of them there are; asked for one round ahead."""
     at = start + tl.arange(0, SPAN)
-    here = at < found
+    here = at < num_hits
     return tl.load(places + at, mask=here, other=0), tl.load(kept + at, mask=here, other=0.0), here
 
 
 @triton.jit
-def list_open(memory, opens, places, kept, found, run, least, shift, kth_bin):
+def list_open(memory, opens, places, kept, num_hits, run, least, shift, kth_bin):
     """List the candidates in the bin of the k-th largest, for all to see; returns how many of each turn exceed it."""
     above = tl.zeros([TURNS], tl.int32)
-    place, value, here = _load_candidates(places, kept, 0, found)
-    for start in range(0, found, SPAN):
-        next_place, next_value, next_here = _load_candidates(places, kept, start + SPAN, found)
+    place, value, here = _load_candidates(places, kept, 0, num_hits)
+    for start in range(0, num_hits, SPAN):
+        next_place, next_value, next_here = _load_candidates(places, kept, start + SPAN, num_hits)
         bits = magnitude_bits(value)
         own = bin_of(bits, least, shift)
         above += tl.histogram(_run_of(place, run) // tl.num_programs(0), TURNS, mask=here & (own > kth_bin))
@@ -294,12 +298,12 @@ def first_slots(aboves, opens, num_open, kth, last, run, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def take_candidates(balance, positions, values, places, kept, slots, found, kth, last, run):
+def take_candidates(balance, positions, values, places, kept, slots, num_hits, kth, last, run):
     """Write the chosen out and put the others back where they were."""
     taken = 0
-    place, value, here = _load_candidates(places, kept, 0, found)
-    for start in range(0, found, SPAN):
-        next_place, next_value, next_here = _load_candidates(places, kept, start + SPAN, found)
+    place, value, here = _load_candidates(places, kept, 0, num_hits)
+    for start in range(0, num_hits, SPAN):
+        next_place, next_value, next_here = _load_candidates(places, kept, start + SPAN, num_hits)
         chosen = here & _is_chosen(magnitude_bits(value), place, kth, last)
         rank = tl.cumsum(chosen.to(tl.int32), 0)
         slot = tl.load(slots + _run_of(place, run) // tl.num_programs(0), mask=here, other=0) + taken + rank - 1
@@ -346,9 +350,9 @@ def find_kth(memory, balance, begin, end, k, awaited):
     prefix = 0
     wanted = k
     for digit in range(4):
-        mine = _tally_entries(balance, begin, end, 24 - 8 * digit, prefix)
+        own = _tally_entries(balance, begin, end, 24 - 8 * digit, prefix)
         row = memory + DIGITS + digit * NUM_VALUES + value
-        tl.atomic_add(row, mine, mask=mine > 0, sem="relaxed")
+        tl.atomic_add(row, own, mask=own > 0, sem="relaxed")
         awaited = meet(memory, awaited)
         tally = tl.load(row, cache_modifier=".cg")
         reached = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally  # of this value or a higher one

@@ -5,10 +5,9 @@
 
 from laconic.kernels.reference.bits import *
 from laconic.kernels.reference.low_rank import *
+from laconic.kernels.reference.modulo import *
 from laconic.kernels.reference.momentum import *
 from laconic.kernels.reference.owners import *
-from laconic.kernels.reference.residues import *
 from laconic.kernels.reference.rounding import *
-from laconic.kernels.reference.selection import *
 from laconic.kernels.reference.signs import *
-from laconic.kernels.reference.sums import *
+from laconic.kernels.reference.sparse import *

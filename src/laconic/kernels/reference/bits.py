@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel, words_of
 from laconic.kernels.host import nonzero
-from laconic.kernels.registry import kernel
 
 _WORD_BITS = 32
 _WORD_MASK = (1 << _WORD_BITS) - 1
@@ -138,11 +138,6 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 def _signed(number: int) -> int:
     """The int64 of the same bits as a number over 2^63."""
     return number - (1 << 64)
-
-
-def words_of(num_bits: int) -> int:
-    """How many words hold that many bits."""
-    return -(-num_bits // _WORD_BITS)
 
 
 def _to_int32(words: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from laconic.kernels.registry import kernel
+from laconic.kernels.contract import kernel
 
 RIDGE = 1e-12  # of unit columns; what float32 leaves of a column that depends on the others is 1e-15
 SMALLEST = 1e-300  # a square that is not zero

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.kernels.registry import kernel
+from laconic.kernels.contract import kernel
 
 
 @kernel

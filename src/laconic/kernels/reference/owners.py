@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel
 from laconic.kernels.host import nonzero
 from laconic.kernels.reference.bits import check_sum, decode_rice, encode_rice
-from laconic.kernels.reference.selection import all_finite, withdraw_
-from laconic.kernels.reference.sums import sum_over_union_
-from laconic.kernels.registry import kernel
+from laconic.kernels.reference.sparse import all_finite, sum_over_union_, withdraw_
 
 HEAD_WORDS, COUNT_AT = 10, 5  # as wire/frame.py has them: the first two are a check sum, and one is the number k
 _TOP = torch.finfo(torch.bfloat16).max  # above it rounding would give Inf
@@ -169,10 +168,10 @@ def take_mean_by(
     """`take_mean_` by these kernels."""
     whole = held.index_select(0, fixed)
     held.index_fill_(0, fixed, 0)
-    for told in values:
-        whole += told[: fixed.numel()]
-    chosen = [told[fixed.numel() :] for told in values]
-    places, sums = by.sum_over_union_(held, positions, chosen, take=not windows)
+    for each in values:
+        whole += each[: fixed.numel()]
+    selected = [each[fixed.numel() :] for each in values]
+    places, sums = by.sum_over_union_(held, positions, selected, take=not windows)
     if not (by.all_finite(whole) and by.all_finite(sums)):
         whole.nan_to_num_(nan=0.0)
         sums.nan_to_num_(nan=0.0)
@@ -191,18 +190,18 @@ def take_mean_by(
 
 
 def _largest(
-    by: MeanKernels, held: Tensor, heard: Tensor, windows: Sequence[Window], searches: Sequence[Tensor]
+    by: MeanKernels, held: Tensor, touched: Tensor, windows: Sequence[Window], searches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Those of each window, taken out; no zeros."""
-    places = [heard[:0]]
+    places = [touched[:0]]
     values = [held[:0]]
-    counts = _within([window[:2] for window in windows], heard)
+    counts = _within([window[:2] for window in windows], touched)
     for (start, stop, most), count, search in zip(windows, counts, searches, strict=True):
         if count:
             at, sums = by.withdraw_(held[start:stop], None, min(most, count), search)
-            there = nonzero(sums)
-            places.append(at.index_select(0, there).add_(start))
-            values.append(sums.index_select(0, there))
+            kept = nonzero(sums)
+            places.append(at.index_select(0, kept).add_(start))
+            values.append(sums.index_select(0, kept))
     return torch.cat(places), torch.cat(values)
 
 

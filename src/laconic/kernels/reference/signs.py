@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel
 from laconic.kernels.reference.bits import pack_lanes, unpack_lanes
-from laconic.kernels.registry import kernel
 
 
 @kernel

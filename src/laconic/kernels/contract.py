@@ -1,8 +1,9 @@
-"""Which kernels there are, each declared where it is defined, and what they ask of the tensors they are given."""
+"""What all backends share: declared kernels, checks of their arguments, the memory of a search, keys of draws."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -69,3 +70,64 @@ def check_places(bases: Tensor, factors: Tensor, places: Tensor, rank: int) -> N
         or (places < 0).any()
     ):
         raise KernelError(f"places reach beyond {len(bases)} entries of bases or {len(factors)} of factors")
+
+
+def words_of(num_bits: int) -> int:
+    """The number of 32-bit words that hold so many bits."""
+    return -(-num_bits // 32)
+
+
+# What a search remembers: places in a float64 tensor on the device of the data, so that no kernel waits for the host.
+GUESS, KTH, MEAN, MARGIN, PASSES, CALLS = range(6)
+
+LOG_AIM = math.log(1.4)  # candidates to aim at, in units of k; fewer than k would cost passes
+SHYEST, BOLDEST = 0.3, 0.0005  # the margin's bounds
+PACE = 2.0  # a margin at most doubles or halves in a step
+SMALLEST_CHANGE = 0.5
+
+
+def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
+    """The memory of a search for the k largest of n, before its first step.
+
+    Under a Laplace law P(|x| > t) = exp(-t/b) the k-th largest stands at t = b*ln(n/k), and a threshold that is
+    lower by the share ln(c)/ln(n/k) catches c*k entries: the first margin.
+    """
+    margin = LOG_AIM / max(math.log(n / k), 1e-9)
+    return torch.tensor([0, 0, 0, min(max(margin, BOLDEST), SHYEST), 0, 0], dtype=torch.float64, device=device)
+
+
+def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
+    """Keep the records of a step; the guess of the next is the GPU's alone (gpu/sparse.py)."""
+    records = search.cpu().numpy()
+    records[KTH] = kth
+    records[MEAN] = mean
+    records[PASSES] += passes
+    records[CALLS] += 1
+    if search.device.type != "cpu":
+        search.copy_(torch.from_numpy(records))
+
+
+_MASK_64 = (1 << 64) - 1
+
+Key = tuple[int, int]  # two signed 32-bit numbers: a stream of its own
+
+
+def hash_64(*numbers: int) -> int:
+    """SplitMix64 over a sequence of whole numbers (Steele, Lea, Flood, OOPSLA 2014), as an unsigned 64-bit number."""
+    state = 0
+    for number in numbers:
+        state = (state + 0x9E3779B97F4A7C15 + number) & _MASK_64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK_64
+        state ^= state >> 31
+    return state
+
+
+def key_of(*numbers: int) -> Key:
+    """The stream of draws that belongs to these numbers: (seed, rank, step, bucket) and the like."""
+    state = hash_64(*numbers)
+    return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >> 31 else bits

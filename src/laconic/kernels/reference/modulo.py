@@ -1,14 +1,14 @@
-"""Remainders of values that another worker holds nearly alike, and the differences that two of them tell."""
+"""Modulo codes of values that another worker holds nearly alike, and the differences that two of them tell."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel
 from laconic.kernels.reference.rounding import largest_magnitudes
-from laconic.kernels.registry import kernel
 
-RESIDUE_BLOCK = 256  # entries that share a step
+MODULO_BLOCK = 256  # entries that share a step
 _LANES = 8  # codes that share whole bytes
 _LIMIT = float(0x2AAAAA80)  # a quotient beyond is cut off, to no power of two, so that its sum shows it
 _WEIGHT = 2_654_435_767  # of an entry in the sum of its block: its place times this, made odd, mod 2^32
@@ -17,11 +17,11 @@ _WEIGHT = 2_654_435_767  # of an entry in the sum of its block: its place times 
 @kernel
 def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """(the largest |x - last|, the largest |x|) of each block of 256 finite entries."""
-    return largest_magnitudes(x - last, RESIDUE_BLOCK), largest_magnitudes(x, RESIDUE_BLOCK)
+    return largest_magnitudes(x - last, MODULO_BLOCK), largest_magnitudes(x, MODULO_BLOCK)
 
 
 @kernel
-def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
+def encode_modulo(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
     """(codes, sums) of finite float32 entries: q mod 2^bits, where q = floor(x/step + offset), and weighted sums of q.
 
     `steps` has one float32 for every 256 entries, and there is an int32 sum, mod 2^32, for each such block. Eight codes
@@ -32,7 +32,7 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
 
 
 @kernel
-def compare_residues(
+def compare_modulo(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(moves, differences, peaks) for the codes and sums of y: half of the way from x to y, and what y's owner gets.
@@ -64,7 +64,7 @@ def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int, *, out: 
     In `out`, if given.
     """
     half = 1 << (bits - 1)
-    rows = torch.zeros(steps.numel(), RESIDUE_BLOCK, dtype=torch.float32, device=codes.device)
+    rows = torch.zeros(steps.numel(), MODULO_BLOCK, dtype=torch.float32, device=codes.device)
     rows.view(-1)[:n] = ((_unpack(codes, n, bits) ^ half) - half).to(torch.float32)
     return _in(out, (rows * (steps * -0.5).unsqueeze(1)).view(-1)[:n])
 
@@ -75,7 +75,7 @@ def _in(out: Tensor | None, x: Tensor) -> Tensor:
 
 def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
     """floor(x/step + offset) in rows of a block, int32; zeros after the last entry."""
-    rows = x.new_zeros(steps.numel(), RESIDUE_BLOCK)
+    rows = x.new_zeros(steps.numel(), MODULO_BLOCK)
     rows.view(-1)[: x.numel()] = x
     inverse = (1.0 / steps).unsqueeze(1)
     q = (rows * inverse + torch.tensor(offset, dtype=torch.float32)).clamp_(-_LIMIT, _LIMIT).floor_().to(torch.int32)
@@ -85,7 +85,7 @@ def _quotients(x: Tensor, steps: Tensor, offset: float) -> Tensor:
 
 def _sums(q: Tensor) -> Tensor:
     """Sums in which entries do not make up for each other: two that are wrong by as much, or all of a block, show."""
-    weights = _WEIGHT * torch.arange(RESIDUE_BLOCK, device=q.device) & 0xFFFFFFFF | 1
+    weights = _WEIGHT * torch.arange(MODULO_BLOCK, device=q.device) & 0xFFFFFFFF | 1
     total = (q.to(torch.int64) * weights).sum(1) & 0xFFFFFFFF
     return (total - (total >> 31 << 32)).to(torch.int32)
 

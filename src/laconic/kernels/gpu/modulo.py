@@ -1,4 +1,4 @@
-"""Remainders of values that another worker holds nearly alike, in one pass each: rows of a block, 32 times 8 entries.
+"""Modulo codes of values that another worker holds nearly alike, in one pass each: rows of a block, 32 times 8 entries.
 
 Eight codes share whole bytes, so they are moved into one int64, of which those bytes are written.
 """
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from laconic.kernels.contract import check_vector
 from laconic.kernels.gpu.launch import magnitude_bits
-from laconic.kernels.reference.residues import RESIDUE_BLOCK
-from laconic.kernels.registry import check_vector
+from laconic.kernels.reference.modulo import MODULO_BLOCK
 
 _ROWS = tl.constexpr(8)  # blocks that a program handles
-_SHARED = tl.constexpr(RESIDUE_BLOCK)
-_OCTETS = tl.constexpr(RESIDUE_BLOCK // 8)
+_SHARED = tl.constexpr(MODULO_BLOCK)
+_OCTETS = tl.constexpr(MODULO_BLOCK // 8)
 _LIMIT = tl.constexpr(float(0x2AAAAA80))  # as in the reference
 _WEIGHT = tl.constexpr(2_654_435_767 - (1 << 32))
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # nothing contracts a product and a sum
@@ -62,15 +62,15 @@ def _sum_of(q, place):
 def _pack(lanes, codes, row, count, BITS: tl.constexpr):
     lane = tl.arange(0, 8)[None, None, :].to(tl.int64)
     word = tl.sum((lanes & ((1 << BITS) - 1)).to(tl.int64) << (BITS * lane), 2)[:, :, None]
-    at, there = _octets(row, count, BITS)
-    tl.store(codes + at, (word >> (8 * lane)).to(tl.uint8), mask=there)
+    at, inside = _octets(row, count, BITS)
+    tl.store(codes + at, (word >> (8 * lane)).to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _unpack(codes, row, count, BITS: tl.constexpr):
     lane = tl.arange(0, 8)[None, None, :].to(tl.int64)
-    at, there = _octets(row, count, BITS)
-    word = tl.sum(tl.load(codes + at, mask=there, other=0).to(tl.int64) << (8 * lane), 2)[:, :, None]
+    at, inside = _octets(row, count, BITS)
+    word = tl.sum(tl.load(codes + at, mask=inside, other=0).to(tl.int64) << (8 * lane), 2)[:, :, None]
     return (word >> (BITS * lane)).to(tl.int32) & ((1 << BITS) - 1)
 
 
@@ -104,8 +104,8 @@ def _compare(
     away = ((_unpack(codes, row, count, BITS) - q + HALF) & (2 * HALF - 1)) - HALF
     away = tl.where(inside, away, 0)
     peak = tl.max(tl.max(tl.abs(away), 2), 1)
-    told = tl.load(sums + row, mask=row < num_blocks, other=0)
-    alike = (told == _sum_of(q + away, place)) & (peak < HALF)
+    stated = tl.load(sums + row, mask=row < num_blocks, other=0)
+    alike = (stated == _sum_of(q + away, place)) & (peak < HALF)
     away = tl.where(alike[:, None, None], tl.minimum(tl.maximum(away, -MOST), MOST), 0)
     step = tl.load(steps + row, mask=row < num_blocks, other=0.0)[:, None, None]
     tl.store(moves + at, away.to(tl.float32) * (step * 0.5), mask=inside)
@@ -132,7 +132,7 @@ def largest_changes(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return changes, sizes
 
 
-def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
+def encode_modulo(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[Tensor, Tensor]:
     n, num_blocks, grid = _sizes(x.numel())
     check_vector(x, torch.float32, n, "x")
     check_vector(steps, torch.float32, num_blocks, "steps")
@@ -144,7 +144,7 @@ def encode_residues(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple
     return codes, sums
 
 
-def compare_residues(
+def compare_modulo(
     x: Tensor, codes: Tensor, sums: Tensor, steps: Tensor, offset: float, bits: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, num_blocks, grid = _sizes(x.numel())
@@ -179,5 +179,5 @@ def decode_differences(codes: Tensor, steps: Tensor, n: int, bits: int, *, out: 
 
 def _sizes(n: int) -> tuple[int, int, tuple[int]]:
     """n, the blocks that hold so many entries, and the programs for those."""
-    num_blocks = -(-n // RESIDUE_BLOCK)
+    num_blocks = -(-n // MODULO_BLOCK)
     return n, num_blocks, (-(-num_blocks // _ROWS.value),)

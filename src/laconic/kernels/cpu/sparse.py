@@ -1,17 +1,19 @@
-"""Which entries are largest, and taking them out: one pass over memory in the usual case."""
+"""Sparse vectors: the largest entries taken out, in one pass over memory in the usual case; frames added up."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
-from laconic.kernels.cpu.library import Facts, check_apart, library, num_threads, pointer
-from laconic.kernels.reference.selection import note_
+from laconic.kernels.contract import note_
+from laconic.kernels.cpu.library import Facts, check_apart, check_reach, library, num_threads, pointer
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
 # the time of 25 M entries at 1 %; a sample of each step costs 1 % of it and catches 1.2 k.
@@ -78,3 +80,58 @@ def withdraw_(
     )
     note_(search, kth=facts.kth, mean=facts.mean, passes=facts.passes)
     return positions, values
+
+
+def join_(out: Tensor, pieces: Sequence[Tensor], addend: Tensor | None = None) -> None:
+    counts = [piece.numel() for piece in pieces]
+    n = sum(counts)
+    at = [pointer("a piece", piece, torch.float32) for piece in pieces]
+    library().laconic_join(
+        (ctypes.c_void_p * len(at))(*at),
+        (ctypes.c_int64 * len(at))(*counts),
+        len(at),
+        None if addend is None else pointer("addend", addend, torch.float32, n),
+        pointer("out", out, torch.float32, n),
+        n,
+        num_threads(),
+    )
+
+
+def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    outside = library().laconic_add_at(*addresses(total, positions, values), num_threads())
+    if outside:
+        for one in positions:
+            check_reach(one, total.numel())
+
+
+def sum_over_union_(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, take: bool
+) -> tuple[Tensor, Tensor]:
+    most = sum(at.numel() for at in positions)
+    places = torch.empty(most, dtype=torch.int32)
+    sums = torch.empty(most, dtype=torch.float32)
+    frames = addresses(total, positions, values)
+    length = library().laconic_sum_over_union(*frames, take, num_threads(), places.data_ptr(), sums.data_ptr())
+    if length < 0:
+        for one in positions:
+            check_reach(one, total.numel())
+        raise KernelError("positions are not ascending; give each frame's in order")
+    return places[:length], sums[:length]
+
+
+def addresses(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, more: int = 0
+) -> tuple[Any, ...]:
+    """A total and the frames to be added to it as the library takes them; of values there are so many more."""
+    counts = [at.numel() for at in positions]
+    at = [pointer("positions", one, torch.int32) for one in positions]
+    what = [pointer("values", one, torch.float32, count + more) for one, count in zip(values, counts, strict=True)]
+    frames = len(counts)
+    return (
+        pointer("total", total, torch.float32),
+        total.numel(),
+        (ctypes.c_void_p * frames)(*at),
+        (ctypes.c_void_p * frames)(*what),
+        (ctypes.c_int64 * frames)(*counts),
+        frames,
+    )

@@ -1,25 +1,168 @@
-"""What one rank's messages to another take, by the backend that training uses, in a bounded time."""
+"""What the network carries: seconds of a message against its bytes, as schemes send them, and between pairs."""
 
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
+from decimal import Decimal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.transport import place_of_texts
+from laconic.errors import LaconicError
+from laconic.transport import Collectives, place_of_texts
 
+_LONG_ENOUGH_S = 0.8  # of a message, for its rate to be that of long ones
+_OFTEN_S = 0.1  # up to which messages are repeated
+_SIZES = tuple(1 << power for power in range(13, 27, 2))  # bytes of a worker's message
+_REPEATS = 5
+# Of pairs:
 _ALL_PAIRS_RANKS = 8  # beyond, 28 pairs become too many
 _ECHOES = 9
 _ECHOES_S = 0.3  # after which so many echoes are enough, though at least one is timed
 _FIRST_BYTES = 1 << 14
 _MOST_BYTES = 1 << 24
 _GROWTH = 4
-_LONG_ENOUGH_S = 0.1  # a transfer so long is told from latency
+_TRANSFER_S = 0.1  # a transfer so long is told from latency
 _STARTING = 4  # round trips, in whose time TCP may still be opening its window
 _PAIRS_S = 6.0  # for all pairs together; a round that has begun is ended
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How many, and how many equal ones would carry as much: norms, before codes, weigh next to nothing."""
+
+    count: float = 1.0
+    long: float = 1.0
+
+    def __mul__(self, times: float) -> "Messages":
+        return Messages(self.count * times, self.long * times)
+
+
+_ONE = Messages()
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Seconds of a message = latency_s + ramp(bytes) + bytes that leave a worker / bytes_per_s.
+
+    The ramp is what TCP takes on a long link until it sends at the full rate, and a ring for its hops.
+    """
+
+    latency_s: float
+    busy_latency_s: float  # where all workers compute meanwhile
+    bytes_per_s: float
+    ramp: tuple[tuple[int, float], ...] = ()  # (bytes, seconds), ascending
+
+    def seconds(self, bytes_out: float, messages: Messages = _ONE) -> float:
+        """Of messages that come to so many bytes."""
+        return self.fixed_s(bytes_out, messages) + bytes_out / self.bytes_per_s
+
+    def fixed_s(self, bytes_out: float, messages: Messages = _ONE) -> float:
+        """What of it a faster link would not save."""
+        if not messages.long:
+            return messages.count * self.latency_s
+        sizes = [0, *(size for size, _ in self.ramp)]
+        seconds = [0.0, *(extra_s for _, extra_s in self.ramp)]
+        ramp_s = float(np.interp(bytes_out / messages.long, sizes, seconds))
+        return messages.count * self.latency_s + messages.long * ramp_s
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """By the way of talking: sums that the backend makes, and frames that go to all."""
+
+    sums: LinkCost
+    frames: LinkCost
+
+    @property
+    def bits_per_s(self) -> float:
+        """What leaves a worker at best."""
+        return 8 * max(self.sums.bytes_per_s, self.frames.bytes_per_s)
+
+    def at(self, bits_per_s: float) -> "LinkCosts":
+        """The same network with links of another rate, as well used as these."""
+        factor = bits_per_s / self.bits_per_s
+        return LinkCosts(
+            replace(self.sums, bytes_per_s=factor * self.sums.bytes_per_s),
+            replace(self.frames, bytes_per_s=factor * self.frames.bytes_per_s),
+        )
+
+
+def measure_link_costs(transport: Collectives, busy: Callable[[], AbstractContextManager[None]]) -> LinkCosts:
+    """The links of all workers at once, as a step uses them; a call that all of them make.
+
+    Inside `busy()` this worker computes, as it does in a backward pass.
+    """
+
+    def add(message: Tensor) -> None:
+        transport.sum_gradients_(message.view(torch.float32), "measured")  # as a scheme's sums go
+
+    def gather(message: Tensor) -> None:
+        transport.all_gather(message, "measured")
+
+    with transport.traffic.uncounted():
+        return LinkCosts(_measured(transport, add, busy), _measured(transport, gather, busy))
+
+
+def _measured(
+    transport: Collectives, talk: Callable[[Tensor], None], busy: Callable[[], AbstractContextManager[None]]
+) -> LinkCost:
+    """The latency of next to nothing, the rate from one long message to a longer one, and how it is reached."""
+    talk(torch.zeros(8, dtype=torch.uint8))  # connections are opened with the first
+    latency_s, _ = _timed(transport, talk, 8)
+    timings = []
+    for size in _SIZES:
+        timings.append(_timed(transport, talk, size))
+        if len(timings) > 1 and timings[-1][0] > _LONG_ENOUGH_S:
+            break
+    (before_s, before_bytes), (last_s, last_bytes) = timings[-2:]
+    rate = (last_bytes - before_bytes) / max(last_s - before_s, 0.05 * last_s)
+    ramp = [(num_bytes, max(0.0, seconds - latency_s - num_bytes / rate)) for seconds, num_bytes in timings]
+    with busy():
+        busy_latency_s, _ = _timed(transport, talk, 8)
+    return LinkCost(latency_s, max(latency_s, busy_latency_s), rate, tuple(ramp))
+
+
+def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: int) -> tuple[float, int]:
+    """(median seconds of a message, the same on all workers, bytes that left this one)."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    bytes_before, _ = left_so_far(transport)
+    times_s: list[float] = []
+    for _ in range(_REPEATS):
+        if times_s and slowest(transport, times_s[-1]) > _OFTEN_S:
+            break  # what takes long varies little
+        meet(transport)
+        start = time.perf_counter()
+        talk(message)
+        times_s.append(time.perf_counter() - start)
+    bytes_after, _ = left_so_far(transport)
+    return slowest(transport, statistics.median(times_s)), (bytes_after - bytes_before).total() // len(times_s)
+
+
+def left_so_far(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
+    """What has left this worker, meetings aside: bytes and messages by kind."""
+    by_kind = {kind: count for kind, count in transport.traffic.by_kind.items() if kind != "meeting"}
+    return (
+        Counter({kind: count.bytes_out for kind, count in by_kind.items()}),
+        Counter({kind: count.messages for kind, count in by_kind.items()}),
+    )
+
+
+def meet(transport: Collectives) -> None:
+    """Begin at once."""
+    transport.all_reduce_(torch.zeros(1), "meeting")
+
+
+def slowest(transport: Collectives, own: float) -> float:
+    """The largest of everyone's numbers, on all of them."""
+    rows = transport.tell_all(torch.tensor([own], dtype=torch.float64).view(torch.uint8))
+    return float(rows.contiguous().view(torch.float64).max())
 
 
 @dataclass(frozen=True)
@@ -52,20 +195,20 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
     rounds = _rounds(_some_pairs(group.size()) if pairs is None else pairs)
     start = time.perf_counter()
     most_s = _PAIRS_S / max(1, 2 * len(rounds))
-    found: list[PairLink] = []
+    links: list[PairLink] = []
     for one in rounds:
         begun = time.perf_counter()
-        mine = next((probe.link(*pair, most_s) for pair in one if probe.rank in pair), None)
+        own = next((probe.link(*pair, most_s) for pair in one if probe.rank in pair), None)
         now = time.perf_counter()
-        rows = probe.everyones([now - start, now - begun, *(astuple(mine) if mine else [-1.0] * 5)])
-        found += [
+        rows = probe.everyones([now - start, now - begun, *(astuple(own) if own else [-1.0] * 5)])
+        links += [
             PairLink(int(source), int(target), latency_s, bytes_per_s, bool(settled))
             for _, _, source, target, latency_s, bytes_per_s, settled in rows
             if source >= 0
         ]
         if max(row[0] for row in rows) + max(row[1] for row in rows) > _PAIRS_S:
             break
-    return tuple(sorted(found, key=lambda link: (link.source, link.target)))
+    return tuple(sorted(links, key=lambda link: (link.source, link.target)))
 
 
 class PairProbe:
@@ -106,8 +249,8 @@ class PairProbe:
             self._tell(round_trip_s, b)
         else:
             round_trip_s = self._number_from(a)
-        ways = [self._rate(source, target, round_trip_s, most_s) for source, target in ((a, b), (b, a))]
-        return next(way for way in ways if way is not None)
+        links = [self._rate(source, target, round_trip_s, most_s) for source, target in ((a, b), (b, a))]
+        return next(link for link in links if link is not None)
 
     def _rate(self, source: int, target: int, round_trip_s: float, most_s: float) -> PairLink | None:
         """By what a message takes beyond a short one; a call of both, None at the target.
@@ -130,7 +273,7 @@ class PairProbe:
             this_and_next_s = 2 * round_trip_s + (1 + _GROWTH) * foreseen_s
             is_last = (
                 length >= _MOST_BYTES
-                or foreseen_s > _LONG_ENOUGH_S + opening_s
+                or foreseen_s > _TRANSFER_S + opening_s
                 or time.perf_counter() + this_and_next_s > end
             )
             message = self._bytes(length)
@@ -144,9 +287,9 @@ class PairProbe:
                 return PairLink(source, target, round_trip_s / 2, length / taken_s, settled)
             length *= _GROWTH
 
-    def everyones(self, mine: Sequence[float]) -> list[list[float]]:
+    def everyones(self, own: Sequence[float]) -> list[list[float]]:
         """What each rank says, by rank; nobody has it before all are here."""
-        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        row = torch.tensor(own, dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         dist.all_gather(rows, row, group=self._group)
         return [other.tolist() for other in rows]
@@ -190,3 +333,20 @@ def _rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         else:
             rounds.append([pair])
     return rounds
+
+
+_UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
+
+
+def rate_text(bits_per_s: float) -> str:
+    """A rate as it is written for links, in three digits."""
+    unit = next((unit for unit, size in _UNITS.items() if bits_per_s >= size), "kbit")
+    return f"{bits_per_s / _UNITS[unit]:.3g}{unit}"
+
+
+def parse_rate(text: str) -> int:
+    """The bits per second of a text like 10mbit, 2.5gbit or 500kbit."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text)
+    if match is None:
+        raise LaconicError(f"{text!r} is no rate; write one like 10mbit, 2.5gbit or 500kbit")
+    return int(Decimal(match[1]) * _UNITS[match[2]])

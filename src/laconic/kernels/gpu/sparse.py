@@ -1,4 +1,4 @@
-"""Which entries are largest, and taking them out: parts of the search, each a pass of its own, and the withdrawal.
+"""Sparse vectors: the largest entries taken out (parts of the search, and the withdrawal), and frames added up.
 
 The withdrawal is balance += factor*addend, and the exactly k largest out of it, in one launch. One pass adds, sums |x|,
 and moves each entry that reaches the guessed threshold to its program's list, with a tally of their magnitudes in bins.
@@ -14,6 +14,7 @@ the host. (A launch for each stage takes as long for 100 M entries, and twice as
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,21 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
+from laconic.kernels.contract import (
+    BOLDEST,
+    CALLS,
+    GUESS,
+    KTH,
+    LOG_AIM,
+    MARGIN,
+    MEAN,
+    PACE,
+    PASSES,
+    SHYEST,
+    SMALLEST_CHANGE,
+    check_vector,
+)
+from laconic.kernels.gpu.bits import set_bits, unpack_bits
 from laconic.kernels.gpu.launch import (
     BINS,
     HEAD,
@@ -56,33 +72,19 @@ from laconic.kernels.gpu.withdraw_stages import (
     take_entries,
 )
 from laconic.kernels.gpu.withdraw_stages import PASSES as FALLBACK_PASSES
-from laconic.kernels.reference.selection import (
-    BOLDEST,
-    CALLS,
-    GUESS,
-    KTH,
-    LOG_AIM,
-    MARGIN,
-    MEAN,
-    PACE,
-    PASSES,
-    SHYEST,
-    SMALLEST_CHANGE,
-)
-from laconic.kernels.registry import check_vector
 
 
 @triton.jit
-def _find_strange(x, found, n, least):
-    """Set `found` if the bits of some |x| reach `least`; programs that set it agree, so they need not take turns."""
+def _flag_nonfinite(x, flag, n, least):
+    """Set `flag` if the bits of some |x| reach `least`; programs that set it agree, so they need not take turns."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     largest = tl.max(magnitude_bits(tl.load(x + at, mask=at < n, other=0.0)), 0)
-    tl.store(found, 1, mask=largest >= least)
+    tl.store(flag, 1, mask=largest >= least)
 
 
 @triton.jit
-def _zero_if(x, found, n):
-    if tl.load(found) != 0:
+def _zero_if(x, flag, n):
+    if tl.load(flag) != 0:
         at = tl.program_id(0) * TILE + tl.arange(0, TILE)
         tl.store(x + at, tl.zeros([TILE], tl.float32), mask=at < n)
 
@@ -133,16 +135,16 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
     n = x.numel()
     if x.dtype != torch.float32 or n == 0:
         return reference.all_finite(x, below)
-    found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    flag_nonfinite_(found, x, below)
-    return not found.item()
+    flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+    flag_nonfinite_(flag, x, below)
+    return not flag.item()
 
 
 def flag_nonfinite_(flag: Tensor, x: Tensor, below: float = math.inf) -> None:
     n = x.numel()
     check_vector(x, torch.float32, n, "x")
     check_vector(flag, torch.int32, 1, "flag")
-    launch(_find_strange, (*_tiles(n), 1), x, flag, n, _bits(below))
+    launch(_flag_nonfinite, (*_tiles(n), 1), x, flag, n, _bits(below))
 
 
 def zero_if_(x: Tensor, flag: Tensor) -> None:
@@ -295,16 +297,16 @@ def _withdraw(balance, addend, search, memory, positions, values, n, k, room, op
     least, shift = guessed(search)
 
     bins = memory + BINS + me % NUM_COPIES * NUM_BINS
-    total, found = add_entries(balance, addend, words, places, kept, bins, run, n, room, factor, least, shift)
+    total, num_hits = add_entries(balance, addend, words, places, kept, bins, run, n, room, factor, least, shift)
     tl.store(sums + me, total)
-    tl.store(founds + me, found)
+    tl.store(founds + me, num_hits)
     awaited = meet(memory, 0)
 
     caught, most = sum_and_max_of(founds, WIDTH)
     kth_bin, lowest, num_bits, wanted, num_open = find_bin(memory + BINS, k, least, shift)
     all_entries = (caught < k) | (most > room) | (num_open > open_room)
     if all_entries:
-        restore(balance, places, kept, tl.minimum(found, room))
+        restore(balance, places, kept, tl.minimum(num_hits, room))
         awaited = meet(memory, awaited)
         share = tl.cdiv(num_tiles, programs)
         first_tile = tl.minimum(me * share, num_tiles)
@@ -315,13 +317,13 @@ def _withdraw(balance, addend, search, memory, positions, values, n, k, room, op
         meet(memory, awaited)
         take_entries(balance, positions, values, begin, end, sum_before(counts, WIDTH), kth, ties)
     else:
-        above = list_open(memory, opens, places, kept, found, run, least, shift, kth_bin)
+        above = list_open(memory, opens, places, kept, num_hits, run, least, shift, kth_bin)
         tl.store(aboves + tl.arange(0, TURNS) * programs + me, above)
         meet(memory, awaited)
         kth, last = settle(opens, num_open, lowest, num_bits, wanted)
         tl.store(slots + tl.arange(0, TURNS), first_slots(aboves, opens, num_open, kth, last, run, WIDTH))
         tl.debug_barrier()
-        take_candidates(balance, positions, values, places, kept, slots, found, kth, last, run)
+        take_candidates(balance, positions, values, places, kept, slots, num_hits, kth, last, run)
     if me == 0:
         advance(search, sums, n, k, kth, caught, all_entries, WIDTH)
     leave(memory)
@@ -367,3 +369,14 @@ def withdraw_(
     memory = memory_of(balance.device, num_words)
     _launch(programs, (balance, addend, search, memory, positions, values, n, k, room, open_room, float(factor)))
     return positions, values
+
+
+def sum_over_union_(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, take: bool
+) -> tuple[Tensor, Tensor]:
+    reference.add_at_(total, positions, values)
+    places = unpack_bits(set_bits(torch.cat(list(positions)), total.numel()))
+    sums = total.index_select(0, places)
+    if take:
+        total.index_fill_(0, places.to(torch.int64), 0)
+    return places, sums

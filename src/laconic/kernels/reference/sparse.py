@@ -1,4 +1,4 @@
-"""Which entries are largest, and taking them out; what a search for them remembers from step to step.
+"""Sparse vectors: the largest entries of one taken out of it, and frames of entries added up.
 
 The GPU starts from the guess that the last step left. The CPU can afford a fresh sample, and only keeps the records.
 """
@@ -6,42 +6,14 @@ The GPU starts from the guess that the last step left. The CPU can afford a fres
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from laconic.kernels.contract import kernel, note_
 from laconic.kernels.host import nonzero
-from laconic.kernels.registry import kernel
-
-# What a search remembers: places in a float64 tensor on the device of the data, so that no kernel waits for the host.
-GUESS, KTH, MEAN, MARGIN, PASSES, CALLS = range(6)
-
-LOG_AIM = math.log(1.4)  # candidates to aim at, in units of k; fewer than k would cost passes
-SHYEST, BOLDEST = 0.3, 0.0005  # the margin's bounds
-PACE = 2.0  # a margin at most doubles or halves in a step
-SMALLEST_CHANGE = 0.5
-
-
-def new_search(n: int, k: int, device: torch.device | str = "cpu") -> Tensor:
-    """The memory of a search for the k largest of n, before its first step.
-
-    Under a Laplace law P(|x| > t) = exp(-t/b) the k-th largest stands at t = b*ln(n/k), and a threshold that is
-    lower by the share ln(c)/ln(n/k) catches c*k entries: the first margin.
-    """
-    margin = LOG_AIM / max(math.log(n / k), 1e-9)
-    return torch.tensor([0, 0, 0, min(max(margin, BOLDEST), SHYEST), 0, 0], dtype=torch.float64, device=device)
-
-
-def note_(search: Tensor, *, kth: float, mean: float, passes: int) -> None:
-    """Keep the records of a step; the guess of the next is the GPU's alone (gpu/withdraw_rank.py)."""
-    records = search.cpu().numpy()
-    records[KTH] = kth
-    records[MEAN] = mean
-    records[PASSES] += passes
-    records[CALLS] += 1
-    if search.device.type != "cpu":
-        search.copy_(torch.from_numpy(records))
-
+from laconic.kernels.reference.bits import set_bits, unpack_bits
 
 _SAMPLE_ENTRIES = 16_384
 _CHUNK = 1 << 20
@@ -145,3 +117,40 @@ def _likely_threshold(bits: Tensor, k: int) -> Tensor:
     expected = k * sample.numel() / bits.numel()
     rank = min(sample.numel(), round(expected + 4 * expected**0.5 + 4))  # four sigma of a binomial, and a few
     return torch.topk(sample, rank, sorted=False).values.min()
+
+
+@kernel
+def join_(out: Tensor, pieces: Sequence[Tensor], addend: Tensor | None = None) -> None:
+    """out = the pieces end to end, plus `addend` if given; all float32. A piece may lie where it goes.
+
+    One piece and an addend make a sum of two vectors: join_(out, [a], b).
+    """
+    torch._foreach_copy_(list(torch.split(out, [piece.numel() for piece in pieces])), list(pieces))
+    if addend is not None:
+        out.add_(addend)
+
+
+@kernel
+def add_at_(total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """total[positions[f]] += values[f] for each frame f in turn, so that everyone who adds them gets the same bits.
+
+    Positions are int32, ascending within a frame and under total.numel(); values are float32.
+    """
+    for at, what in zip(positions, values, strict=True):
+        total.index_add_(0, at, what)
+
+
+@kernel
+def sum_over_union_(
+    total: Tensor, positions: Sequence[Tensor], values: Sequence[Tensor], *, take: bool
+) -> tuple[Tensor, Tensor]:
+    """add_at_, and then (places, sums): where any frame adds, ascending, int32, and the totals there.
+
+    Those become zero if they are to be taken.
+    """
+    add_at_(total, positions, values)
+    places = unpack_bits(set_bits(torch.cat(list(positions)), total.numel()))  # a map of bits, so nothing is sorted
+    sums = total.index_select(0, places)
+    if take:
+        total.index_fill_(0, places.to(torch.int64), 0)
+    return places, sums
