@@ -13,13 +13,14 @@ import argparse
 import heapq
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from laconic import parse
-from laconic.members.messages import Anchor, Bequest, Drift, Join, Leave, Request, Word
+from laconic.members.messages import Anchor, Bequest, Drift, Join, Leave, Outgoing, Request, Word
 from laconic.members.replica import Replica
 from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 
@@ -136,7 +137,7 @@ class Run:
         rows = text[at + torch.arange(CONTEXT + 1)]
         return rows[:, :CONTEXT], rows[:, CONTEXT]
 
-    def deliver(self, outgoing: list[tuple[int, Word]]) -> None:
+    def deliver(self, outgoing: Sequence[Outgoing]) -> None:
         """Let members have messages at once."""
         for connection, word in outgoing:
             if connection in self.trainees:
