@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import os
@@ -21,10 +22,10 @@ import torch
 from laconic import __version__, cli, recipes
 from laconic_lab.cli.train import advice
 from laconic_lab.compare import compare, round_of
-from laconic_lab.errors import TaskError
+from laconic_lab.errors import LaunchError, TaskError
 from laconic_lab.figures import MEASURES
 from laconic_lab.records import Recorder
-from laconic_lab.train import Job, resume
+from laconic_lab.train import Job, launch, resume
 from laconic_lab.train.checkpoint import save_checkpoint
 from laconic_lab.train.launch import first_failure, local_store
 from laconic_lab.train.result import beside_dense
@@ -510,6 +511,34 @@ def test_a_killed_worker_ends_the_run_with_one_line() -> None:
 )
 def test_the_launcher_names_the_first_that_failed(codes: list[int | None], first: str) -> None:
     assert first_failure(codes, Job(workers=2)) == f"{first}; all were stopped"
+
+
+def test_a_launcher_is_one_node_of_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun's own variables name the nodes; ranks count on from those of the nodes before."""
+    variables = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29501"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    note = f"import os; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr(dict(os.environ)))"
+    module = sys.modules["laconic_lab.train.launch"]  # whose name in its room is the function's
+    monkeypatch.setattr(module, "worker_command", lambda job: [sys.executable, "-ISc", note])
+    assert launch(Job(workers=2)) == 0
+    ranks = {path.name: ast.literal_eval(path.read_text()) for path in tmp_path.iterdir()}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert {rank: [given[name] for name in names] for rank, given in ranks.items()} == {
+        "2": ["2", "0", "6", "10.0.0.1", "29501"],
+        "3": ["3", "1", "6", "10.0.0.1", "29501"],
+    }
+
+
+@pytest.mark.parametrize("variable,value", [("PET_NODE_RANK", None), ("PET_MASTER_PORT", None), ("PET_NNODES", "1:4")])
+def test_half_of_the_variables_of_nodes_is_an_error(
+    variable: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29501"}
+    for name, given in {**whole, variable: value}.items():
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=f"{value or variable}.*set PET_NNODES=N"):
+        launch(Job(workers=1))
 
 
 def test_workers_end_when_their_launcher_is_killed() -> None:
