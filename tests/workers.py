@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,10 +25,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from laconic import cli
 from laconic_lab.train.worker_group import EndFacts
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
-CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "laconic_lab.cli", "tests.workers"])
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ("cpu", pytest.param("cuda", marks=NO_GPU))  # where ranks train; several may share a GPU over Gloo
 
@@ -102,6 +106,58 @@ def start_forked(function: Callable[..., None], *arguments: Any, out: Path, err:
     process = CONTEXT.Process(target=_call, args=(function, arguments, out, err))
     process.start()
     return process
+
+
+def start_laconic(*words: str, out: Path, err: Path, **variables: str) -> Any:
+    """`laconic WORDS` in a session of its own, as a process that has torch already; so are the workers it launches."""
+    return start_forked(_laconic, words, variables, out=out, err=err)
+
+
+def _laconic(words: Sequence[str], variables: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.update(variables)
+    torch.set_num_threads(1)  # what is forked has none of the others
+    launching: Any = sys.modules["laconic_lab.train.launch"]
+    launching.subprocess = SimpleNamespace(Popen=_ForkedWorker)
+    sys.exit(cli.main(words))
+
+
+class _ForkedWorker:
+    """A launched worker: what subprocess.Popen would start as `python -c PROGRAM WORDS`, forked from its launcher."""
+
+    returncode: int | None = None
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        _, option, program, *words = command
+        assert option == "-c"
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.update(env)
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+            sys.argv = ["-c", *words]
+            exec(program, {"__name__": "__main__"})  # which ends this process
+            os._exit(1)
+
+    def poll(self, how: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    """Wait for what another process or thread does; an AssertionError where it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.005)
 
 
 def exit_code(process: Any, timeout_s: float = 300) -> int | None:
