@@ -146,10 +146,10 @@ def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer
     assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told
 
 
-def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:
+def test_train_prints_one_object_and_leaves_records(tmp_path: Path, few_images: Path) -> None:
     """Once as a user starts it, with interpreters of its own."""
-    words = ["train", *SMALL, "--scheme", "topk:rho=0.01", "--json", "--tensorboard", "--out", str(tmp_path / "a b")]
-    command = [sys.executable, "-m", "laconic", *words]
+    words = ["--scheme", "topk:rho=0.01", "--json", "--tensorboard", "--out", str(tmp_path / "a b")]
+    command = [sys.executable, "-m", "laconic", "train", *SMALL, "--data", str(few_images), *words]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
@@ -242,8 +242,8 @@ def test_auto_trains_under_what_it_picks_and_so_does_a_resume(tmp_path: Path) ->
     assert "auto picks" not in again.stderr
 
 
-def test_compare_prints_rows(tmp_path: Path) -> None:
-    schemes = ["--scheme", "dense", "--scheme", "topk:rho=0.05"]
+def test_compare_prints_rows(few_images: Path) -> None:
+    schemes = ["--scheme", "dense", "--scheme", "topk:rho=0.05", "--data", str(few_images)]
     ran = laconic("compare", *SMALL, *schemes, "--json", "--target", "0.01", "--in-process")
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(ran.stdout)["rows"]
@@ -431,8 +431,9 @@ def test_a_full_disk_is_one_line() -> None:
     assert ran.stderr.startswith("laconic: cannot write the result (No space") and len(ran.stderr.splitlines()) == 1
 
 
-def test_a_run_that_diverges_says_so_and_keeps_to_json(tmp_path: Path) -> None:
-    ran = laconic("train", *SMALL, "--scheme", "dense", "--lr", "1e30", "--json", "--out", str(tmp_path))
+def test_a_run_that_diverges_says_so_and_keeps_to_json(tmp_path: Path, few_images: Path) -> None:
+    words = ["--scheme", "dense", "--lr", "1e30", "--json", "--out", str(tmp_path), "--data", str(few_images)]
+    ran = laconic("train", *SMALL, *words)
     assert ran.returncode == 3
     facts = _records(tmp_path)
     (result,) = [fact for fact in facts if fact["kind"] == "result"]
@@ -493,8 +494,8 @@ def _load_torch(pid: int, num_workers: int) -> bool:
     return sum("libtorch" in Path(f"/proc/{worker}/maps").read_text() for worker in workers) == num_workers
 
 
-def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path) -> None:
-    started = Started(tmp_path, *ENDLESS, "--eval-every", "1")
+def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images), "--eval-every", "1")
     started.await_line("step 0")
     workers = started.workers()
     assert len(workers) == 2
@@ -505,8 +506,8 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
-def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    started = Started(tmp_path, *ENDLESS)
+def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images))
     started.await_line("step 0")
     os.kill(started.workers()[1], signal.SIGKILL)
     ran = started.end()
@@ -555,8 +556,8 @@ def test_half_of_the_variables_of_nodes_is_an_error(
         launch(Job(workers=1))
 
 
-def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    started = Started(tmp_path, *ENDLESS)
+def test_workers_end_when_their_launcher_is_killed(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images))
     started.await_line("step 0")
     workers = started.workers()
     os.kill(started.pid, signal.SIGKILL)

@@ -20,9 +20,9 @@ from laconic_lab.train import Job, work_in_process
 from laconic_lab.train.result import Result
 
 
-def test_a_run_ends_with_its_time_and_is_judged_then() -> None:
+def test_a_run_ends_with_its_time_and_is_judged_then(few_images: Path) -> None:
     told: list[Result] = []
-    job = Job(in_process=True, workers=2, steps=50, batch=4, max_seconds=1e-6, scheme="topk:rho=0.1")
+    job = Job(in_process=True, workers=2, steps=50, batch=4, max_seconds=1e-6, scheme="topk:rho=0.1", data=few_images)
     assert work_in_process(job, told.append, lambda _: None) == 0
     assert told[0].is_out_of_time and told[0].steps == 1 and told[0].accuracy > 0
     with pytest.raises(TaskError, match="leave --max-seconds out"):

@@ -179,11 +179,10 @@ def _on_a_terminal(folder: Path, *words: str) -> tuple[str, str]:
     return printed.read_text(), sent.decode()
 
 
-def test_a_terminal_shows_a_run_and_its_workers_leave_it_to_that(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_run_and_its_workers_leave_it_to_that(tmp_path: Path, few_images: Path) -> None:
     pytest.importorskip("rich")
-    printed, sent = _on_a_terminal(
-        tmp_path, "train", "--workers", "2", "--steps", "4", "--batch", "4", "--eval-every", "2", "--scheme", "dense"
-    )
+    words = ["--workers", "2", "--steps", "4", "--batch", "4", "--eval-every", "2", "--data", str(few_images)]
+    printed, sent = _on_a_terminal(tmp_path, "train", *words, "--scheme", "dense")
     assert printed.startswith("dense: accuracy ") and printed.count("\n") == 1
     assert "4/4" in sent and "B/s" in sent and "train loss of dense" in sent
     assert "dense: step" not in sent  # a worker's own line
