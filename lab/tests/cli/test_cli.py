@@ -98,7 +98,7 @@ class Started:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._words = words
-        self._out, self._err = folder / "out", folder / "err"
+        self._out, self._err = folder / "stdout", folder / "stderr"
         self._err.touch()
         self._process = start_laconic(*words, out=self._out, err=self._err)
         self.pid: int = self._process.pid
