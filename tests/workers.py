@@ -40,21 +40,21 @@ class WorkerPool:
     def __init__(self, num_workers: int) -> None:
         port = free_port()
         self.num_workers = num_workers
-        self._pipes: list[Connection] = []
+        self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(num_workers):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(rank, num_workers, port, there), daemon=True)
             process.start()
-            self._pipes.append(here)
+            self.pipes.append(here)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
         """Results in rank order; a failure in any worker is an AssertionError with its traceback."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send((function, arguments))
         results = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout_s):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer {function.__name__} in {timeout_s} s")

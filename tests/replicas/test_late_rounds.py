@@ -55,15 +55,15 @@ class LateEnd(FaultyCollectives):
         super().__init__(inner, Faults({}))
         self.is_late = False
         self._missed = missed
-        self._num_rounds = 0
+        self.num_rounds = 0
 
     @property
     def was_late(self) -> bool:
         return self.is_late
 
     def _is_missed(self) -> bool:
-        missed = self._num_rounds in self._missed
-        self._num_rounds += 1
+        missed = self.num_rounds in self._missed
+        self.num_rounds += 1
         self.is_late = missed and self.rank == LATE
         return missed
 
@@ -99,7 +99,7 @@ def walk(
         if load is not None:
             model.load_state_dict(load[transport.rank]["model"])
             follower.load_state_dict([each["follower"] for each in load])
-            end._num_rounds = load[transport.rank]["rounds"]
+            end.num_rounds = load[transport.rank]["rounds"]
         anchors = []
         for number in range(begin, steps):
             wander(model, transport.rank, number)
@@ -107,7 +107,7 @@ def walk(
             anchors.append(anchor_of(follower))
             if number + 1 == save_at:
                 saved = {"model": copy.deepcopy(model.state_dict()), "follower": follower.state_dict()}
-                saved["rounds"] = end._num_rounds
+                saved["rounds"] = end.num_rounds
         return follower, anchors, saved
 
     with one_core():
@@ -373,7 +373,7 @@ def test_a_stopped_worker_comes_back_and_its_drift_is_heard(text: str, tmp_path:
     progress = tmp_path / "progress"
     pool = WorkerPool(4)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_learn_and_stop, (text, progress)))
         until = time.monotonic() + 120
         while not progress.exists() or int(progress.read_text() or 0) < STOPS_AT + 6:  # the others have gone on
@@ -381,7 +381,7 @@ def test_a_stopped_worker_comes_back_and_its_drift_is_heard(text: str, tmp_path:
             time.sleep(0.02)
         os.kill(pool.processes[3].pid, signal.SIGCONT)
         told = []
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             assert pipe.poll(120), "it hangs"
             ok, value = pipe.recv()
             assert ok, value

@@ -185,9 +185,9 @@ def test_a_killed_worker_is_an_error_on_the_others(text: str) -> None:
     """On those who wait for it, and when these end, as they do, on those who wait for them."""
     pool = WorkerPool(4)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_until_a_peer_dies, (text,)))
-        waiting = dict(zip(pool._pipes[:3], pool.processes, strict=False))
+        waiting = dict(zip(pool.pipes[:3], pool.processes, strict=False))
         while waiting:
             told = [pipe for pipe in wait(list(waiting), timeout=300) if isinstance(pipe, Connection)]
             assert told, "a worker hangs after its peer died"
@@ -220,10 +220,10 @@ def _beside_one_that_hangs(text: str) -> str:
 def test_a_stopped_worker_costs_the_timeout_that_was_given(text: str) -> None:
     pool = WorkerPool(2)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_beside_one_that_hangs, (text,)))
-        assert pool._pipes[0].poll(60), "a worker waits for one that is stopped"
-        ok, said = pool._pipes[0].recv()
+        assert pool.pipes[0].poll(60), "a worker waits for one that is stopped"
+        ok, said = pool.pipes[0].recv()
         assert ok and re.search("cannot go on: .* has sent nothing|rank 1 has sent nothing for 1 s", said), said
     finally:
         os.kill(pool.processes[1].pid, signal.SIGCONT)

@@ -58,7 +58,7 @@ def test_what_had_no_time_left_took_more_than_it_had(tmp_path: Path) -> None:
     bf16, topk = found.rows
     assert (bf16.seconds_to_target, bf16.seconds_more_than) == (None, 30.0)
     assert (topk.speedup_bf16, topk.speedup_bf16_more_than) == (None, 7.5)
-    assert "> 30.0" in command._text(found) and "> 7.50x" in command._text(found)
+    assert "> 30.0" in command.table_of(found) and "> 7.50x" in command.table_of(found)
     said = conclusion(found, is_timed=True).replace("\N{NO-BREAK SPACE}", " ")
     assert said == "topk reached 70 % more than 7.5x sooner than bf16, sending 63x fewer bytes"
     with Recorder(tmp_path, keeps_old=True) as records:

@@ -40,11 +40,11 @@ def test_examples_depend_on_the_step_alone() -> None:
 
 def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
     pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    images = cifar10._prepare(pixels)
+    images = cifar10.prepare(pixels)
     for channel, (mean, deviation) in enumerate(((0.491, 0.247), (0.482, 0.243), (0.447, 0.262))):
         expected = (pixels[:, channel].float() / 255 - mean) / deviation
         torch.testing.assert_close(images[:, channel], expected)
-    moved = cifar10._augment(images, torch.Generator().manual_seed(2))
+    moved = cifar10.augment(images, torch.Generator().manual_seed(2))
     padded = torch.nn.functional.pad(images, (4,) * 4)
     shifts = [padded[:, :, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     found = {
@@ -60,7 +60,7 @@ def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
 def _running_mean_after_a_step(scheme: str) -> float:
     """Of a norm that held 1,000 times the rank before."""
     images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    data = Data(images, labels, images, labels, cifar10._prepare)
+    data = Data(images, labels, images, labels, cifar10.prepare)
     job = Job(task="cifar10", model="resnet8", scheme=scheme, workers=2, batch=2, steps=1)
     learner = make_learner(job, data, torch.device("cpu"))
     norm = learner.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
                 records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
                 for row in comparison.rows:
                     records.write("row", **row.as_dict())
-            printed = to_json(comparison.as_dict()) if args.json else _text(comparison)
+            printed = to_json(comparison.as_dict()) if args.json else table_of(comparison)
             # On one machine, without links, time says little of a scheme.
             sentence = conclusion(comparison, is_timed=is_timed and spec is not None)
             printed += f"\n\n{sentence}." * bool(sentence and not args.json)
@@ -165,7 +165,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
             yield Path(scratch)
 
 
-def _text(comparison: Comparison) -> str:
+def table_of(comparison: Comparison) -> str:
+    """A line for each scheme."""
     figures = [row.figures for row in comparison.rows]
     beside_bytes = columns(figures, Place.BYTES)
     at_end = columns(figures, Place.END)

@@ -46,7 +46,7 @@ def launch(job: Job) -> int:
     ranks = [rank_variables(num_here * node + place, num_here * num_nodes, place) for place in range(num_here)]
     processes = [subprocess.Popen(worker_command(job), env={**os.environ, **common, **rank}) for rank in ranks]
     try:
-        codes = _wait(processes, job)
+        codes = await_codes(processes, job)
     finally:
         for process in processes:
             process.kill()
@@ -129,7 +129,7 @@ def local_store() -> TCPStore:
         return make(use_libuv=False)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
+def await_codes(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
     """Wait for all to end, or, once the job has failed, a while for the others to say so; their exit codes by rank."""
     deadline = math.inf
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
