@@ -13,11 +13,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import cli
-from laconic_lab.train.worker_group import EndFacts
+from laconic_lab.train.worker_group import WorkerGroup
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "laconic_lab.cli", "tests.workers"])
@@ -70,27 +70,20 @@ class WorkerPool:
             process.join()
 
 
-class FewWorkers:
+class FewWorkers(WorkerGroup):
     """A job's workers as one of them meets the others, who say what it says; some may die at each meeting."""
-
-    shares_clock: ClassVar[bool] = False
 
     def __init__(self, place: int = 0, num_living: int = 1, deaths: Sequence[int] = (0, 0)) -> None:
         self.place = place
         self.num_living = num_living
         self._deaths = list(deaths)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
         self.num_living -= self._deaths.pop(0)
-        return [list(mine)] * self.num_living
+        return [list(own)] * self.num_living
 
     def total(self, tensor: Tensor) -> Tensor:
         return tensor * self.num_living
-
-    def share_(self, buffers: Iterable[Tensor]) -> None: ...
-
-    def end_facts(self) -> EndFacts:
-        return EndFacts()
 
 
 def run_script(script: Path, num_ranks: int) -> tuple[list[int | None], str]:
