@@ -47,24 +47,24 @@ class StepBench:
 
 def bench_step(n: int, workers: int, scheme: str, device: str = "cpu", steps: int = 20, seed: int = 0) -> StepBench:
     """Steps of a scheme on n Laplace gradients, in DDP's default buckets, among workers who all say the same."""
-    scheme_asked = parse(scheme)
-    if not isinstance(scheme_asked, Scheme) or scheme_asked.has_owners:
+    parsed = parse(scheme)
+    if not isinstance(parsed, Scheme) or parsed.has_owners:
         raise TaskError(
             f"`bench step` exchanges gradients among workers, and {scheme} does not; give topk, maxnorm, ..."
         )
     own = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(own):  # as a session has one
-        return _bench_step(scheme_asked, n, workers, device, steps, seed)
+        return _bench_step(parsed, n, workers, device, steps, seed)
 
 
-def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
+def _bench_step(parsed: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
     generator = torch.Generator(device).manual_seed(seed)
     layouts = _layouts(n)
     gradients = [[laplace(layout.num_entries, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
     flats = [torch.empty_like(gradient) for gradient in gradients[0]]
     memory = _PeakMemory(device)
     transport = Echo(workers)
-    session = Session(scheme_asked, transport)
+    session = Session(parsed, transport)
 
     def step(number: int) -> None:
         for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
@@ -88,7 +88,7 @@ def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: 
     return StepBench(
         n=n,
         workers=workers,
-        scheme=str(scheme_asked),
+        scheme=str(parsed),
         device=device,
         kernels=stats.kernels,
         num_buckets=len(layouts),

@@ -130,7 +130,7 @@ def add_bridge(namespace: str, name: str) -> None:
 
 
 def add_cable(here: str, port: str, namespace_of_device: str, device: str, bridge: str | None = None) -> None:
-    """Connect a new `device` of namespace `there` with a new `port`, switched on, of `here`, and that with a bridge."""
+    """Connect a new `device` of another namespace with a new `port`, switched on, of `here`, and that with a bridge."""
 
     def add(kernel: Any) -> None:
         kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": namespace_of_device})

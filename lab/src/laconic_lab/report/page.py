@@ -48,7 +48,7 @@ def write_report(folder: Path, *, running: str = "") -> Path:
 def write_report_so_far(
     folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison, state: str, *, is_running: bool
 ) -> Path:
-    """Write folder/report.html of a comparison that is not at its end; `told` says where it stands."""
+    """Write folder/report.html of a comparison that is not at its end; `state` says where it stands."""
     refresh_s = _REFRESH_S if is_running else None
     return _write(folder, lambda: _page(facts_so_far(folder, comparison, comparison_so_far), state, refresh_s))
 
