@@ -143,11 +143,7 @@ def add_cable(here: str, port: str, namespace_of_device: str, device: str, bridg
 
 def limit_segments(namespace: str, device: str, count: int) -> None:
     """Let TCP hand no more than `count` packets of the MTU to `device` as one."""
-    ask(
-        namespace,
-        f"limit the segments of {device}",
-        lambda kernel: kernel.link("set", index=index_of(kernel, device), gso_max_segs=count),
-    )
+    _set(namespace, f"limit the segments of {device}", device, gso_max_segs=count)
 
 
 def add_address(namespace: str, device: str, address: str) -> None:
@@ -162,11 +158,8 @@ def add_address(namespace: str, device: str, address: str) -> None:
 
 def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
     """Let what leaves by `device` pass a queue, which shapes it or only counts."""
-    ask(
-        namespace,
-        f"add a queue of kind {queue['kind']} to {device}",
-        lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue),
-    )
+    action = f"add a queue of kind {queue['kind']} to {device}"
+    ask(namespace, action, lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue))
 
 
 def add_netem(namespace: str, device: str, link: Link) -> None:
@@ -207,11 +200,7 @@ def queue_state(namespace: str, device: str) -> QueueState:
 
 def switch(namespace: str, device: str, state: Literal["up", "down"]) -> None:
     """Switch `device` on or off."""
-    ask(
-        namespace,
-        f"switch {device} {state}",
-        lambda kernel: kernel.link("set", index=index_of(kernel, device), state=state),
-    )
+    _set(namespace, f"switch {device} {state}", device, state=state)
 
 
 def is_up(namespace: str, device: str) -> bool:
@@ -270,6 +259,10 @@ def _packet_socket(device: str) -> int:
     made.bind((device, _ETH_P_ALL))
     made.set_inheritable(True)
     return made.detach()
+
+
+def _set(namespace: str, action: str, device: str, **options: Any) -> None:
+    ask(namespace, action, lambda kernel: kernel.link("set", index=index_of(kernel, device), **options))
 
 
 def ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:

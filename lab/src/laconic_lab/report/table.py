@@ -51,8 +51,7 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
         _Column("bytes in per step", "interface", _figure("link_bytes_in"), whole, min, _more_in, True),
         _Column("", "ratio", lambda row: row.ratio, lambda value: number(value, ",.1f", "x"), max),
         _Column(
-            *("speed-up vs", "dense", lambda row: row.speedup, times, max),
-            more_than=lambda row: row.speedup_more_than,
+            *("speed-up vs", "dense", lambda row: row.speedup, times, max), more_than=lambda row: row.speedup_more_than
         ),
         _Column(
             *("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),

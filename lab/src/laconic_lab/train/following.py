@@ -45,14 +45,7 @@ class FollowingLearner:
 
     owns_model: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        job: Job,
-        course: Course,
-        device: torch.device,
-        model: nn.Module,
-        followed: Followed,
-    ) -> None:
+    def __init__(self, job: Job, course: Course, device: torch.device, model: nn.Module, followed: Followed) -> None:
         self.course = course
         self._measure = job.measure
         self._device = device
