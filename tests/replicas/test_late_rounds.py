@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.logs import logged
 from tests.replicas.test_rounds import outer, trained, wander
 from tests.server.test_listener import serve_totals
 from tests.virtual import one_core
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, wait_until
 
 M = 4
 LATE = 2
@@ -375,10 +374,9 @@ def test_a_stopped_worker_comes_back_and_its_drift_is_heard(text: str, tmp_path:
     try:
         for pipe in pool.pipes:
             pipe.send((_learn_and_stop, (text, progress)))
-        until = time.monotonic() + 120
-        while not progress.exists() or int(progress.read_text() or 0) < STOPS_AT + 6:  # the others have gone on
-            assert time.monotonic() < until and pool.processes[3].is_alive()
-            time.sleep(0.02)
+        # The others have gone on.
+        assert wait_until(lambda: progress.exists() and int(progress.read_text() or 0) >= STOPS_AT + 6)
+        assert pool.processes[3].is_alive()
         os.kill(pool.processes[3].pid, signal.SIGCONT)
         told = []
         for pipe in pool.pipes:

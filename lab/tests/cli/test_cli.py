@@ -480,7 +480,7 @@ def test_a_ratio_in_words(ratio: float | None, said: str) -> None:
 def test_ctrl_c_while_workers_import_torch_is_one_line() -> None:
     command = [sys.executable, "-m", "laconic", "train", "--workers", "2", "--steps", "100000", "--batch", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_until(lambda: _load_torch(process.pid, num_workers=2))
+    assert wait_until(lambda: _load_torch(process.pid, num_workers=2))
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 130
@@ -561,7 +561,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path, few_images: P
     started.await_line("step 0")
     workers = started.workers()
     os.kill(started.pid, signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{worker}/exe").exists() for worker in workers))
+    assert wait_until(lambda: not any(Path(f"/proc/{worker}/exe").exists() for worker in workers))
 
 
 def test_a_jobs_arguments_make_it_again() -> None:

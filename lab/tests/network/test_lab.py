@@ -37,6 +37,7 @@ from laconic_lab.network import (
     run,
 )
 from laconic_lab.network import lab as register
+from tests.workers import wait_until
 
 
 def _missing() -> str:
@@ -148,13 +149,6 @@ def traces(lab_id: str) -> list[str]:
 
 def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture(params=["as this user", "without root"])
