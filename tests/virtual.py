@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from laconic import Scheme, Session
+from laconic import Scheme, Session, testing
 from laconic.layout import Bucket, Layout
 from laconic.session import Background
-from laconic.transport import InProcess, in_process
+from laconic.testing import InProcess
 
 SHAPES = {"a": (40, 50), "b": (10,), "c": (5, 10, 30), "d": (7,), "e": (1201,), "f": (8, 5), "g": (3,)}
 
@@ -80,18 +80,27 @@ def run(scheme: Scheme, num_workers: int, work: Callable[[Session, int], T]) -> 
     def start(transport: InProcess) -> T:
         return work(Session(scheme, transport), transport.rank)
 
+    return in_process(num_workers, start)
+
+
+def in_process(num_workers: int, work: Callable[[InProcess], T], *, num_servers: int = 0) -> list[T]:
+    """laconic.testing's, kept to one core."""
     with one_core():
-        return in_process(num_workers, start)
+        return testing.in_process(num_workers, work, num_servers=num_servers)
 
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep to one core: on two, threads with little to do wake each other at every call, and take twice the time."""
+    """Keep to one core: on two, threads with little to do wake each other at every call, and take twice the time.
+
+    Of several processes that run tests, each has a core of its own.
+    """
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})  # this thread, and those that it starts
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})  # this thread, and those that it starts
     try:
         yield
     finally:

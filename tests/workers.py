@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +25,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from laconic_lab.train.worker_group import EndFacts
+from laconic import cli
+from laconic_lab.train.worker_group import WorkerGroup
 
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
-CONTEXT.set_forkserver_preload(["laconic", "torch._dynamo", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "laconic_lab.cli", "tests.workers"])
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ("cpu", pytest.param("cuda", marks=NO_GPU))  # where ranks train; several may share a GPU over Gloo
 
@@ -36,21 +40,21 @@ class WorkerPool:
     def __init__(self, num_workers: int) -> None:
         port = free_port()
         self.num_workers = num_workers
-        self._pipes: list[Connection] = []
+        self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(num_workers):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(rank, num_workers, port, there), daemon=True)
             process.start()
-            self._pipes.append(here)
+            self.pipes.append(here)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
         """Results in rank order; a failure in any worker is an AssertionError with its traceback."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send((function, arguments))
         results = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout_s):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer {function.__name__} in {timeout_s} s")
@@ -66,27 +70,20 @@ class WorkerPool:
             process.join()
 
 
-class FewWorkers:
+class FewWorkers(WorkerGroup):
     """A job's workers as one of them meets the others, who say what it says; some may die at each meeting."""
-
-    shares_clock: ClassVar[bool] = False
 
     def __init__(self, place: int = 0, num_living: int = 1, deaths: Sequence[int] = (0, 0)) -> None:
         self.place = place
         self.num_living = num_living
         self._deaths = list(deaths)
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+    def gather(self, own: Sequence[float]) -> list[list[float]]:
         self.num_living -= self._deaths.pop(0)
-        return [list(mine)] * self.num_living
+        return [list(own)] * self.num_living
 
     def total(self, tensor: Tensor) -> Tensor:
         return tensor * self.num_living
-
-    def share_(self, buffers: Iterable[Tensor]) -> None: ...
-
-    def end_facts(self) -> EndFacts:
-        return EndFacts()
 
 
 def run_script(script: Path, num_ranks: int) -> tuple[list[int | None], str]:
@@ -102,6 +99,58 @@ def start_forked(function: Callable[..., None], *arguments: Any, out: Path, err:
     process = CONTEXT.Process(target=_call, args=(function, arguments, out, err))
     process.start()
     return process
+
+
+def start_laconic(*words: str, out: Path, err: Path, **variables: str) -> Any:
+    """`laconic WORDS` in a session of its own, as a process that has torch already; so are the workers it launches."""
+    return start_forked(_laconic, words, variables, out=out, err=err)
+
+
+def _laconic(words: Sequence[str], variables: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.update(variables)
+    torch.set_num_threads(1)  # what is forked has none of the others
+    launching: Any = sys.modules["laconic_lab.train.launch"]
+    launching.subprocess = SimpleNamespace(Popen=_ForkedWorker)
+    sys.exit(cli.main(words))
+
+
+class _ForkedWorker:
+    """A launched worker: what subprocess.Popen would start as `python -c PROGRAM WORDS`, forked from its launcher."""
+
+    returncode: int | None = None
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        _, option, program, *words = command
+        assert option == "-c"
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.update(env)
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+            sys.argv = ["-c", *words]
+            exec(program, {"__name__": "__main__"})  # which ends this process
+            os._exit(1)
+
+    def poll(self, how: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> bool:
+    """Wait for what another process or thread does; whether it did so in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
 
 
 def exit_code(process: Any, timeout_s: float = 300) -> int | None:

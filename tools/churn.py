@@ -87,7 +87,7 @@ class Trainee:
         inputs, targets = self.run.batch()
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.send(self.replica.after_step(BATCH))
 

@@ -165,7 +165,7 @@ def _scaled(text: str, overflow_at: int, steps: int) -> dict[str, Any]:
     [SPARSE, "topk:rho=0.05,per=parameter,quantize=fp16", "dgc:rho=0.05,ramp=4", "topk:warmup=8", "lowrank:rank=2"],
 )
 def test_grad_scaler(four_workers: WorkerPool, text: str) -> None:
-    results = four_workers.run(_scaled, text, 5, 16)
+    results = four_workers.run(_scaled, text, 5, 12)
     for result in results:
         assert result["scales"] == results[0]["scales"]
         assert result["scales"][5] == result["scales"][4] / 2 and result["scales"][-1] > result["scales"][5]
@@ -270,7 +270,7 @@ def _in_bf16(text: str) -> dict[str, Any]:
     run = start(text, model.to(torch.bfloat16))
     run.optimizer.param_groups[0]["lr"] = 0.3  # smaller steps are lost in bf16 weights
     losses = []
-    for number in range(60):
+    for number in range(40):
         x, y = batch(number)
         run.optimizer.zero_grad()
         loss = cross_entropy(run.ddp(x.to(torch.bfloat16)), y)
@@ -290,7 +290,7 @@ def _in_bf16(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("text", [SPARSE, "dense", "dgc:rho=0.05"])
 def test_bf16_gradients(four_workers: WorkerPool, text: str) -> None:
     for result in four_workers.run(_in_bf16, text):
-        assert result["falls"] and result["float32"] and result["equal"] and result["messages"] >= 3 * 59
+        assert result["falls"] and result["float32"] and result["equal"] and result["messages"] >= 3 * 39
 
 
 def _rebuilt(text: str) -> tuple[list[list[str]], list[list[str]], bool]:
@@ -434,7 +434,7 @@ def _changed_scheme(before: str, after: str) -> tuple[bool, bool]:
     run.session = laconic.attach(run.ddp, after, pipeline=True)
     if "residual" in kept["memory"] and "residual" in run.session.state_dict()["memory"]:
         run.session.load_state_dict(kept)
-    losses = [run.step(number) for number in range(3, 40)]
+    losses = [run.step(number) for number in range(3, 25)]
     return equal_everywhere(flat_parameters(run.ddp)), bool(losses[-1] < losses[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,15 @@ def _trained(scheme: str, passes: str, **options: Any) -> Tensor:
     return flat_parameters(ddp)
 
 
+@cache
+def _undisturbed(pool: WorkerPool, text: str) -> list[tuple[Tensor, list[str]]]:
+    return pool.run(_regression, text, "none")
+
+
 @pytest.mark.parametrize("text", KEEPING)
 @pytest.mark.parametrize("passes", ["unused", "discarded"])
 def test_a_discarded_pass_has_no_effect(four_workers: WorkerPool, text: str, passes: str) -> None:
-    plain = four_workers.run(_regression, text, "none")
+    plain = _undisturbed(four_workers, text)
     with_passes = four_workers.run(_discarding, text, passes)
     for (want, _), (got, lines) in zip(plain, with_passes, strict=True):
         assert torch.equal(want, got) and not lines

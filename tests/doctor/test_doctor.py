@@ -186,11 +186,13 @@ def test_silence_is_one_line_with_a_cure(two_workers: WorkerPool) -> None:
 
 def _set(host: Host, device: str, **what: Any) -> None:
     """Change an interface of a host."""
-    netlink._ask(host.namespace, "set", lambda kernel: kernel.link("set", index=netlink._index(kernel, device), **what))
+    netlink.ask(
+        host.namespace, "set", lambda kernel: kernel.link("set", index=netlink.index_of(kernel, device), **what)
+    )
 
 
 def _add(host: Host, name: str, kind: str, **what: Any) -> None:
-    netlink._ask(host.namespace, "add", lambda kernel: kernel.link("add", ifname=name, kind=kind, **what))
+    netlink.ask(host.namespace, "add", lambda kernel: kernel.link("add", ifname=name, kind=kind, **what))
 
 
 def _interfaces_of(host: Host) -> dict[str, Interface]:
@@ -198,7 +200,7 @@ def _interfaces_of(host: Host) -> dict[str, Interface]:
         join(host.namespace)
         return interfaces()
 
-    return netlink._in_a_child(look)
+    return netlink.in_a_child(look)
 
 
 @needs_lab
@@ -301,10 +303,10 @@ def test_a_bridge_is_found(capfd: pytest.CaptureFixture[str]) -> None:
         netlink.add_bridge(host.namespace, "br-lab")
 
         def move(kernel: Any) -> None:
-            kernel.addr("del", index=netlink._index(kernel, "eth0"), address=host.address, prefixlen=24)
-            kernel.link("set", index=netlink._index(kernel, "eth0"), master=netlink._index(kernel, "br-lab"))
+            kernel.addr("del", index=netlink.index_of(kernel, "eth0"), address=host.address, prefixlen=24)
+            kernel.link("set", index=netlink.index_of(kernel, "eth0"), master=netlink.index_of(kernel, "br-lab"))
 
-        netlink._ask(host.namespace, "put eth0 into a bridge", move)
+        netlink.ask(host.namespace, "put eth0 into a bridge", move)
         netlink.add_address(host.namespace, "br-lab", host.address)
         inside = {1: {"env": {"GLOO_SOCKET_IFNAME": "br-lab"}}}
         assert _found_in(lab, capfd, inside) == [("tunnel or bridge", "host1")]
@@ -319,7 +321,7 @@ def _congestion_control_of(host: Host, wanted: str = "") -> str:
             CONGESTION_CONTROL.write_text(wanted)
         return CONGESTION_CONTROL.read_text().strip()
 
-    return netlink._in_a_child(look)
+    return netlink.in_a_child(look)
 
 
 @needs_lab

@@ -62,7 +62,7 @@ _ONCE = _Once()
 
 
 @pytest.fixture(autouse=True)
-def _usable_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def usable_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", _with_index)
         monkeypatch.setattr(interpreter, "_patch_lang", _ONCE)

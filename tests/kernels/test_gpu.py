@@ -22,7 +22,7 @@ from laconic import KernelError, kernels
 from laconic.kernels import reference
 from laconic.kernels.contract import CALLS, KTH, MEAN, PASSES, new_search
 from tests.inputs import SIZES, thin_matrices, vectors
-from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, _usable_interpreter, interpreter, same, tl  # noqa: F401 - and its skip
+from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, interpreter, same, tl, usable_interpreter  # noqa: F401 - and its skip
 
 from laconic.kernels.gpu import launch, sparse, withdraw_stages  # isort: skip - after the skip
 

@@ -7,7 +7,7 @@ import torch
 
 from laconic import KernelError
 from laconic.kernels.reference import modulo as reference
-from tests.kernels.on_gpu import DEVICE, INTERPRETED, _usable_interpreter, same  # noqa: F401 - and its skip
+from tests.kernels.on_gpu import DEVICE, INTERPRETED, same, usable_interpreter  # noqa: F401 - and its skip
 
 from laconic.kernels.gpu import modulo as gpu  # isort: skip - after the skip, as it imports triton
 

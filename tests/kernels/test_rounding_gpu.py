@@ -13,7 +13,7 @@ from laconic import KernelError
 from laconic.kernels import key_of
 from laconic.kernels.reference import rounding as reference
 from tests.inputs import vectors
-from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, _usable_interpreter, same  # noqa: F401 - and its skip
+from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, same, usable_interpreter  # noqa: F401 - and its skip
 
 from laconic.kernels.gpu import rounding as gpu  # isort: skip - after the skip, as it imports triton
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from laconic import LaconicError, Scheme, Session, StateError, parse
-from laconic.testing import InProcess, in_process
+from laconic.testing import InProcess
 from tests.parts import ALL_TEXTS
-from tests.virtual import gradients, one_step
+from tests.virtual import gradients, in_process, one_step
 
 WORKERS = 4
 WITH_MEMORY = [text for text in ALL_TEXTS if isinstance(s := parse(text), Scheme) and s.memory.kinds]

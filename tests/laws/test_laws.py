@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from laconic.quantize import FP16, Levels, ModuloCode
 from laconic.scheme import PARTS, AnyScheme, write_part
 from laconic.scheme.parts import ARGUMENTS
 from laconic.select import TopK
-from laconic.transport import InProcess, in_process
+from laconic.session import Stats
+from laconic.testing import InProcess
 from tests.parts import (
     ALL_TEXTS,
     RECIPE_TEXTS,
@@ -33,9 +35,33 @@ from tests.parts import (
     talking_schemes,
     torch_hooks,
 )
-from tests.virtual import LAYOUTS, gradients, layout_of, one_step, run
+from tests.virtual import LAYOUTS, gradients, in_process, layout_of, one_step, run
 
 M = 4
+
+
+class Step(NamedTuple):
+    """What a law may look at after a step of one worker."""
+
+    result: dict[str, Tensor]
+    state: dict[str, Any]
+    stats: Stats
+
+
+@cache
+def course(scheme: Scheme, num_workers: int = M, num_steps: int = 10) -> list[list[Step]]:
+    """The steps of each worker from the first on: one run, at which several laws look."""
+
+    def work(session: Session, rank: int) -> list[Step]:
+        def stepped(step: int) -> Step:
+            result = one_step(session, gradients(rank, step))
+            return Step(
+                {name: tensor.clone() for name, tensor in result.items()}, session.state_dict(), session.stats()
+            )
+
+        return [stepped(step) for step in range(num_steps)]
+
+    return run(scheme, num_workers, work)
 
 
 def test_the_table_is_complete() -> None:
@@ -66,22 +92,17 @@ def test_nothing_is_lost(scheme: Scheme, num_workers: int) -> None:
     if num_workers > 1 and scheme.exchange.adds_in_flight and (two_stages or not adds_exactly(scheme)):
         pytest.skip("this sum is rounded in flight, where no worker can keep what it loses; one worker is exact")
 
-    def work(session: Session, rank: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]]:
-        def stepped(step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-            given = gradients(rank, step)
-            return given, one_step(session, given), session.state_dict()
-
-        return [stepped(step) for step in range(6)]
-
     balances: dict[str, Any] = {}
     held: dict[str, Any] = {}
-    for step in zip(*run(scheme, num_workers, work), strict=True):
-        for name, applied in step[0][1].items():
-            given = sum(each[0][name] for each in step)
-            owed = scheme.memory.fade * balances.get(name, 0.0) + held.get(name, 0.0) + given
-            balances[name] = sum(each[2]["memory"]["residual"][name] for each in step)
-            if scheme.holds and name in step[0][2]["owner"]["held"]:  # once an owner was asked; it does not fade
-                held[name] = torch.cat([each[2]["owner"]["held"][name] for each in step])
+    run_of_all = course(scheme) if num_workers == M else course(scheme, num_workers, 6)
+    for number, steps in enumerate(zip(*run_of_all, strict=True)):
+        given = [gradients(rank, number) for rank in range(num_workers)]
+        for name, applied in steps[0].result.items():
+            deposits = sum(gradient[name] for gradient in given)
+            owed = scheme.memory.fade * balances.get(name, 0.0) + held.get(name, 0.0) + deposits
+            balances[name] = sum(step.state["memory"]["residual"][name] for step in steps)
+            if scheme.holds and name in steps[0].state["owner"]["held"]:  # once an owner was asked; it does not fade
+                held[name] = torch.cat([step.state["owner"]["held"][name] for step in steps])
             accounted = num_workers * applied + balances[name] + held.get(name, 0.0)
             # |values| reach about 60; float32 sums over four workers err by some ulp of that.
             torch.testing.assert_close(accounted, owed, atol=1e-4, rtol=0)
@@ -108,37 +129,27 @@ def test_momentum_deposits_its_velocity(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("scheme", talking_schemes(), ids=str)
 def test_all_workers_apply_the_same_update(scheme: Scheme) -> None:
-    def work(session: Session, rank: int) -> list[dict[str, Tensor]]:
-        return [one_step(session, gradients(rank, step)) for step in range(6)]
-
-    first, *others = run(scheme, M, work)
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for first, *others in zip(*course(scheme), strict=True):
+        for other in others:
+            assert all(torch.equal(tensor, other.result[name]) for name, tensor in first.result.items())
 
 
 @pytest.mark.parametrize("scheme", own_schemes(), ids=str)
 def test_saving_and_loading_changes_nothing(scheme: Scheme) -> None:
     """Five steps, save, load, five steps = ten steps, bit for bit, though the new session starts on other buckets."""
     first_guess = (layout_of("gfe"), layout_of("dcba"))
-    saved: dict[int, object] = {}
-
-    def whole(session: Session, rank: int) -> tuple[list[dict[str, Tensor]], dict[str, object]]:
-        outs = [one_step(session, gradients(rank, step)) for step in range(5)]
-        saved[rank] = session.state_dict()
-        outs += [one_step(session, gradients(rank, step)) for step in range(5, 10)]
-        return outs[5:], session.state_dict()
+    whole = course(scheme)
 
     def resumed(session: Session, rank: int) -> tuple[list[dict[str, Tensor]], dict[str, object]]:
-        session.load_state_dict(saved[rank])  # type: ignore[arg-type]
+        session.load_state_dict(whole[rank][4].state)
         outs = [one_step(session, gradients(rank, 5), first_guess)]
         outs += [one_step(session, gradients(rank, step)) for step in range(6, 10)]
         return outs, session.state_dict()
 
-    for (want, want_state), (got, got_state) in zip(run(scheme, M, whole), run(scheme, M, resumed), strict=True):
-        for a, b in zip(want, got, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
-        assert _flat(want_state) == _flat(got_state)
+    for want, (got, got_state) in zip(whole, run(scheme, M, resumed), strict=True):
+        for step, result in zip(want[5:], got, strict=True):
+            assert all(torch.equal(tensor, result[name]) for name, tensor in step.result.items())
+        assert _flat(want[-1].state) == _flat(got_state)
 
 
 def _flat(state: object) -> object:
@@ -151,16 +162,11 @@ def _flat(state: object) -> object:
 def test_bytes_are_those_foretold(scheme: Scheme) -> None:
     """Once the trigger has reached its target, two steps send exactly what the formula says."""
 
-    def work(session: Session, rank: int) -> tuple[float, float]:
-        for step in range(8):
-            if step == 6:
-                before = session.stats()
-            one_step(session, gradients(rank, step))
-        after = session.stats()
-        return (after.bytes_out - before.bytes_out) / 2, (after.bytes_in - before.bytes_in) / 2
-
+    sent = []
+    for steps in course(scheme):
+        before, after = steps[5].stats, steps[7].stats
+        sent.append(((after.bytes_out - before.bytes_out) / 2, (after.bytes_in - before.bytes_in) / 2))
     foretold = sum(bytes_out(scheme, layout, M) for layout in LAYOUTS)
-    sent = run(scheme, M, work)
     if isinstance(scheme.exchange, Server):
         # Parts and unions have lengths of their own, at most those of independent choices: here the workers have some
         # in common. A frame of words may have three more than its share of the formula, once up and M times down.

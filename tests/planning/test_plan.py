@@ -156,7 +156,7 @@ def _trained() -> tuple[str, bool, bool]:
     usual = worker.AUTOMATIC
     worker.AUTOMATIC = ("bf16", "local:every=8")
     try:
-        chosen = worker._chosen(job, job.load_data(), torch.device("cpu"))
+        chosen = worker.settle_scheme(job, job.load_data(), torch.device("cpu"))
     finally:
         worker.AUTOMATIC = usual
     return chosen.scheme, chosen.auto, replace(chosen, scheme="bf16", auto=True) == job

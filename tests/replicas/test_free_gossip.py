@@ -14,6 +14,7 @@ from laconic.exchange import matching
 from laconic.replicas.messages import refusal
 from tests.gossiping import FREE_TEXTS, Learner, free, learner_at, vectors_of
 from tests.local_mailbox import local_mailboxes
+from tests.workers import wait_until
 
 
 @pytest.mark.parametrize(("text", "worth_halving"), [*((text, 10_000) for text in FREE_TEXTS), ("gossip", 2)])
@@ -77,8 +78,7 @@ def test_what_was_exchanged_is_not_sent_again() -> None:
         learners[0].follower.step()
     assert arrived.wait(30)
     released.set()
-    while not learners[0].follower.stats().asked:
-        time.sleep(0.001)
+    assert wait_until(lambda: bool(learners[0].follower.stats().asked))
     for _ in range(5):
         learners[0].follower.step()
     assert learners[0].follower.stats().asked == 1
@@ -164,8 +164,7 @@ def test_an_answer_that_does_not_come_keeps_a_worker_from_no_other_appointment(h
     rounds = range(16)
     for _ in rounds:  # the others do not step, but answer
         learner.follower.step()
-        while learner.follower.policy._asking.keys() - {3}:  # else they would not be waited for
-            time.sleep(0.001)
+        assert wait_until(lambda: not learner.follower.policy._asking.keys() - {3})  # else they would not be waited for
     asked = [matching("uniform", 0, t, 4)[0] for t in rounds]
     assert {1, 2, 3} == set(asked)
     stats = learner.follower.stats()

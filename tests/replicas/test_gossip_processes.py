@@ -104,12 +104,12 @@ def _until_a_peer_dies(text: str) -> dict[str, Any]:
 def test_a_killed_peer_is_dropped_and_the_others_finish() -> None:
     pool = WorkerPool(4)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_until_a_peer_dies, ("scheme:exchange=gossip(mode=wait,patience=0.5)",)))
         found = []
         for rank in (0, 2, 3):
-            assert pool._pipes[rank].poll(120), f"rank {rank} hangs after its peer died"
-            ok, result = pool._pipes[rank].recv()
+            assert pool.pipes[rank].poll(120), f"rank {rank} hangs after its peer died"
+            ok, result = pool.pipes[rank].recv()
             assert ok, result
             found.append(result)
         for result in found:
@@ -143,16 +143,16 @@ def test_a_peer_that_stands_still_is_dropped_and_told_so(who: int) -> None:
     pool = WorkerPool(3)
     others = [rank for rank in range(3) if rank != who]
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_while_one_stands_still, ("scheme:exchange=gossip(mode=wait,patience=0.2)", who)))
         for rank in others:
-            assert pool._pipes[rank].poll(60), f"rank {rank} hangs with its peer"
-            ok, found = pool._pipes[rank].recv()
+            assert pool.pipes[rank].poll(60), f"rank {rank} hangs with its peer"
+            ok, found = pool.pipes[rank].recv()
             assert ok and found["ranks"] == [[float(rank)] for rank in others], found
             assert list(found["lost"]) == [who]
         os.kill(pool.processes[who].pid, signal.SIGCONT)
-        assert pool._pipes[who].poll(60)
-        ok, found = pool._pipes[who].recv()
+        assert pool.pipes[who].poll(60)
+        ok, found = pool.pipes[who].recv()
         assert ok and re.search(f"rank {who} stood still .* resume from a checkpoint", found["said"]), found
     finally:
         os.kill(pool.processes[who].pid, signal.SIGCONT)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lab.tests.cli.test_cli import SMALL, laconic, start
+from lab.tests.cli.test_cli import SMALL, Started, laconic
 from laconic_lab.errors import LabError
 from laconic_lab.network import netlink
 
@@ -30,12 +29,10 @@ def test_a_gossip_leaves_records_and_a_resumed_one_ends_where_a_whole_one_does(t
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     one = laconic("train", *SMALL, "--scheme", EXACT, "--out", str(whole), "--json")
     # The learning rate belongs to the whole run, so its first half is a run that is killed.
-    first = start("train", *SMALL, "--scheme", EXACT, "--out", str(halves))
-    while not list(halves.glob("checkpoint/step-?")):
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.02)
+    first = Started(tmp_path, "train", *SMALL, "--scheme", EXACT, "--out", str(halves))
+    first.wait_until(lambda: any(halves.glob("checkpoint/step-?")))
     os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    first.end()
     two = laconic("train", *SMALL, "--scheme", EXACT, "--out", str(halves), "--json", "--resume")
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
     a, b = (json.loads(ran.stdout) for ran in (one, two))
@@ -66,18 +63,16 @@ def _facts(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_others_outlive_a_host_that_is_killed(tmp_path: Path) -> None:
     job = ["--steps", "40", "--batch", "4", "--eval-every", "40", "--scheme", "gossip-period:steps=2", "--json"]
-    running = start("train", *job, "--hosts", "3", "--link", "100mbit", "--out", str(tmp_path / "out"))
+    running = Started(tmp_path, "train", *job, "--hosts", "3", "--link", "100mbit", "--out", str(tmp_path / "out"))
     records = tmp_path / "out" / "records.jsonl"
-    while not records.exists() or records.read_text().count('"kind": "step"') < 5:
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.05)
+    running.wait_until(lambda: records.exists() and records.read_text().count('"kind": "step"') >= 5)
     victim = [pid for pid in _descendants(running.pid) if _variable(pid, "LACONIC_HOST") == "2"]
     os.kill(victim[-1], signal.SIGKILL)
-    out, err = running.communicate(timeout=300)
-    assert running.returncode == 0, err
-    assert json.loads(out.splitlines()[-1])["steps"] == 40
+    ran = running.end()
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["steps"] == 40
     assert [fact for fact in _facts(tmp_path / "out") if fact["kind"] == "eval"][-1]["alive"] == 2
-    assert all(line.startswith(("laconic: ", "gossip-period")) for line in err.splitlines()), err
+    assert all(line.startswith(("laconic: ", "gossip-period")) for line in ran.stderr.splitlines()), ran.stderr
 
 
 def _descendants(pid: int) -> list[int]:

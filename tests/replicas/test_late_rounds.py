@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.logs import logged
 from tests.replicas.test_rounds import outer, trained, wander
 from tests.server.test_listener import serve_totals
 from tests.virtual import one_core
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, wait_until
 
 M = 4
 LATE = 2
@@ -55,15 +54,15 @@ class LateEnd(FaultyCollectives):
         super().__init__(inner, Faults({}))
         self.is_late = False
         self._missed = missed
-        self._num_rounds = 0
+        self.num_rounds = 0
 
     @property
     def was_late(self) -> bool:
         return self.is_late
 
     def _is_missed(self) -> bool:
-        missed = self._num_rounds in self._missed
-        self._num_rounds += 1
+        missed = self.num_rounds in self._missed
+        self.num_rounds += 1
         self.is_late = missed and self.rank == LATE
         return missed
 
@@ -99,7 +98,7 @@ def walk(
         if load is not None:
             model.load_state_dict(load[transport.rank]["model"])
             follower.load_state_dict([each["follower"] for each in load])
-            end._num_rounds = load[transport.rank]["rounds"]
+            end.num_rounds = load[transport.rank]["rounds"]
         anchors = []
         for number in range(begin, steps):
             wander(model, transport.rank, number)
@@ -107,7 +106,7 @@ def walk(
             anchors.append(anchor_of(follower))
             if number + 1 == save_at:
                 saved = {"model": copy.deepcopy(model.state_dict()), "follower": follower.state_dict()}
-                saved["rounds"] = end._num_rounds
+                saved["rounds"] = end.num_rounds
         return follower, anchors, saved
 
     with one_core():
@@ -373,15 +372,14 @@ def test_a_stopped_worker_comes_back_and_its_drift_is_heard(text: str, tmp_path:
     progress = tmp_path / "progress"
     pool = WorkerPool(4)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_learn_and_stop, (text, progress)))
-        until = time.monotonic() + 120
-        while not progress.exists() or int(progress.read_text() or 0) < STOPS_AT + 6:  # the others have gone on
-            assert time.monotonic() < until and pool.processes[3].is_alive()
-            time.sleep(0.02)
+        # The others have gone on.
+        assert wait_until(lambda: progress.exists() and int(progress.read_text() or 0) >= STOPS_AT + 6)
+        assert pool.processes[3].is_alive()
         os.kill(pool.processes[3].pid, signal.SIGCONT)
         told = []
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             assert pipe.poll(120), "it hangs"
             ok, value = pipe.recv()
             assert ok, value

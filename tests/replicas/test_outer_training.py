@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lab.tests.cli.test_cli import SMALL, laconic, start
+from lab.tests.cli.test_cli import SMALL, Started, laconic
 
 STREAMING = "streaming:every=4,fragments=2,delay=2"
 SERVED = "scheme:quantize=bf16,exchange=server,trigger=rounds(every=2,fragments=2,delay=1)"
@@ -31,12 +30,10 @@ def test_virtual_workers_train_as_processes_do() -> None:
 def test_a_resumed_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     one = laconic("train", *SMALL, "--scheme", STREAMING, "--out", str(whole), "--json")
-    first = start("train", *SMALL, "--scheme", STREAMING, "--out", str(halves))
-    while not list(halves.glob("checkpoint/step-?")):
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.02)
+    first = Started(tmp_path, "train", *SMALL, "--scheme", STREAMING, "--out", str(halves))
+    first.wait_until(lambda: any(halves.glob("checkpoint/step-?")))
     os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    first.end()
     two = laconic("train", *SMALL, "--scheme", STREAMING, "--out", str(halves), "--json", "--resume")
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
     for rank in (0, 1):
@@ -48,15 +45,13 @@ def test_a_resumed_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_under_a_server_the_others_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
     job = ["--steps", "40", "--batch", "4", "--eval-every", "40", "--scheme", SERVED, "--json", "--no-checkpoint"]
-    running = start("train", *job, "--workers", "3", "--servers", "1", "--out", str(tmp_path / "out"))
+    running = Started(tmp_path, "train", *job, "--workers", "3", "--servers", "1", "--out", str(tmp_path / "out"))
     records = tmp_path / "out" / "records.jsonl"
-    while not records.exists() or records.read_text().count('"kind": "step"') < 5:
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.05)
-    os.kill(_worker(running.pid, rank=3), signal.SIGKILL)
-    out, err = running.communicate(timeout=300)
-    assert running.returncode == 0, err
-    result = json.loads(out.splitlines()[-1])
+    running.wait_until(lambda: records.exists() and records.read_text().count('"kind": "step"') >= 5)
+    os.kill(running.workers()[3], signal.SIGKILL)  # ranks count the server first
+    ran = running.end()
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout.splitlines()[-1])
     assert result["steps"] == 40 and list(result["lost_workers"]) == ["2"]
     last = [fact for fact in _facts(tmp_path / "out") if fact["kind"] == "eval"][-1]
     assert last["alive"] == 2
@@ -64,12 +59,3 @@ def test_under_a_server_the_others_outlive_a_worker_that_is_killed(tmp_path: Pat
 
 def _facts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-
-
-def _worker(launcher: int, rank: int) -> int:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return next(int(pid) for pid in children if f"RANK={rank}".encode() in _environment(int(pid)))
-
-
-def _environment(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

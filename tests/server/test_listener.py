@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,10 @@ from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.server.serve import _RequestHandler
 from laconic.transport import Push, sockets
-from laconic.transport.connection import Kind, Message, payload_of, views_of
+from laconic.transport.connection import Connection, Kind, Message, payload_of, views_of
 from laconic.wire import FrameShape
 from laconic_lab.train import Job, verdict
-from laconic_lab.train.launch import _wait, first_failure, local_store
+from laconic_lab.train.launch import await_codes, first_failure, local_store
 from tests.parts import made
 from tests.transport.test_connection import trickle
 
@@ -37,6 +38,16 @@ from tests.transport.test_connection import trickle
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _link(served: ServerClient) -> Connection:
+    """A worker's connection to its first server, on which it may misbehave."""
+    return served._servers[0].link
+
+
+def _socket(served: ServerClient) -> Any:
+    """The socket under it."""
+    return _link(served)._link
 
 
 def _talk(
@@ -114,7 +125,7 @@ def test_who_trickles_is_lost_and_not_who_waits(slow: int) -> None:
     def work(served: ServerClient) -> None:
         if served.rank == slow:
             said = b"".join(bytes(view) for view in views_of(Message(Kind.TOTAL, payload=torch.ones(100))))
-            trickle(served._servers[0].link._link, said, stop)
+            trickle(_socket(served), said, stop)
         else:
             sums.extend(float(served.total(torch.ones(1))) for _ in range(2))
             stop.set()
@@ -131,7 +142,7 @@ def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() ->
     def work(served: ServerClient) -> None:
         ones = torch.ones(2_000_000)
         if served.rank == 0:
-            served._servers[0].link.send(Message(Kind.TOTAL, payload=ones))
+            _link(served).send(Message(Kind.TOTAL, payload=ones))
             others_go_on.wait(20)
         else:
             sums.extend(float(served.total(ones)[-1]) for _ in range(2))
@@ -147,7 +158,7 @@ def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
 
     def work(served: ServerClient) -> None:
         if served.rank == 0:
-            link = served._servers[0].link._link
+            link = _socket(served)
             link.sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, 1 << 45, 0))
             assert link.recv(1) == b""
         else:
@@ -200,9 +211,9 @@ def test_a_malformed_message_is_a_refusal_that_names_its_sender(kind: Kind, good
         served = ServerClient(rank, 2, [listener.address], "", 20)
         if rank == 1:
             good_arrived.wait(20)
-        served._servers[0].link.send(Message(kind, 0, 0, said))
-        told[rank] = served._servers[0].link.receive({Kind.ERROR: 1 << 16}, 20).text.decode()
-        served._servers[0].link.close()
+        _link(served).send(Message(kind, 0, 0, said))
+        told[rank] = _link(served).receive({Kind.ERROR: 1 << 16}, 20).text.decode()
+        _link(served).close()
 
     with ThreadPoolExecutor(4) as pool:
         working = [pool.submit(work, rank, said) for rank, said in enumerate([good, bad])]
@@ -290,7 +301,7 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
 
     def work(rank: int) -> None:
         served = ServerClient(rank, 2, [listener.address], "", 20, listener.longest)
-        served._servers[0].link._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        _socket(served).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         pushed = [_push(served, step, part) for step in range(3)]
         failed.wait(20)
         with pytest.raises(FrameError, match="server 0: nobody may say that"):
@@ -361,7 +372,7 @@ def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_budget_s: float) -> 
         if served.rank == 0:
             served._send(Message(Kind.SUM), [ones], [ones.nbytes])
             while not stop.wait(0.05):
-                served._servers[0].link._link.recv(10_000)
+                _socket(served).recv(10_000)
         else:
             sums.append(float(served._request(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
             stop.set()
@@ -470,7 +481,7 @@ def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypa
     processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
     job = Job(scheme="overlap", servers=1, workers=2)
     try:
-        codes = _wait(processes, job)
+        codes = await_codes(processes, job)
     finally:
         processes[0].kill()
         processes[0].wait()

@@ -105,10 +105,10 @@ def _until_one_dies(text: str) -> Any:
 def test_a_dedicated_server_goes_on_without_a_worker_that_was_killed() -> None:
     pool = WorkerPool(4)
     try:
-        for pipe in pool._pipes:
+        for pipe in pool.pipes:
             pipe.send((_until_one_dies, ("topk:rho=0.05,exchange=server",)))
         told = []
-        for pipe in pool._pipes[:3]:
+        for pipe in pool.pipes[:3]:
             assert pipe.poll(120), "it hangs after a worker died"
             ok, value = pipe.recv()
             assert ok, value

@@ -20,6 +20,7 @@ from laconic.errors import LaunchError, PeerError
 from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
 from laconic.transport.connection import Connection, Kind, Message
 from laconic.transport.rendezvous import Address, connect
+from tests.workers import wait_until
 
 
 @contextmanager
@@ -73,13 +74,9 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
         head = QUESTION_HEAD_BYTES
         out = 2 * (head + count)
         back = count + count // 2
-        counted = []
-        for _ in range(1000):  # who answers counts a moment after it was heard
-            counted = [sum(box.traffic.bytes_out for box in boxes), sum(box.traffic.bytes_in for box in boxes)]
-            if counted == [out + back] * 2:
-                break
-            time.sleep(0.01)
-        assert counted == [out + back] * 2
+        # Who answers counts a moment after it was heard.
+        assert wait_until(lambda: sum(box.traffic.bytes_out for box in boxes) == out + back)
+        assert wait_until(lambda: sum(box.traffic.bytes_in for box in boxes) == out + back)
         assert boxes[1].traffic.bytes_out == 0
 
 

@@ -71,12 +71,7 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "measure": self.measure,
-            "target": self.target,
-            "steps": self.steps,
-            "rows": [row.as_dict() for row in self.rows],
-        }
+        return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
 
 
 def folder_of(scheme: str) -> str:

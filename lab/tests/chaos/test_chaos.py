@@ -83,11 +83,11 @@ def test_mass_that_no_checkpoint_owes_is_found(tmp_path: Path) -> None:
 
 def test_a_soak_tells_what_grows() -> None:
     flat = [dict.fromkeys(soak.QUANTITIES, 100.0)] * 60
-    assert soak._judge("rank 0", flat)["flat"]
+    assert soak.judge("rank 0", flat)["flat"]
     for quantity in soak.QUANTITIES:
         grown = [{**sample, quantity: 100.0 + number} for number, sample in enumerate(flat)]
-        row = soak._judge("rank 0", grown)
-        assert not row["flat"] and soak._line(row).endswith("it grows")
+        row = soak.judge("rank 0", grown)
+        assert not row["flat"] and soak.line_of(row).endswith("it grows")
 
 
 def test_every_promise_has_a_test_that_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import os
@@ -9,8 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,14 +21,14 @@ import torch
 from laconic import __version__, cli, recipes
 from laconic_lab.cli.train import advice
 from laconic_lab.compare import compare, round_of
-from laconic_lab.errors import TaskError
+from laconic_lab.errors import LaunchError, TaskError
 from laconic_lab.figures import MEASURES
 from laconic_lab.records import Recorder
-from laconic_lab.train import Job, resume
+from laconic_lab.train import Job, launch, resume
 from laconic_lab.train.checkpoint import save_checkpoint
 from laconic_lab.train.launch import first_failure, local_store
 from laconic_lab.train.result import beside_dense
-from tests.workers import FewWorkers, exit_code, start_forked
+from tests.workers import FewWorkers, exit_code, start_laconic, wait_until
 
 KILLED_AFTER_ITS_FIRST_CHECKPOINT = """
 import os, signal, sys
@@ -84,30 +84,48 @@ for step in range(3):
 dist.destroy_process_group()
 """
 SMALL = ["--workers", "2", "--steps", "6", "--batch", "4", "--eval-every", "3"]
+ENDLESS = ["train", "--workers", "2", "--steps", "100000", "--batch", "2"]
 
 
 def laconic(*words: str) -> subprocess.CompletedProcess[str]:
-    """`laconic WORDS` to its end, in a process that has imported torch already."""
+    """`laconic WORDS` to its end, with workers of its own that have torch already."""
     with TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        code = exit_code(start_forked(_main_of, words, out=out, err=err), 900)
-        return subprocess.CompletedProcess(words, code or 0, out.read_text(), err.read_text())
+        return Started(Path(folder), *words).end()
 
 
-def _main_of(words: Sequence[str]) -> None:
-    sys.exit(cli.main(words))
+class Started:
+    """`laconic WORDS` in the background, in a session of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._words = words
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        self._err.touch()
+        self._process = start_laconic(*words, out=self._out, err=self._err)
+        self.pid: int = self._process.pid
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Go on when the condition holds; an AssertionError where the process ends before."""
+        wait_until(lambda: condition() or not self._process.is_alive(), 300)
+        assert condition(), self._err.read_text()
+
+    def await_line(self, text: str) -> None:
+        """Go on when stderr has a line with this text."""
+        self.wait_until(lambda: text in self._err.read_text())
+
+    def workers(self) -> list[int]:
+        """The processes that it launched, by rank."""
+        return sorted(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+
+    def end(self) -> subprocess.CompletedProcess[str]:
+        """Its exit code and output, once it has ended."""
+        code = exit_code(self._process, 900)
+        return subprocess.CompletedProcess(self._words, code or 0, self._out.read_text(), self._err.read_text())
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-
-
-def start(*words: str) -> subprocess.Popen[str]:
-    """The same, in the background and in a process group of its own."""
-    command = [sys.executable, "-m", "laconic", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -128,10 +146,11 @@ def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer
     assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told
 
 
-def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:
-    ran = laconic(
-        "train", *SMALL, "--scheme", "topk:rho=0.01", "--json", "--tensorboard", "--out", str(tmp_path / "a b")
-    )
+def test_train_prints_one_object_and_leaves_records(tmp_path: Path, few_images: Path) -> None:
+    """Once as a user starts it, with interpreters of its own."""
+    words = ["--scheme", "topk:rho=0.01", "--json", "--tensorboard", "--out", str(tmp_path / "a b")]
+    command = [sys.executable, "-m", "laconic", "train", *SMALL, "--data", str(few_images), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["scheme"] == "topk:rho=0.01" and result["steps"] == 6 and result["bytes_out"] > 0
@@ -223,8 +242,8 @@ def test_auto_trains_under_what_it_picks_and_so_does_a_resume(tmp_path: Path) ->
     assert "auto picks" not in again.stderr
 
 
-def test_compare_prints_rows(tmp_path: Path) -> None:
-    schemes = ["--scheme", "dense", "--scheme", "topk:rho=0.05"]
+def test_compare_prints_rows(few_images: Path) -> None:
+    schemes = ["--scheme", "dense", "--scheme", "topk:rho=0.05", "--data", str(few_images)]
     ran = laconic("compare", *SMALL, *schemes, "--json", "--target", "0.01", "--in-process")
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(ran.stdout)["rows"]
@@ -412,8 +431,9 @@ def test_a_full_disk_is_one_line() -> None:
     assert ran.stderr.startswith("laconic: cannot write the result (No space") and len(ran.stderr.splitlines()) == 1
 
 
-def test_a_run_that_diverges_says_so_and_keeps_to_json(tmp_path: Path) -> None:
-    ran = laconic("train", *SMALL, "--scheme", "dense", "--lr", "1e30", "--json", "--out", str(tmp_path))
+def test_a_run_that_diverges_says_so_and_keeps_to_json(tmp_path: Path, few_images: Path) -> None:
+    words = ["--scheme", "dense", "--lr", "1e30", "--json", "--out", str(tmp_path), "--data", str(few_images)]
+    ran = laconic("train", *SMALL, *words)
     assert ran.returncode == 3
     facts = _records(tmp_path)
     (result,) = [fact for fact in facts if fact["kind"] == "result"]
@@ -458,9 +478,9 @@ def test_a_ratio_in_words(ratio: float | None, said: str) -> None:
 
 
 def test_ctrl_c_while_workers_import_torch_is_one_line() -> None:
-    process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
-    while not _load_torch(process.pid, num_workers=2):
-        time.sleep(0.01)
+    command = [sys.executable, "-m", "laconic", "train", "--workers", "2", "--steps", "100000", "--batch", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_until(lambda: _load_torch(process.pid, num_workers=2))
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 130
@@ -474,31 +494,27 @@ def _load_torch(pid: int, num_workers: int) -> bool:
     return sum("libtorch" in Path(f"/proc/{worker}/maps").read_text() for worker in workers) == num_workers
 
 
-def test_ctrl_c_is_one_line_and_leaves_no_process() -> None:
-    process = start("train", "--workers", "2", "--steps", "100000", "--eval-every", "1", "--batch", "2")
-    assert process.stderr is not None
-    assert "step 0" in process.stderr.readline()
-    workers = _children(process.pid)
+def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images), "--eval-every", "1")
+    started.await_line("step 0")
+    workers = started.workers()
     assert len(workers) == 2
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 130
-    lines = [line for line in said.splitlines() if "accuracy" not in line]
-    assert lines == ["laconic: interrupted"], said
+    os.killpg(started.pid, signal.SIGINT)
+    ran = started.end()
+    assert ran.returncode == 130
+    assert [line for line in ran.stderr.splitlines() if "accuracy" not in line] == ["laconic: interrupted"], ran.stderr
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
-def test_a_killed_worker_ends_the_run_with_one_line() -> None:
-    process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
-    assert process.stderr is not None
-    assert "step 0" in process.stderr.readline()
-    os.kill(_children(process.pid)[1], signal.SIGKILL)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 2
-    lines = [
-        line for line in said.splitlines() if line and not line.startswith("laconic: rank")
-    ]  # what its peers noticed
-    assert lines == ["laconic: worker 1 of 2 ended by SIGKILL; all were stopped"], said
+def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images))
+    started.await_line("step 0")
+    os.kill(started.workers()[1], signal.SIGKILL)
+    ran = started.end()
+    assert ran.returncode == 2
+    lines = [line for line in ran.stderr.splitlines() if line and "step 0" not in line]
+    lines = [line for line in lines if not line.startswith("laconic: rank")]  # what its peers noticed
+    assert lines == ["laconic: worker 1 of 2 ended by SIGKILL; all were stopped"], ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -512,28 +528,40 @@ def test_the_launcher_names_the_first_that_failed(codes: list[int | None], first
     assert first_failure(codes, Job(workers=2)) == f"{first}; all were stopped"
 
 
-def test_workers_end_when_their_launcher_is_killed() -> None:
-    process = start("train", "--workers", "2", "--steps", "100000", "--batch", "2")
-    assert process.stderr is not None
-    assert "step 0" in process.stderr.readline()
-    workers = _children(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    until = time.monotonic() + 120
-    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
+def test_a_launcher_is_one_node_of_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun's own variables name the nodes; ranks count on from those of the nodes before."""
+    variables = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29501"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    note = f"import os; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(repr(dict(os.environ)))"
+    module = sys.modules["laconic_lab.train.launch"]  # whose name in its room is the function's
+    monkeypatch.setattr(module, "worker_command", lambda job: [sys.executable, "-ISc", note])
+    assert launch(Job(workers=2)) == 0
+    ranks = {path.name: ast.literal_eval(path.read_text()) for path in tmp_path.iterdir()}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert {rank: [given[name] for name in names] for rank, given in ranks.items()} == {
+        "2": ["2", "0", "6", "10.0.0.1", "29501"],
+        "3": ["3", "1", "6", "10.0.0.1", "29501"],
+    }
 
 
-def _children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    workers = [int(child) for child in listed if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return sorted(workers, key=lambda child: int(_environment(child)["RANK"]))
+@pytest.mark.parametrize("variable,value", [("PET_NODE_RANK", None), ("PET_MASTER_PORT", None), ("PET_NNODES", "1:4")])
+def test_half_of_the_variables_of_nodes_is_an_error(
+    variable: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29501"}
+    for name, given in {**whole, variable: value}.items():
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=f"{value or variable}.*set PET_NNODES=N"):
+        launch(Job(workers=1))
 
 
-def _environment(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(pair.decode().split("=", 1) for pair in pairs if b"=" in pair)
+def test_workers_end_when_their_launcher_is_killed(tmp_path: Path, few_images: Path) -> None:
+    started = Started(tmp_path, *ENDLESS, "--data", str(few_images))
+    started.await_line("step 0")
+    workers = started.workers()
+    os.kill(started.pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(Path(f"/proc/{worker}/exe").exists() for worker in workers))
 
 
 def test_a_jobs_arguments_make_it_again() -> None:

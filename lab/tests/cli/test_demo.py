@@ -20,9 +20,9 @@ from laconic_lab.train import Job, work_in_process
 from laconic_lab.train.result import Result
 
 
-def test_a_run_ends_with_its_time_and_is_judged_then() -> None:
+def test_a_run_ends_with_its_time_and_is_judged_then(few_images: Path) -> None:
     told: list[Result] = []
-    job = Job(in_process=True, workers=2, steps=50, batch=4, max_seconds=1e-6, scheme="topk:rho=0.1")
+    job = Job(in_process=True, workers=2, steps=50, batch=4, max_seconds=1e-6, scheme="topk:rho=0.1", data=few_images)
     assert work_in_process(job, told.append, lambda _: None) == 0
     assert told[0].is_out_of_time and told[0].steps == 1 and told[0].accuracy > 0
     with pytest.raises(TaskError, match="leave --max-seconds out"):
@@ -58,7 +58,7 @@ def test_what_had_no_time_left_took_more_than_it_had(tmp_path: Path) -> None:
     bf16, topk = found.rows
     assert (bf16.seconds_to_target, bf16.seconds_more_than) == (None, 30.0)
     assert (topk.speedup_bf16, topk.speedup_bf16_more_than) == (None, 7.5)
-    assert "> 30.0" in command._text(found) and "> 7.50x" in command._text(found)
+    assert "> 30.0" in command.table_of(found) and "> 7.50x" in command.table_of(found)
     said = conclusion(found, is_timed=True).replace("\N{NO-BREAK SPACE}", " ")
     assert said == "topk reached 70 % more than 7.5x sooner than bf16, sending 63x fewer bytes"
     with Recorder(tmp_path, keeps_old=True) as records:

@@ -9,10 +9,9 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES
 from laconic_lab.records import Recorder
 from laconic_lab.train import Job
+from tests.workers import exit_code, start_laconic
 
 SMALL = ["--in-process", "--workers", "2", "--steps", "4", "--batch", "4", "--eval-every", "2"]
 REFRESH = 'http-equiv="refresh"'
@@ -163,35 +163,26 @@ def _asked(*words: str) -> argparse.Namespace:
     return cli.all_commands().parse_args(list(words))
 
 
-def _on_a_terminal(*words: str) -> tuple[str, str]:
+def _on_a_terminal(folder: Path, *words: str) -> tuple[str, str]:
     """(stdout, what a terminal of 100 columns was sent)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    env = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "laconic", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=env, text=True) as process:
-        os.close(theirs)
-        sent = b""
-        while True:
-            try:
-                part = os.read(ours, 65_536)
-            except OSError:  # Linux says so where the last writer is gone
-                break
-            if not part:
-                break
+    printed = folder / "printed"
+    process = start_laconic(*words, out=printed, err=Path(os.ttyname(theirs)), TERM="xterm", OMP_NUM_THREADS="1")
+    sent = os.read(ours, 1)  # by now they have opened it
+    os.close(theirs)
+    with suppress(OSError):  # Linux says so where the last writer is gone
+        while part := os.read(ours, 65_536):
             sent += part
-        assert process.stdout is not None
-        printed = process.stdout.read()
     os.close(ours)
-    assert process.returncode == 0, sent.decode()
-    return printed, sent.decode()
+    assert exit_code(process) == 0, sent.decode()
+    return printed.read_text(), sent.decode()
 
 
-def test_a_terminal_shows_a_run_and_its_workers_leave_it_to_that(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_run_and_its_workers_leave_it_to_that(tmp_path: Path, few_images: Path) -> None:
     pytest.importorskip("rich")
-    printed, sent = _on_a_terminal(
-        "train", "--workers", "2", "--steps", "4", "--batch", "4", "--eval-every", "2", "--scheme", "dense"
-    )
+    words = ["--workers", "2", "--steps", "4", "--batch", "4", "--eval-every", "2", "--data", str(few_images)]
+    printed, sent = _on_a_terminal(tmp_path, "train", *words, "--scheme", "dense")
     assert printed.startswith("dense: accuracy ") and printed.count("\n") == 1
     assert "4/4" in sent and "B/s" in sent and "train loss of dense" in sent
     assert "dense: step" not in sent  # a worker's own line
@@ -202,7 +193,7 @@ def test_a_terminal_shows_a_comparison_and_what_is_printed_above_it(tmp_path: Pa
     pytest.importorskip("rich")
     out = tmp_path / "out"
     schemes = ("--scheme", "dense", "--scheme", "topk:rho=0.1")
-    printed, sent = _on_a_terminal("compare", *SMALL, *schemes, "--rounds", "2", "--out", str(out), "--open")
+    printed, sent = _on_a_terminal(tmp_path, "compare", *SMALL, *schemes, "--rounds", "2", "--out", str(out), "--open")
     assert "vs dense" in printed and sent.count("8/8") >= 2 and "(1 of 2, round" not in sent
     assert f"no browser can be opened here; the page is {out}/report.html" in sent
     assert f"laconic: wrote {out}/report.html" in sent

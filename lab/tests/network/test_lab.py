@@ -37,6 +37,7 @@ from laconic_lab.network import (
     run,
 )
 from laconic_lab.network import lab as register
+from tests.workers import wait_until
 
 
 def _missing() -> str:
@@ -148,13 +149,6 @@ def traces(lab_id: str) -> list[str]:
 
 def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture(params=["as this user", "without root"])
@@ -324,8 +318,8 @@ def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: 
     with Lab.create(LabSpec(2, Link.parse("none,delay=4ms,jitter=1ms,loss=2%"))) as lab:
         here, there = lab.hosts
         ((round_trips,), (flood,)) = (
-            links._between([(here, there)], "echo", "ping", 10),
-            links._between([(here, there)], "sink", "flood", 3000),
+            links.between([(here, there)], "echo", "ping", 10),
+            links.between([(here, there)], "sink", "flood", 3000),
         )
         # A busy machine can only make it more.
         assert min(round_trips["seconds"]) >= 2 * (0.004 - 0.001)
@@ -336,7 +330,7 @@ def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: 
         python(here, STREAM, there.address).wait()
         assert line_of(listening) == f"{zlib.crc32(bytes(range(251)) * 8000)}"
         assert here.counters().packets_out > 3000 + 251 * 8000 / 1448 * 1.01, "nothing was sent again"
-        (relay,) = netlink.pids(lab._wires)
+        (relay,) = netlink.pids(lab.wires)
     assert wait_until(lambda: not is_running(relay))
 
 
@@ -378,12 +372,12 @@ def test_netem_is_taken_where_the_kernel_has_it(monkeypatch: pytest.MonkeyPatch)
     """Untried on such a kernel: what it would be asked for, and that pyroute2 can write it down."""
     asked: list[tuple[str, str, dict[str, Any]]] = []
     devices: list[str] = []
-    monkeypatch.setattr(netlink, "_ask", lambda space, deed, act: act(_Kernel(space, asked, devices)))
+    monkeypatch.setattr(netlink, "ask", lambda space, deed, act: act(_Kernel(space, asked, devices)))
     link = Link.parse("50mbit,delay=20ms,jitter=2ms,loss=1%")
     here = register.Process.numbered(os.getpid())
     lab = Lab(register.Entry("fake", (str(link), "50mbit", "50mbit,delay=20ms"), here, here))
     rough = {(host.name, f"port{host.index}"): host for host in lab.hosts if not host.link.is_plain}
-    assert lab._roughen_by_netem(rough)
+    assert lab.roughen_by_netem(rough)
     late = {"kind": "netem", "delay": 10_000, "limit": 300_000, "handle": "1:"}
     lossy = {**late, "jitter": 1000, "loss": pytest.approx(100 * (1 - 0.99**0.5))}
     in_order = {"kind": "pfifo", "parent": "1:1", "handle": "2:", "limit": 300_000}
@@ -391,8 +385,8 @@ def test_netem_is_taken_where_the_kernel_has_it(monkeypatch: pytest.MonkeyPatch)
     wanted: list[tuple[str, str, dict[str, Any]]] = []
     for host, queues in ((first, [lossy, in_order]), (second, [{**late, "jitter": 0, "loss": 0.0}])):
         ends = (host.name, f"port{host.index}")
-        wanted += [(lab._wires, end, queue) for end in ends for queue in queues]
-        wanted += [(lab._wires, end, {"master": devices.index(f"bridge{host.index}")}) for end in ends]
+        wanted += [(lab.wires, end, queue) for end in ends for queue in queues]
+        wanted += [(lab.wires, end, {"master": devices.index(f"bridge{host.index}")}) for end in ends]
         wanted += [(host.namespace, "eth0", {"gso_max_segs": 1})] * (host is first)
     assert asked == wanted
     sched_netem = pytest.importorskip("pyroute2.netlink.rtnl.tcmsg.sched_netem")
@@ -406,7 +400,7 @@ def test_without_netem_the_relay_does_it(monkeypatch: pytest.MonkeyPatch) -> Non
     lab = Lab(register.Entry("fake", ("none,delay=1ms",) * 2, here, here))
     rough = {(host.name, f"port{host.index}"): host for host in lab.hosts}
     monkeypatch.setattr(netlink, "add_netem", _no_netem)
-    assert not lab._roughen_by_netem(rough)
+    assert not lab.roughen_by_netem(rough)
 
 
 @needs_lab
@@ -531,7 +525,7 @@ def test_a_process_is_known_by_its_start_as_well_as_its_number() -> None:
     assert not register.Process(here.pid, here.started + 1).is_alive
     with subprocess.Popen(["true"]) as child:
         assert wait_until(lambda: "Z" in Path(f"/proc/{child.pid}/stat").read_text())
-        ended = register.Process(child.pid, int(register._stat(child.pid)[19]))
+        ended = register.Process(child.pid, int(register.stat_of(child.pid)[19]))
         assert not ended.is_alive, "a process that ended but was not yet waited for"
 
 

@@ -24,9 +24,10 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.xdi
 JOB = ["--steps", "12", "--batch", "4", "--eval-every", "6", "--json"]
 
 
-def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_counted() -> None:
-    here = laconic("train", *JOB, "--workers", "2", "--scheme", "topk:rho=0.01")
-    there = laconic("train", *JOB, "--hosts", "2", "--link", "100mbit", "--scheme", "topk:rho=0.01")
+def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_counted(few_images: Path) -> None:
+    job = [*JOB, "--data", str(few_images), "--scheme", "topk:rho=0.01"]
+    here = laconic("train", *job, "--workers", "2")
+    there = laconic("train", *job, "--hosts", "2", "--link", "100mbit")
     assert here.returncode == there.returncode == 0, here.stderr + there.stderr
     alone, apart = (json.loads(ran.stdout.splitlines()[-1]) for ran in (here, there))
     assert alone["link_bytes_out"] is None

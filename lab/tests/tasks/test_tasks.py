@@ -16,14 +16,14 @@ from torch import nn
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import TASKS, Data, Training, cifar10
 from laconic_lab.train.course import Course
-from laconic_lab.train.ddp import DdpLearner
+from laconic_lab.train.ddp import DdpLearner, in_ddp
 from laconic_lab.train.job import Job
 from laconic_lab.train.loop import TrainingLoop
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.result import Result
 from laconic_lab.train.virtual import work_in_process
 from laconic_lab.train.worker import make_learner
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, equal_everywhere
 
 
 def test_examples_depend_on_the_step_alone() -> None:
@@ -40,11 +40,11 @@ def test_examples_depend_on_the_step_alone() -> None:
 
 def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
     pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    images = cifar10._prepare(pixels)
+    images = cifar10.prepare(pixels)
     for channel, (mean, deviation) in enumerate(((0.491, 0.247), (0.482, 0.243), (0.447, 0.262))):
         expected = (pixels[:, channel].float() / 255 - mean) / deviation
         torch.testing.assert_close(images[:, channel], expected)
-    moved = cifar10._augment(images, torch.Generator().manual_seed(2))
+    moved = cifar10.augment(images, torch.Generator().manual_seed(2))
     padded = torch.nn.functional.pad(images, (4,) * 4)
     shifts = [padded[:, :, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     found = {
@@ -60,7 +60,7 @@ def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
 def _running_mean_after_a_step(scheme: str) -> float:
     """Of a norm that held 1,000 times the rank before."""
     images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    data = Data(images, labels, images, labels, cifar10._prepare)
+    data = Data(images, labels, images, labels, cifar10.prepare)
     job = Job(task="cifar10", model="resnet8", scheme=scheme, workers=2, batch=2, steps=1)
     learner = make_learner(job, data, torch.device("cpu"))
     norm = learner.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())
@@ -279,3 +279,20 @@ def test_a_test_whose_only_scorer_died_is_scored_again() -> None:
     learner = object.__new__(DdpLearner)
     vars(learner).update(model=torch.nn.Linear(1, 1), course=Scorer(), group=Group(), _device=torch.device("cpu"))
     assert learner.score(is_last=True) == ([3.0, 2.0, 4.0], {})
+
+
+def _begun(apart: bool) -> tuple[bool, int]:
+    """Whether ranks end up with one model, and how many of this one's tensors became others."""
+    torch.manual_seed(dist.get_rank() if apart else 0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(dist.get_rank() if apart else 0)  # type: ignore[operator]
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    in_ddp(model, None)
+    same = all(equal_everywhere(tensor.view(-1)) for tensor in model.state_dict().values())
+    return same, sum(not torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("apart,num_sent", [(False, 0), (True, 3)])
+def test_ranks_begin_alike(two_workers: WorkerPool, apart: bool, num_sent: int) -> None:
+    """Rank 0's model is sent where it must be; weight, bias and mean are what differs here."""
+    assert two_workers.run(_begun, apart) == [(True, 0), (True, num_sent)]

@@ -241,9 +241,9 @@ def test_another_format_and_another_model_are_said(tmp_path: Path, monkeypatch: 
     with pytest.raises(TaskError, match=r"step-5 is of laconic 0.1.0, whose format this version does not read"):
         find_checkpoint(tmp_path)
     shutil.rmtree(tmp_path / "checkpoint")
-    saved = Checkpoint(tmp_path, 5, {"model": resume._layout(nn.Linear(3, 2))}, [])
-    resume._check_layout(saved, nn.Linear(3, 2))
+    saved = Checkpoint(tmp_path, 5, {"model": resume.layout_of(nn.Linear(3, 2))}, [])
+    resume.check_layout(saved, nn.Linear(3, 2))
     with pytest.raises(TaskError, match=r"weight is \[2, 3\] torch.float32 there and \[2, 4\] torch.float32 here"):
-        resume._check_layout(saved, nn.Linear(4, 2))
+        resume.check_layout(saved, nn.Linear(4, 2))
     with pytest.raises(TaskError, match=r"bias is \[2\] torch.float32 there and not here"):
-        resume._check_layout(saved, nn.Linear(3, 2, bias=False))
+        resume.check_layout(saved, nn.Linear(3, 2, bias=False))

@@ -19,8 +19,9 @@ _STUDENT_FREEDOM = 3.0
 
 def laplace(n: int, generator: torch.Generator) -> Tensor:
     """P(|x| > t) = exp(-t)."""
-    sign = torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1)
-    return torch.empty(n).exponential_(generator=generator) * sign
+    device = generator.device
+    sign = torch.randint(0, 2, (n,), generator=generator, device=device).mul_(2).sub_(1)
+    return torch.empty(n, device=device).exponential_(generator=generator) * sign
 
 
 def normal(n: int, generator: torch.Generator) -> Tensor:
@@ -61,11 +62,7 @@ def captured(n: int, generator: torch.Generator) -> Tensor:
 
 
 DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "laplace": laplace,
-    "normal": normal,
-    "student": student,
-    "layers": layers,
-    "captured": captured,
+    law.__name__: law for law in (laplace, normal, student, layers, captured)
 }
 
 

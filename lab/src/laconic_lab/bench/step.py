@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from laconic.recipes import parse
 from laconic.scheme import Scheme
 from laconic.session import Session
 from laconic.transport import Collectives, Push, Traffic
+from laconic_lab.bench.common import laplace
 from laconic_lab.errors import TaskError
 
 _MATRIX = 1024  # rows and columns of a parameter; 4 MiB, as in a GPT of 85 M
@@ -47,24 +47,24 @@ class StepBench:
 
 def bench_step(n: int, workers: int, scheme: str, device: str = "cpu", steps: int = 20, seed: int = 0) -> StepBench:
     """Steps of a scheme on n Laplace gradients, in DDP's default buckets, among workers who all say the same."""
-    scheme_asked = parse(scheme)
-    if not isinstance(scheme_asked, Scheme) or scheme_asked.has_owners:
+    parsed = parse(scheme)
+    if not isinstance(parsed, Scheme) or parsed.has_owners:
         raise TaskError(
             f"`bench step` exchanges gradients among workers, and {scheme} does not; give topk, maxnorm, ..."
         )
     own = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(own):  # as a session has one
-        return _bench_step(scheme_asked, n, workers, device, steps, seed)
+        return _bench_step(parsed, n, workers, device, steps, seed)
 
 
-def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
+def _bench_step(parsed: Scheme, n: int, workers: int, device: str, steps: int, seed: int) -> StepBench:
     generator = torch.Generator(device).manual_seed(seed)
     layouts = _layouts(n)
-    gradients = [[_laplace(layout.num_entries, device, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
+    gradients = [[laplace(layout.num_entries, generator) for layout in layouts] for _ in range(_NUM_GRADIENTS)]
     flats = [torch.empty_like(gradient) for gradient in gradients[0]]
     memory = _PeakMemory(device)
     transport = Echo(workers)
-    session = Session(scheme_asked, transport)
+    session = Session(parsed, transport)
 
     def step(number: int) -> None:
         for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
@@ -88,7 +88,7 @@ def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: 
     return StepBench(
         n=n,
         workers=workers,
-        scheme=str(scheme_asked),
+        scheme=str(parsed),
         device=device,
         kernels=stats.kernels,
         num_buckets=len(layouts),
@@ -105,26 +105,16 @@ def _bench_step(scheme_asked: Scheme, n: int, workers: int, device: str, steps: 
 def _layouts(n: int) -> list[Layout]:
     """Square matrices in the buckets that DDP makes of them, the last one first."""
     full, rest = divmod(n, _MATRIX * _MATRIX)
-    shapes = [(_MATRIX, _MATRIX)] * full + ([(rest,)] if rest else [])
+    shapes = [(_MATRIX, _MATRIX)] * full + [(rest,)] * (rest > 0)
     layouts: list[Layout] = []
-    names: list[str] = []
-    taken: list[Sequence[int]] = []
-    num_bytes = 0
-    for number, shape in enumerate(shapes):
-        names.append(f"matrix{number}")
-        taken.append(shape)
-        num_bytes += 4 * torch.Size(shape).numel()
+    bucket: list[int] = []  # numbers of shapes
+    for number in range(len(shapes)):
+        bucket.append(number)
+        num_bytes = 4 * sum(torch.Size(shapes[each]).numel() for each in bucket)
         if num_bytes >= _BUCKET_BYTES[min(len(layouts), 1)] or number == len(shapes) - 1:
-            layouts.append(Layout.of(names, taken))
-            names = []
-            taken = []
-            num_bytes = 0
+            layouts.append(Layout.of([f"matrix{each}" for each in bucket], [shapes[each] for each in bucket]))
+            bucket = []
     return layouts
-
-
-def _laplace(n: int, device: str, generator: torch.Generator) -> Tensor:
-    sign = torch.randint(0, 2, (n,), generator=generator, device=device).mul_(2).sub_(1)
-    return torch.empty(n, device=device).exponential_(generator=generator) * sign
 
 
 class _PeakMemory:

@@ -78,16 +78,16 @@ def soak(minutes: float, seed: int, say: Callable[[str], None]) -> dict[str, Any
                 if sampled is not None:
                     samples.setdefault(name, []).append(sampled)
             time.sleep(_SAMPLE_S)
-    rows = [_judge(name, seen_samples) for name, seen_samples in samples.items()]
+    rows = [judge(name, seen_samples) for name, seen_samples in samples.items()]
     for row in rows:
-        say(_line(row))
+        say(line_of(row))
     return {
         "minutes": minutes,
         "seconds": time.monotonic() - since,
         "pauses": num_pauses,
         "faults": num_virtual,
         "samples": len(samples["supervisor"]),
-        "violations": broken + [_line(row) for row in rows if not row["flat"]],
+        "violations": broken + [line_of(row) for row in rows if not row["flat"]],
         "processes": rows,
     }
 
@@ -142,7 +142,7 @@ def _sample(pid: int) -> dict[str, float] | None:
     }
 
 
-def _judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
+def judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
     """The first third of what was seen after the warm-up, beside the last: medians, and whether it grew."""
     seen = samples[round(_WARM_UP * len(samples)) :]
     third = max(1, len(seen) // 3)
@@ -156,7 +156,8 @@ def _judge(name: str, samples: Sequence[dict[str, float]]) -> dict[str, Any]:
     return row
 
 
-def _line(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
+    """A verdict in words."""
     changes = ", ".join(f"{name} {row[f'{name} first']:g} -> {row[f'{name} last']:g}" for name in QUANTITIES)
     return f"{row['process']}: {changes}: {'flat' if row['flat'] else 'it grows'}"
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from laconic.cli import table
+from laconic.cli import number, table
 from laconic.select import SCORES
 from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
 from laconic_lab.cli.jobs import add_job_options, job_of, say
@@ -133,21 +135,24 @@ def _check(args: argparse.Namespace) -> None:
         torch.set_num_threads(threads)
 
 
+def _show(results: Sequence[Any], text: str, as_json: bool) -> None:
+    """Print results: an object a line, or in words."""
+    print("\n".join(json.dumps(asdict(result)) for result in results) if as_json else text)
+
+
 def run_wire(args: argparse.Namespace) -> int:
     """Measure the index code."""
     _check(args)
-    results = bench_wire(args.n, args.rho, args.device)
-    if args.json:
-        print(json.dumps(asdict(results)))
-    else:
-        over = results.bits_per_index / results.floor_bits - 1 if results.floor_bits else 0.0
-        print(
-            f"{results.codec}, {results.k:,} of {results.n:,}: {results.bits_per_index:.3f} bits an index "
-            f"({100 * over:.1f} % over the floor of {results.floor_bits:.3f}); "
-            f"encode {results.encode_gb_per_s:.2f} GB/s, decode {results.decode_gb_per_s:.2f} GB/s of 4-byte "
-            f"positions; round trip {'exact' if results.exact else 'WRONG'}"
-        )
-    return 0 if results.exact else 1
+    measured = bench_wire(args.n, args.rho, args.device)
+    over = measured.bits_per_index / measured.floor_bits - 1 if measured.floor_bits else 0.0
+    text = (
+        f"{measured.codec}, {measured.k:,} of {measured.n:,}: {measured.bits_per_index:.3f} bits an index "
+        f"({100 * over:.1f} % over the floor of {measured.floor_bits:.3f}); "
+        f"encode {measured.encode_gb_per_s:.2f} GB/s, decode {measured.decode_gb_per_s:.2f} GB/s of 4-byte "
+        f"positions; round trip {'exact' if measured.exact else 'WRONG'}"
+    )
+    _show([measured], text, args.json)
+    return 0 if measured.exact else 1
 
 
 def run_select(args: argparse.Namespace) -> int:
@@ -155,40 +160,33 @@ def run_select(args: argparse.Namespace) -> int:
     _check(args)
     dists = list(DISTRIBUTIONS) if args.dist == "all" else [args.dist]
     results = [bench_select(args.n, args.rho, dist, args.device, args.rounds) for dist in dists]
-    if args.json:
-        print("\n".join(json.dumps(asdict(one)) for one in results))
-    else:
-        one = results[0]
-        where = (
-            f"{one.threads} threads of {platform.machine()}" if args.device == "cpu" else torch.cuda.get_device_name()
+    first = results[0]
+    cores = f"{first.threads} threads of {platform.machine()}"
+    machine = cores if args.device == "cpu" else torch.cuda.get_device_name()
+    head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
+    rows = [
+        (
+            each.dist, f"{each.ms['withdraw']:.3f}", f"{each.speedup_topk:.1f}", f"{each.speedup_sampled:.1f}",
+            f"{each.over_copy:.2f}", f"{each.over_floor:.2f}", f"{each.passes:.2f}",
+            "exact" if each.exact else "WRONG",
         )
-        print(f"{one.k:,} of {one.n:,}, {one.kernels} kernels, {where}")
-        head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
-        rows = [
-            (
-                one.dist, f"{one.ms['withdraw']:.3f}", f"{one.speedup_topk:.1f}", f"{one.speedup_sampled:.1f}",
-                f"{one.over_copy:.2f}", f"{one.over_floor:.2f}", f"{one.passes:.2f}",
-                "exact" if one.exact else "WRONG",
-            )
-            for one in results
-        ]  # fmt: skip
-        print(table(head, rows))
-    return 0 if all(one.exact for one in results) else 1
+        for each in results
+    ]  # fmt: skip
+    title = f"{first.k:,} of {first.n:,}, {first.kernels} kernels, {machine}"
+    _show(results, f"{title}\n{table(head, rows)}", args.json)
+    return 0 if all(each.exact for each in results) else 1
 
 
 def run_step(args: argparse.Namespace) -> int:
     """Measure the stations of a step."""
     _check(args)
-    results = bench_step(args.n, args.workers, args.scheme, args.device, args.steps)
-    if args.json:
-        print(json.dumps(asdict(results)))
-        return 0
-    print(f"{results.scheme}, {results.n:,} entries in {results.num_buckets} buckets, {results.kernels} kernels")
-    peak = "-" if results.peak_bytes is None else f"{results.peak_bytes / results.n:.2f}"
-    passes = "-" if results.passes is None else f"{results.passes:.2f}"
-    times = (f"{ms:.2f}" for ms in (results.choose_ms, results.encode_ms, results.apply_ms, results.total_ms))
+    step = bench_step(args.n, args.workers, args.scheme, args.device, args.steps)
+    title = f"{step.scheme}, {step.n:,} entries in {step.num_buckets} buckets, {step.kernels} kernels"
     head = ("choose ms", "encode ms", "apply ms", "total ms", "bytes out", "peak bytes an entry", "passes")
-    print(table(head, [(*times, f"{results.wire_bytes:,}", peak, passes)]))
+    times = (f"{ms:.2f}" for ms in (step.choose_ms, step.encode_ms, step.apply_ms, step.total_ms))
+    peak = None if step.peak_bytes is None else step.peak_bytes / step.n
+    row = (*times, f"{step.wire_bytes:,}", number(peak, ".2f"), number(step.passes, ".2f"))
+    _show([step], f"{title}\n{table(head, [row])}", args.json)
     return 0
 
 
@@ -196,13 +194,11 @@ def run_kernels(args: argparse.Namespace) -> int:
     """Measure every kernel."""
     _check(args)
     results = bench_kernels(args.n, args.rho, args.device, args.rounds)
-    if args.json:
-        print("\n".join(json.dumps(asdict(one)) for one in results))
-    else:
-        print(f"{args.n:,} entries, share {args.rho:g}, {results[0].backend} kernels")
-        rows = [
-            (one.kernel, f"{one.ms:.3f}", f"{one.speedup:.1f}", f"{one.over_copy:.2f}", f"{one.over_floor:.2f}")
-            for one in results
-        ]
-        print(table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows))
+    rows = [
+        (each.kernel, f"{each.ms:.3f}", f"{each.speedup:.1f}", f"{each.over_copy:.2f}", f"{each.over_floor:.2f}")
+        for each in results
+    ]
+    title = f"{args.n:,} entries, share {args.rho:g}, {results[0].backend} kernels"
+    shown = table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows)
+    _show(results, f"{title}\n{shown}", args.json)
     return 0

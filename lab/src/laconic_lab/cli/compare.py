@@ -15,16 +15,7 @@ from pathlib import Path
 
 from laconic.cli import Commands, Parse, number, table
 from laconic.recipes import parse
-from laconic_lab.cli.jobs import (
-    add_job_options,
-    add_lab_options,
-    job_of,
-    lab_spec,
-    launcher,
-    link_bits_per_s,
-    num_workers,
-    setting,
-)
+from laconic_lab.cli import jobs
 from laconic_lab.cli.lab import roughness
 from laconic_lab.cli.live import PageSoFar, Runs, open_in_browser, watched
 from laconic_lab.cli.train import check_before_launch
@@ -73,8 +64,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="links: step times at 10mbit, 100mbit, 1gbit and none, with --delay and --loss if given, not accuracy",
     )
     parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows as they run")
-    add_lab_options(parser)
-    add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
+    jobs.add_lab_options(parser)
+    jobs.add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
     parser.set_defaults(run=run)
 
 
@@ -82,18 +73,18 @@ def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
     """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
     schemes = [str(parse(text)) for text in args.scheme or _DEFAULT]
     _check(args, schemes)
-    job, *_ = [job_of(args, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
-    spec = sweep_spec(job, args) if args.suite is not None else lab_spec(args)
+    job, *_ = [jobs.job_of(args, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
+    spec = sweep_spec(job, args) if args.suite is not None else jobs.lab_spec(args)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
-    num_steps = check_before_launch(job, num_workers(job, spec))
+    num_steps = check_before_launch(job, jobs.num_workers(job, spec))
     with _folder(job.out) as out:
         if args.suite is not None:
             printed = sweep(job, schemes, out, args)
         else:
-            bits_per_s = link_bits_per_s(job, spec)
+            bits_per_s = jobs.link_bits_per_s(job, spec)
             measure, target = _goal(args, job)
-            what = setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
+            what = jobs.setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
             folders = {s: [round_of(out, s, number) for number in range(1, args.rounds + 1)] for s in schemes}
             page = PageSoFar(out, what, schemes, args.rounds, bits_per_s) if job.out is not None else None
             if page is not None and args.open:
@@ -104,7 +95,7 @@ def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
                 records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
                 for row in comparison.rows:
                     records.write("row", **row.as_dict())
-            printed = to_json(comparison.as_dict()) if args.json else _text(comparison)
+            printed = to_json(comparison.as_dict()) if args.json else table_of(comparison)
             # On one machine, without links, time says little of a scheme.
             sentence = conclusion(comparison, is_timed=is_timed and spec is not None)
             printed += f"\n\n{sentence}." * bool(sentence and not args.json)
@@ -143,7 +134,7 @@ def _run_all(job: Job, runs: Runs, page: PageSoFar | None, spec: LabSpec | None)
     with ExitStack() as stack:
         if page is not None:
             stack.push(page.break_off)
-        start = stack.enter_context(launcher(spec))
+        start = stack.enter_context(jobs.launcher(spec))
         is_shown = stack.enter_context(watched(runs, page.update if page is not None else None))
         for round_number in range(rounds):
             for place, (scheme, folders) in enumerate(runs.folders.items(), 1):
@@ -165,7 +156,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
             yield Path(scratch)
 
 
-def _text(comparison: Comparison) -> str:
+def table_of(comparison: Comparison) -> str:
+    """A line for each scheme."""
     figures = [row.figures for row in comparison.rows]
     beside_bytes = columns(figures, Place.BYTES)
     at_end = columns(figures, Place.END)
@@ -222,7 +214,7 @@ def sweep(job: Job, schemes: list[str], out: Path, args: argparse.Namespace) -> 
     points = []
     with Recorder(out) as records:
         steps = job.steps or _SWEEP_STEPS
-        what = setting(job, LabSpec(hosts), rounds=args.rounds, steps=steps, target=None, measure=job.measure.name)
+        what = jobs.setting(job, LabSpec(hosts), rounds=args.rounds, steps=steps, target=None, measure=job.measure.name)
         records.write("comparison", **{**what, "link": None})
         for rate in _RATES:
             shaped = replace(Link.parse(rate), **roughness(args))
@@ -231,7 +223,7 @@ def sweep(job: Job, schemes: list[str], out: Path, args: argparse.Namespace) -> 
             numbers = range(1, args.rounds + 1)
             folders = {s: [out / link / folder_of(s) / f"round-{number}" for number in numbers] for s in schemes}
             runs = Runs(folders, job.steps or _SWEEP_STEPS, job.measure, shaped.bits_per_s)
-            with launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
+            with jobs.launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
                 for number in numbers:
                     for scheme in schemes:
                         if not is_shown:

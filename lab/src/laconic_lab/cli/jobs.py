@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -18,12 +18,13 @@ from laconic_lab.errors import LabError, LaunchError
 from laconic_lab.network import Lab, LabSpec, Link, noted_signals
 from laconic_lab.network import run as run_in_lab
 from laconic_lab.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
+from laconic_lab.train.launch import threads_each
 from laconic_lab.train.mps import shared_gpu
 from laconic_lab.train.progress import WATCHED
 from laconic_lab.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
-AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
+_AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
 
 _FOUND = 1  # the exit code of `laconic doctor --strict` where something was found
 
@@ -135,13 +136,23 @@ def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
 
 def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(lab.hosts))))
-    env = {"OMP_NUM_THREADS": threads}
-    command = ["sh", "-c", AS_RANK, *worker_command(replace(job, workers=len(lab.hosts) - job.servers))]
-    code = run_in_lab(lab, command, signals, env=env, marked=False, verdict=partial(verdict, job=job))
+    words = worker_command(replace(job, workers=len(lab.hosts) - job.servers))
+    return _run_ranks(lab, signals, words, DIVERGED, partial(verdict, job=job))
+
+
+def _run_ranks(
+    lab: Lab,
+    signals: list[int],
+    words: Sequence[str],
+    allowed: int,
+    verdict: Callable[[Sequence[int | None]], int] | None = None,
+) -> int:
+    """Run a command on each host, which is a rank; 0 or the exit code that is `allowed`, and else an error."""
+    env = {"OMP_NUM_THREADS": threads_each(len(lab.hosts))}
+    code = run_in_lab(lab, ["sh", "-c", _AS_RANK, *words], signals, env=env, marked=False, verdict=verdict)
     if signals:
         raise KeyboardInterrupt
-    if code and code != DIVERGED:
+    if code not in (0, allowed):
         raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
     return code
 
@@ -167,12 +178,5 @@ def _in_a_lab(args: argparse.Namespace) -> int:
     nominal = args.nominal or spec.link.bits_per_s
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
     words += ["--json"] * args.json + ["--strict"] * args.strict
-    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.hosts)))}
     with noted_signals() as signals, Lab.create(spec) as lab:
-        command = ["sh", "-c", AS_RANK, sys.executable, "-m", "laconic", "doctor", *words]
-        code = run_in_lab(lab, command, signals, env=env, marked=False)
-        if signals:
-            raise KeyboardInterrupt
-    if code not in (0, _FOUND):
-        raise LaunchError(f"a host of the lab ended with exit code {code}; all were stopped")
-    return code
+        return _run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _FOUND)

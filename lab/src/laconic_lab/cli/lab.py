@@ -11,19 +11,8 @@ from typing import Any
 
 from laconic.cli import table
 from laconic_lab.errors import LabError
-from laconic_lab.network import (
-    NETWORKS,
-    Lab,
-    LabSpec,
-    Link,
-    labs,
-    links,
-    noted_signals,
-    parse_loss,
-    parse_seconds,
-    remove_abandoned,
-    run,
-)
+from laconic_lab.network import NETWORKS, Lab, LabSpec, Link, labs, links, noted_signals, remove_abandoned, run
+from laconic_lab.network.spec import parse_loss, parse_seconds
 
 _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
 

@@ -215,7 +215,7 @@ def _print_above(console: Console, reading: int) -> None:
 
 @dataclass
 class PageSoFar:
-    """Writes a comparison's page from the runs that there are; `told` is the one under way."""
+    """Writes a comparison's page from the runs that there are; `current` is the one that goes on."""
 
     out: Path
     setting: Mapping[str, Any]  # what heads a comparison's records

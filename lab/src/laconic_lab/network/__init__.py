@@ -4,4 +4,4 @@ from laconic_lab.network import links
 from laconic_lab.network.host import Counters, Host
 from laconic_lab.network.lab import Lab, labs, remove_abandoned
 from laconic_lab.network.run import noted_signals, run
-from laconic_lab.network.spec import NETWORKS, LabSpec, Link, parse_loss, parse_seconds
+from laconic_lab.network.spec import NETWORKS, LabSpec, Link

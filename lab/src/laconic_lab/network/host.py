@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -31,12 +31,7 @@ class Counters:
     packets_in: int
 
     def __sub__(self, earlier: Counters) -> Counters:
-        return Counters(
-            self.bytes_out - earlier.bytes_out,
-            self.bytes_in - earlier.bytes_in,
-            self.packets_out - earlier.packets_out,
-            self.packets_in - earlier.packets_in,
-        )
+        return Counters(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(frozen=True)

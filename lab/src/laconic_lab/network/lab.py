@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from laconic_lab.errors import LabError
 from laconic_lab.network import enter, netlink
@@ -31,9 +30,7 @@ class Lab:
         self._names = directory() / f"{self.id}.hosts"
         # The switch has a namespace too: nothing of a lab is seen from the machine's own network, or from another
         # lab's, so that all labs may use the same addresses.
-        self._wires = enter.namespace(
-            entry.holder.pid, len(entry.links)
-        )  # where a relay stands between host and switch
+        self.wires = enter.namespace(entry.holder.pid, len(entry.links))  # where a relay stands between host and switch
         self.switch = enter.namespace(entry.holder.pid, len(entry.links) + 1)
         self.hosts = tuple(self._host(index) for index in range(len(entry.links)))
 
@@ -63,7 +60,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -130,21 +127,21 @@ class Lab:
         for host in self.hosts:
             self._plug_in(host)
         rough = {(host.name, f"port{host.index}"): host for host in self.hosts if not host.link.is_plain}
-        if rough and not self._roughen_by_netem(rough):
+        if rough and not self.roughen_by_netem(rough):
             links = {ends: host.link for ends, host in rough.items()}
-            netlink.start_relay(self._wires, self._entry.holder.pid, links)
+            netlink.start_relay(self.wires, self._entry.holder.pid, links)
 
-    def _roughen_by_netem(self, rough: Mapping[tuple[str, str], Host]) -> bool:
+    def roughen_by_netem(self, rough: Mapping[tuple[str, str], Host]) -> bool:
         """Let the kernel delay and lose packets, if it has netem, and else the relay; whether it does."""
         for number, (ends, host) in enumerate(rough.items()):
             try:
-                netlink.add_netem(self._wires, ends[0], host.link)
+                netlink.add_netem(self.wires, ends[0], host.link)
             except LabError:
                 if number:
                     raise
                 return False
-            netlink.add_netem(self._wires, ends[1], host.link)
-            netlink.join_bridge(self._wires, f"{_BRIDGE}{host.index}", ends)
+            netlink.add_netem(self.wires, ends[1], host.link)
+            netlink.join_bridge(self.wires, f"{_BRIDGE}{host.index}", ends)
             if host.link.loss:  # netem loses all that travels as one, where a link loses packets of the MTU
                 netlink.limit_segments(host.namespace, INTERFACE, 1)
         return True
@@ -154,9 +151,9 @@ class Lab:
             netlink.add_cable(self.switch, host.name, host.namespace, INTERFACE, _BRIDGE)
         else:
             # Relay or netem: both ends lead out of the namespace, where a packet stops counting against its socket.
-            netlink.add_cable(self._wires, host.name, host.namespace, INTERFACE)
-            netlink.add_cable(self.switch, host.name, self._wires, f"port{host.index}", _BRIDGE)
-            netlink.switch(self._wires, f"port{host.index}", "up")
+            netlink.add_cable(self.wires, host.name, host.namespace, INTERFACE)
+            netlink.add_cable(self.switch, host.name, self.wires, f"port{host.index}", _BRIDGE)
+            netlink.switch(self.wires, f"port{host.index}", "up")
         netlink.add_address(host.namespace, INTERFACE, host.address)
         netlink.switch(host.namespace, "lo", "up")
         # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
@@ -198,12 +195,12 @@ class Process:
 
     @classmethod
     def numbered(cls, pid: int) -> Process:
-        return cls(pid, int(_stat(pid)[19]))
+        return cls(pid, int(stat_of(pid)[19]))
 
     @property
     def is_alive(self) -> bool:
         try:
-            stat = _stat(self.pid)
+            stat = stat_of(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return False
         return stat[0] not in "ZX" and int(stat[19]) == self.started
@@ -257,6 +254,6 @@ def entries() -> list[Entry]:
     ]
 
 
-def _stat(pid: int) -> list[str]:
+def stat_of(pid: int) -> list[str]:
     """/proc/PID/stat from field 3, the state, on; the command before it may hold spaces and brackets."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -33,10 +33,10 @@ def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
     """The link between the first two hosts beside what was asked of it, and TCP from every host to the next at once."""
     link = lab.hosts[0].link
     sender, receiver = lab.hosts[0], lab.hosts[1]
-    (round_trips,) = _between([(sender, receiver)], "echo", "ping", _ECHOES)
-    (flood,) = _between([(sender, receiver)], "sink", "flood", packets)
+    (round_trips,) = between([(sender, receiver)], "echo", "ping", _ECHOES)
+    (flood,) = between([(sender, receiver)], "sink", "flood", packets)
     pairs = list(zip(lab.hosts, (*lab.hosts[1:], sender), strict=True))
-    streams = _between(pairs, "drink", "pour", _STREAM_S)
+    streams = between(pairs, "drink", "pour", _STREAM_S)
     return {
         "link": str(link),
         "hosts": len(lab.hosts),
@@ -50,7 +50,7 @@ def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
     }
 
 
-def _between(pairs: list[tuple[Host, Host]], server: str, client: str, size: float) -> list[dict[str, Any]]:
+def between(pairs: list[tuple[Host, Host]], server: str, client: str, size: float) -> list[dict[str, Any]]:
     """The measurements of one side: the client of an echo, and else the server."""
 
     def start(host: Host, *words: str) -> subprocess.Popen[str]:

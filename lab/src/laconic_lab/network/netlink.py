@@ -61,7 +61,7 @@ def require() -> None:
         raise LabError("a lab needs pyroute2: pip install 'laconic[lab]', or pyroute2 alone") from None
     if not has_root():
         try:
-            _in_a_child(_try_namespaces)
+            in_a_child(_try_namespaces)
         except OSError:
             raise LabError(
                 f"a lab needs root, or user namespaces, which {_forbidden_by()}; run it with sudo, or allow them"
@@ -126,59 +126,52 @@ def add_bridge(namespace: str, name: str) -> None:
         kernel.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
         _switch_on(kernel, name)
 
-    _ask(namespace, f"add the bridge {name}", add)
+    ask(namespace, f"add the bridge {name}", add)
 
 
 def add_cable(here: str, port: str, namespace_of_device: str, device: str, bridge: str | None = None) -> None:
-    """Connect a new `device` of namespace `there` with a new `port`, switched on, of `here`, and that with a bridge."""
+    """Connect a new `device` of another namespace with a new `port`, switched on, of `here`, and that with a bridge."""
 
     def add(kernel: Any) -> None:
         kernel.link("add", ifname=port, kind="veth", peer={"ifname": device, "net_ns_fd": namespace_of_device})
         if bridge is not None:
-            kernel.link("set", index=_index(kernel, port), master=_index(kernel, bridge))
+            kernel.link("set", index=index_of(kernel, port), master=index_of(kernel, bridge))
         _switch_on(kernel, port)
 
-    _ask(here, f"add the cable of {port}", add)
+    ask(here, f"add the cable of {port}", add)
 
 
 def limit_segments(namespace: str, device: str, count: int) -> None:
     """Let TCP hand no more than `count` packets of the MTU to `device` as one."""
-    _ask(
-        namespace,
-        f"limit the segments of {device}",
-        lambda kernel: kernel.link("set", index=_index(kernel, device), gso_max_segs=count),
-    )
+    _set(namespace, f"limit the segments of {device}", device, gso_max_segs=count)
 
 
 def add_address(namespace: str, device: str, address: str) -> None:
     """Give `device` an address, of a network of 256, and switch it on."""
 
     def add(kernel: Any) -> None:
-        kernel.addr("add", index=_index(kernel, device), address=address, prefixlen=24)
+        kernel.addr("add", index=index_of(kernel, device), address=address, prefixlen=24)
         _switch_on(kernel, device)
 
-    _ask(namespace, f"add the address {address}", add)
+    ask(namespace, f"add the address {address}", add)
 
 
 def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
     """Let what leaves by `device` pass a queue, which shapes it or only counts."""
-    _ask(
-        namespace,
-        f"add a queue of kind {queue['kind']} to {device}",
-        lambda kernel: kernel.tc("add", index=_index(kernel, device), **queue),
-    )
+    action = f"add a queue of kind {queue['kind']} to {device}"
+    ask(namespace, action, lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue))
 
 
 def add_netem(namespace: str, device: str, link: Link) -> None:
     """Let what leaves by `device` be late or lost as one way of `link` has it, by the kernel, and in order."""
 
     def add(kernel: Any) -> None:
-        index = _index(kernel, device)
+        index = index_of(kernel, device)
         kernel.tc("add", index=index, handle="1:", **link.netem)
         if link.jitter_s:  # netem's own queue is by the time of leaving, so that packets would overtake each other
             kernel.tc("add", "pfifo", index=index, parent="1:1", handle="2:", limit=link.netem["limit"])
 
-    _ask(namespace, f"add a queue of kind netem to {device}", add)
+    ask(namespace, f"add a queue of kind netem to {device}", add)
 
 
 def join_bridge(namespace: str, bridge: str, devices: Sequence[str]) -> None:
@@ -187,41 +180,37 @@ def join_bridge(namespace: str, bridge: str, devices: Sequence[str]) -> None:
 
     def add(kernel: Any) -> None:
         for device in devices:
-            kernel.link("set", index=_index(kernel, device), master=_index(kernel, bridge))
+            kernel.link("set", index=index_of(kernel, device), master=index_of(kernel, bridge))
 
-    _ask(namespace, f"connect {' and '.join(devices)}", add)
+    ask(namespace, f"connect {' and '.join(devices)}", add)
 
 
 def queue_state(namespace: str, device: str) -> QueueState:
     """The root queue of `device` now."""
 
     def look(kernel: Any) -> QueueState:
-        (shown,) = kernel.get_qdiscs(index=_index(kernel, device))
+        (shown,) = kernel.get_qdiscs(index=index_of(kernel, device))
         sent = shown.get_nested("TCA_STATS2", "TCA_STATS_BASIC")
         shaped = shown.get("kind") == "tbf"
         rate = shown.get_nested("TCA_OPTIONS", "TCA_TBF_PARMS")["rate"] if shaped else None
         return QueueState(rate, sent["bytes"], sent["packets"])
 
-    return _ask(namespace, f"read the queue of {device}", look)
+    return ask(namespace, f"read the queue of {device}", look)
 
 
 def switch(namespace: str, device: str, state: Literal["up", "down"]) -> None:
     """Switch `device` on or off."""
-    _ask(
-        namespace,
-        f"switch {device} {state}",
-        lambda kernel: kernel.link("set", index=_index(kernel, device), state=state),
-    )
+    _set(namespace, f"switch {device} {state}", device, state=state)
 
 
 def is_up(namespace: str, device: str) -> bool:
     """Return whether `device` is switched on."""
 
     def look(kernel: Any) -> bool:
-        (shown,) = kernel.get_links(_index(kernel, device))
+        (shown,) = kernel.get_links(index_of(kernel, device))
         return bool(shown["flags"] & _IFF_UP)
 
-    return _ask(namespace, f"read the state of {device}", look)
+    return ask(namespace, f"read the state of {device}", look)
 
 
 def start_relay(namespace: str, holder: int, links: Mapping[tuple[str, str], Link]) -> None:
@@ -255,7 +244,7 @@ def start_relay(namespace: str, holder: int, links: Mapping[tuple[str, str], Lin
             finally:
                 os._exit(1)
 
-    _in_a_child(start)
+    in_a_child(start)
 
 
 def _packet_socket(device: str) -> int:
@@ -272,7 +261,11 @@ def _packet_socket(device: str) -> int:
     return made.detach()
 
 
-def _ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
+def _set(namespace: str, action: str, device: str, **options: Any) -> None:
+    ask(namespace, action, lambda kernel: kernel.link("set", index=index_of(kernel, device), **options))
+
+
+def ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
     """Call `act` with a netlink socket inside `namespace`."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
@@ -289,10 +282,10 @@ def _ask(namespace: str, action: str, act: Callable[[Any], T]) -> T:
             cure = "if the lab was removed meanwhile, make it again"
             raise LabError(f"could not {action}: {error.strerror}; {cure}") from None
 
-    return _in_a_child(inside)
+    return in_a_child(inside)
 
 
-def _in_a_child(act: Callable[[], T]) -> T:
+def in_a_child(act: Callable[[], T]) -> T:
     """Call `act` in a child of one thread, and return or raise as it does: others may join no user namespace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, whose locks the child does not ask
@@ -318,7 +311,8 @@ def _in_a_child(act: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _index(kernel: Any, device: str) -> int:
+def index_of(kernel: Any, device: str) -> int:
+    """The number of a device in its namespace."""
     for index in kernel.link_lookup(ifname=device):
         return int(index)
     raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
@@ -326,8 +320,8 @@ def _index(kernel: Any, device: str) -> int:
 
 def _switch_on(kernel: Any, device: str) -> None:
     if Path("/proc/net/if_inet6").exists():
-        kernel.link("set", index=_index(kernel, device), IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
-    kernel.link("set", index=_index(kernel, device), state="up")
+        kernel.link("set", index=index_of(kernel, device), IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
+    kernel.link("set", index=index_of(kernel, device), state="up")
 
 
 def _capabilities() -> set[int]:

@@ -106,11 +106,11 @@ def read_facts(folder: Path) -> Facts:
     return Facts(setting, rows, sweep)
 
 
-def facts_so_far(folder: Path, comparison: Mapping[str, Any], found: Comparison) -> Facts:
+def facts_so_far(folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison) -> Facts:
     """Those of a comparison that goes on, whose rows are not on disk yet."""
     setting = Setting(**pick(Setting, comparison, "setting"))
-    shown = [rounds_so_far(folder, row.folder, setting.rounds) for row in found.rows]
-    rows = [_shown(folder, row.as_dict(), rounds) for row, rounds in zip(found.rows, shown, strict=True)]
+    shown = [rounds_so_far(folder, row.folder, setting.rounds) for row in comparison_so_far.rows]
+    rows = [_shown(folder, row.as_dict(), rounds) for row, rounds in zip(comparison_so_far.rows, shown, strict=True)]
     return Facts(setting, tuple(rows), ())
 
 

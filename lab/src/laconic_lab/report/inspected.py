@@ -12,10 +12,9 @@ from laconic_lab import records
 from laconic_lab.errors import TaskError
 from laconic_lab.report.charts import Scale, draw_marks, name_axes, set_scales
 from laconic_lab.report.drawing import COLOURS, colour, new_figure, styled, to_svg
-from laconic_lab.report.markup import brief_percent, frame, keys, number, scroll_box, text
+from laconic_lab.report.markup import brief_percent, frame, heads, keys, number, table, text
 
 Fit = Any  # a record of one tensor at one step, as laconic_lab.inspect.Fit wrote it; layer is None for all of them
-_HEAD = "inspection"  # the record that comes first
 _LAPLACE = 0  # the look of the law; the samples come after it
 _LAW_POINTS = 40
 _WIDTH, _LEFT, _BELOW, _PLOT_HEIGHT, _ABOVE = 400, 56, 44, 204, 26
@@ -33,14 +32,9 @@ _NOTES = (
 )
 
 
-def holds_inspection(folder: Path) -> bool:
-    """Return whether the records are those of `laconic inspect`."""
-    return next(records.read(folder, _HEAD), None) is not None
-
-
 def fits_page(folder: Path) -> str:
     """The page, from the records of an inspection."""
-    setting = SimpleNamespace(**next(records.read(folder, _HEAD)))
+    setting = SimpleNamespace(**next(records.read(folder, "inspection")))
     fits = [SimpleNamespace(**fact) for fact in records.read(folder, "fit")]
     if not fits:
         raise TaskError(f"{folder / records.RECORDS} holds no fit; let `laconic inspect` end first")
@@ -74,29 +68,25 @@ def _section(step: int, fits: Sequence[Fit], rho: float) -> str:
 
 
 def _table(step: int, kinds: Sequence[str], layers: Sequence[Sequence[Fit]]) -> str:
-    upper = '<th scope="col" rowspan="2">layer</th><th scope="col" rowspan="2">entries</th>' + "".join(
+    upper = heads(("layer", "entries"), ' rowspan="2"') + "".join(
         f'<th scope="colgroup" colspan="{len(_COLUMNS)}">{text(kind)}</th>' for kind in kinds
     )
-    lower = "".join(f'<th scope="col">{text(name)}</th>' for name in _COLUMNS) * len(kinds)
-    lines = [
-        f'<tr><th scope="row">{text(_name(fits[0]))}</th><td>{fits[0].entries:,}</td>{"".join(map(_cells, fits))}</tr>'
+    rows = [
+        [text(_name(fits[0])), f"{fits[0].entries:,}", *(cell for fit in fits for cell in _cells(fit))]
         for fits in layers
     ]
-    head = f"<thead><tr>{upper}</tr><tr>{lower}</tr></thead>"
-    body = "\n".join(lines)
-    return scroll_box(f"Fits at step {step}", f'<table class="tight">{head}<tbody>\n{body}\n</tbody></table>')
+    return table(f"Fits at step {step}", [upper, heads(_COLUMNS) * len(kinds)], rows, ' class="tight"')
 
 
-def _cells(fit: Fit) -> str:
+def _cells(fit: Fit) -> list[str]:
     laws = [(number(fit.w1_laplace, ".3f"), "laplace"), (number(fit.w1_gaussian, ".3f"), "gaussian")]
-    cells = [
+    return [
         number(100 * fit.zeros / fit.entries if fit.entries else None, ".1f", " %"),
         f"{fit.mean_abs:.2e}",
         *(f"<strong>{shown}</strong>" if law == fit.closer else shown for shown, law in laws),
         number(fit.threshold_ratio, ".2f"),
         number(fit.caught_ratio, ".2f"),
     ]
-    return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
 def _keys(kinds: Sequence[str]) -> str:

@@ -50,20 +50,28 @@ def si_bytes(value: float) -> str:
     return f"{value:g} B"
 
 
-def scroll_box(label: str, table: str) -> str:
-    """A table that scrolls inside its own box; the keyboard reaches it."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{table}</div>'
+def heads(names: Sequence[str], attributes: str = "") -> str:
+    """The cells of a table's head."""
+    return "".join(f'<th scope="col"{attributes}>{text(name)}</th>' for name in names)
+
+
+def table(label: str, head_rows: Sequence[str], rows: Sequence[Sequence[str]], attributes: str = "") -> str:
+    """A table, of cells that are markup, that scrolls in a box of its own; the keyboard reaches it.
+
+    The first cell of a row names it.
+    """
+    head = "".join(f"<tr>{cells}</tr>" for cells in head_rows)
+    lines = [
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
+    ]
+    body = f"<table{attributes}><thead>{head}</thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{body}</div>'
 
 
 def numbers_behind(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The numbers of a figure, folded away; the first column names the row."""
-    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
-    lines = [
-        f'<tr><th scope="row">{text(row[0])}</th>{"".join(f"<td>{text(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows
-    ]
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
-    return f"<details><summary>The numbers</summary>{scroll_box(label, table)}</details>"
+    shown = table(label, [heads(head)], [[text(cell) for cell in row] for row in rows])
+    return f"<details><summary>The numbers</summary>{shown}</details>"
 
 
 def keys(looks: Sequence[tuple[str, str, str]]) -> str:

@@ -12,11 +12,11 @@ from laconic_lab.errors import LaconicError, TaskError
 from laconic_lab.figures import MEASURES
 from laconic_lab.report.facts import Facts, Setting, facts_so_far, read_facts
 from laconic_lab.report.figures import link_use, over_bytes, over_links, over_time, step_split
-from laconic_lab.report.inspected import fits_page, holds_inspection
+from laconic_lab.report.inspected import fits_page
 from laconic_lab.report.markup import frame
 from laconic_lab.report.planned import PLAN, plan_page
 from laconic_lab.report.table import other_figures, table
-from laconic_lab.report.unions import holds_unions, unions_page
+from laconic_lab.report.unions import unions_page
 
 REPORT = "report.html"
 _REFRESH_S = 3  # while a comparison goes on
@@ -48,7 +48,7 @@ def write_report(folder: Path, *, running: str = "") -> Path:
 def write_report_so_far(
     folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison, state: str, *, is_running: bool
 ) -> Path:
-    """Write folder/report.html of a comparison that is not at its end; `told` says where it stands."""
+    """Write folder/report.html of a comparison that is not at its end; `state` says where it stands."""
     refresh_s = _REFRESH_S if is_running else None
     return _write(folder, lambda: _page(facts_so_far(folder, comparison, comparison_so_far), state, refresh_s))
 
@@ -69,10 +69,9 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
 
 
 def _page_of(folder: Path, running: str) -> str:
-    if holds_inspection(folder):
-        return fits_page(folder)
-    if holds_unions(folder):
-        return unions_page(folder)
+    for head, page in (("inspection", fits_page), ("unions", unions_page)):
+        if next(records.read(folder, head), None) is not None:
+            return page(folder)
     return _page(read_facts(folder), running, _REFRESH_S if running else None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from laconic.planning import rate_text
 from laconic_lab.report.charts import Chart, Curve, Scale, line_chart
 from laconic_lab.report.drawing import looks
-from laconic_lab.report.markup import figure, frame, number, numbers_behind, scroll_box, text
+from laconic_lab.report.markup import figure, frame, heads, number, numbers_behind, table, text
 
 PLAN = "plan.json"
 _MOST_CURVES = 8  # as many as there are colours
@@ -51,16 +51,13 @@ def _answer(plan: Mapping[str, Any]) -> str:
 
 
 def _table(plan: Mapping[str, Any]) -> str:
-    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in _HEAD)
-    lines = []
+    rows = []
     for row in plan["rows"]:
-        first, *cells = map(text, _cells(row))
+        cells = [text(cell) for cell in _cells(row)]
         if row["scheme"] == plan["pick"]:
-            cells = [f"<strong>{cells[0]}</strong>", *cells[1:]]
-            first = f"<strong>{first}</strong>"
-        lines.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
-    return scroll_box("Every scheme", table)
+            cells[:2] = (f"<strong>{cell}</strong>" for cell in cells[:2])
+        rows.append(cells)
+    return table("Every scheme", [heads(_HEAD)], rows)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

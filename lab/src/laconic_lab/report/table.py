@@ -8,7 +8,8 @@ from itertools import groupby
 
 from laconic_lab.figures import Figure, Measure, Place, columns
 from laconic_lab.report.facts import Facts, ShownRow
-from laconic_lab.report.markup import number, percent, quartiles, scroll_box, text
+from laconic_lab.report.markup import heads, number, percent, quartiles, text
+from laconic_lab.report.markup import table as markup_table
 
 _ON_THE_LINK = ("link_bytes_out", "link_bytes_in", "link_use")
 
@@ -50,8 +51,7 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
         _Column("bytes in per step", "interface", _figure("link_bytes_in"), whole, min, _more_in, True),
         _Column("", "ratio", lambda row: row.ratio, lambda value: number(value, ",.1f", "x"), max),
         _Column(
-            *("speed-up vs", "dense", lambda row: row.speedup, times, max),
-            more_than=lambda row: row.speedup_more_than,
+            *("speed-up vs", "dense", lambda row: row.speedup, times, max), more_than=lambda row: row.speedup_more_than
         ),
         _Column(
             *("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),
@@ -92,13 +92,13 @@ def table(facts: Facts) -> str:
         for c in _columns(facts.measure, facts.setting.target, facts.rows)
         if facts.setting.hosts is not None or not c.is_lab
     ]
-    lines = []
     best = [_best(column, facts.rows) for column in columns]
+    rows = []
     for row in facts.rows:
-        cells = "".join(_cell(column, row, mark) for column, mark in zip(columns, best, strict=True))
         diverged = "" if row.diverged_at is None else f"<small>diverged at step {text(row.diverged_at)}</small>"
-        lines.append(f'<tr><th scope="row">{text(row.scheme)}{diverged}</th>{cells}</tr>')
-    return scroll_box("Every scheme", f"<table>{_head(columns)}<tbody>\n" + "\n".join(lines) + "\n</tbody></table>")
+        cells = [_cell(column, row, mark) for column, mark in zip(columns, best, strict=True)]
+        rows.append([f"{text(row.scheme)}{diverged}", *cells])
+    return markup_table("Every scheme", _head(columns), rows)
 
 
 def _best(column: _Column, rows: Sequence[ShownRow]) -> float | None:
@@ -119,17 +119,17 @@ def _cell(column: _Column, row: ShownRow, best: float | None) -> str:
     if value is not None and value == best and _competes(row):
         shown = f"<strong>{shown}</strong>"
     below = f"<small>{text(column.below(row))}</small>" if column.below and value is not None else ""
-    return f"<td>{shown}{below}</td>"
+    return f"{shown}{below}"
 
 
-def _head(columns: Sequence[_Column]) -> str:
-    upper = ['<th scope="col" rowspan="2">scheme</th>']
-    lower = []
+def _head(columns: Sequence[_Column]) -> list[str]:
+    upper = heads(["scheme"], ' rowspan="2"')
+    lower = ""
     for group, members in groupby(columns, lambda column: column.group):
-        heads = [text(column.head) for column in members]
+        names = [column.head for column in members]
         if group:
-            upper.append(f'<th scope="colgroup" colspan="{len(heads)}">{text(group)}</th>')
-            lower += [f'<th scope="col">{head}</th>' for head in heads]
+            upper += f'<th scope="colgroup" colspan="{len(names)}">{text(group)}</th>'
+            lower += heads(names)
         else:
-            upper += [f'<th scope="col" rowspan="2">{head}</th>' for head in heads]
-    return f"<thead><tr>{''.join(upper)}</tr><tr>{''.join(lower)}</tr></thead>"
+            upper += heads(names, ' rowspan="2"')
+    return [upper, lower]

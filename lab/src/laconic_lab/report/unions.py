@@ -10,7 +10,6 @@ from laconic_lab import records
 from laconic_lab.report.charts import Chart, Curve, Scale, line_chart
 from laconic_lab.report.markup import brief_percent, figure, frame, numbers_behind, si_bytes
 
-_HEAD = "unions"
 _NOTES = (
     "U is the union of the workers' choices, k what each of them sends; the server answers |U| entries to each.",
     "Each point is a training run of its own under that score, all workers in one process; the first two steps, in "
@@ -19,14 +18,9 @@ _NOTES = (
 )
 
 
-def holds_unions(folder: Path) -> bool:
-    """Return whether the records are those of `laconic bench union`."""
-    return next(records.read(folder, _HEAD), None) is not None
-
-
 def unions_page(folder: Path) -> str:
     """The page, from the records."""
-    setting = next(records.read(folder, _HEAD))
+    setting = next(records.read(folder, "unions"))
     points = list(records.read(folder, "union"))
     sentence = (
         f"{setting['task']}, {setting['steps']} steps of {setting['batch']} examples per worker, "

@@ -35,7 +35,7 @@ def _load(folder: Path | None, context: int | None) -> Data:
     home = _find(folder) if folder is not None else _download()
     train = np.concatenate([_read(home / name) for name in _TRAIN])
     test = _read(home / "test_batch.bin")
-    return Data(*_split(train), *_split(test), _prepare, _augment)
+    return Data(*_split(train), *_split(test), prepare, augment)
 
 
 def _find(folder: Path) -> Path:
@@ -90,7 +90,8 @@ def _split(records: np.ndarray) -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(records[:, 0].astype(np.int64))
 
 
-def _prepare(pixels: Tensor) -> Tensor:
+def prepare(pixels: Tensor) -> Tensor:
+    """Normalise pixels by channel."""
     mean, deviation = _of_channels(pixels.device)
     return (pixels.float() / 255 - mean) / deviation
 
@@ -102,7 +103,7 @@ def _of_channels(device: torch.device) -> tuple[Tensor, Tensor]:
     return mean, deviation
 
 
-def _augment(images: Tensor, generator: torch.Generator) -> Tensor:
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift a batch by up to four pixels and mirror half of its images."""
     padded = F.pad(images, (_PADDING,) * 4)
     dy, dx = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()

@@ -33,11 +33,11 @@ class Course:
         self.num_workers = num_workers
         self.flips = rank >= num_workers - job.flipped  # whether this worker sends gradients with the wrong sign
         self.batch = job.training.batch
-        self._mine = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
-        if self.batch > len(self._mine):
-            raise TaskError(f"a worker has {len(self._mine)} examples; give --batch {len(self._mine)} or less")
+        self._examples = shard(data.train_targets, rank, num_workers, job.labels_per_worker, job.seed)
+        if self.batch > len(self._examples):
+            raise TaskError(f"a worker has {len(self._examples)} examples; give --batch {len(self._examples)} or less")
         self.num_steps = job.num_steps(len(data.train_targets), num_workers)
-        self._shuffled = (-1, self._mine)  # the number of a walk over them, and their order in it
+        self._shuffled = (-1, self._examples)  # the number of a walk over them, and their order in it
 
     def model(self, device: torch.device) -> nn.Module:
         """The task's model, drawn from torch's own generator."""
@@ -68,11 +68,11 @@ class Course:
 
         Inputs go to the device as they are stored, and are prepared there: for 32 images a CPU takes a millisecond.
         """
-        batches_per_round = max(1, len(self._mine) // self.batch)
+        batches_per_round = max(1, len(self._examples) // self.batch)
         walk, place = divmod(step, batches_per_round)
         if self._shuffled[0] != walk:
             shuffle = _generator(self._job.seed, self.rank, walk)
-            self._shuffled = walk, self._mine[torch.randperm(len(self._mine), generator=shuffle)]
+            self._shuffled = walk, self._examples[torch.randperm(len(self._examples), generator=shuffle)]
         chosen = self._shuffled[1][place * self.batch :][: self.batch]
         inputs = self.data.prepare(self.data.train_inputs.index_select(0, chosen).to(device))
         if self.data.augment is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from laconic.errors import LaconicError
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
 from laconic.session import Stats
-from laconic.transport import silence_said, world
+from laconic.transport import ranks_that_differ, silence_said, world
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent
@@ -23,20 +24,26 @@ from laconic_lab.train.worker_group import ProcessWorkers, ServedWorkers, Worker
 
 _ONE_BUCKET_MB = 4096
 _WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
-# Older releases of torch always send rank 0's model when DDP is built.
-_NOT_AT_FIRST: dict[str, Any] = (
-    {"init_sync": False} if "init_sync" in signature(DistributedDataParallel.__init__).parameters else {}
-)
+_HAS_INIT_SYNC = "init_sync" in signature(DistributedDataParallel.__init__).parameters  # or DDP always sends
 
 
 def in_ddp(
     model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
 ) -> DistributedDataParallel:
-    """The model as every job trains it under DDP, which would send all of it to all, though one seed has made it."""
+    """The model as every job trains it under DDP; a call that all ranks of the group make.
+
+    DDP would send rank 0's model to all. Ranks of one seed have it already; where one differs, it is sent.
+    """
+    group = group or world()
+    digest = hashlib.sha256()
+    for tensor in (*model.parameters(), *model.buffers()):
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    differ = ranks_that_differ(group, next(model.parameters()).device, digest.hexdigest())
+    only_where_they_differ: dict[str, Any] = {"init_sync": bool(differ)} if _HAS_INIT_SYNC else {}
     return DistributedDataParallel(
         model,
-        process_group=group or world(),
-        **_NOT_AT_FIRST,
+        process_group=group,
+        **only_where_they_differ,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,  # no copy of what a bucket has become
     )

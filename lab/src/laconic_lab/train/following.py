@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from laconic.replicas import Follower, consensus, gather, server_stats
 from laconic.session import Stats
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent, measured
-from laconic_lab.train.worker_group import EndFacts
+from laconic_lab.train.worker_group import EndFacts, WorkerGroup
 
 Followed = Callable[[nn.Module, torch.optim.Optimizer], Follower]  # makes a model follow the others
 
 
-class FollowingWorkers:
-    """Workers some of whom may die, as their last meeting found them."""
-
-    shares_clock: ClassVar[bool] = False
+class FollowingWorkers(WorkerGroup):
+    """Workers some of whom may die, as their last meeting found them; buffers travel with their models."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self.place = follower.rank
         self.num_living = follower.num_workers
-
-    def total(self, tensor: Tensor) -> Tensor:
-        rows = self.gather(tensor.flatten().tolist())
-        return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
     def gather(self, own: Sequence[float]) -> list[list[float]]:
         rows = gather(self._follower, [self._follower.rank, *own])
@@ -39,9 +33,6 @@ class FollowingWorkers:
         self.place = alive.index(self._follower.rank)
         self.num_living = len(alive)
         return [row[1:] for row in rows]
-
-    def share_(self, buffers: Iterable[Tensor]) -> None:
-        """Buffers travel with the models."""
 
     def end_facts(self) -> EndFacts:
         servers = server_stats(self._follower)
@@ -54,14 +45,7 @@ class FollowingLearner:
 
     owns_model: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        job: Job,
-        course: Course,
-        device: torch.device,
-        model: nn.Module,
-        followed: Followed,
-    ) -> None:
+    def __init__(self, job: Job, course: Course, device: torch.device, model: nn.Module, followed: Followed) -> None:
         self.course = course
         self._measure = job.measure
         self._device = device

@@ -18,7 +18,9 @@ from laconic_lab.tasks import TASKS, Data, Training
 from laconic_lab.train.optimizer import OPTIMIZERS, settled
 
 DEFAULT_STEPS = 300
-SCHEDULES = ("cosine", "constant")
+_CHOICES = {
+    "schedule": ("cosine", "constant"), "amp": ("bf16", "fp16"), "backend": ("gloo", "nccl"), "device": ("cpu", "cuda"),
+}  # fmt: skip
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
     *("labels_per_worker", "eval_every", "server_timeout", "max_seconds"),
@@ -55,7 +57,7 @@ class Job:
     optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
     lr: float | None = _option(None, "peak learning rate; it warms up, then follows --schedule")
     warmup: int | None = _option(None, "steps to the peak learning rate (default: a twentieth of them)")
-    schedule: str = _option("cosine", f"of the learning rate after its peak: {' or '.join(SCHEDULES)}")
+    schedule: str = _option("cosine", "of the learning rate after its peak: cosine or constant")
     momentum: float | None = _option(None, "of sgd; a scheme that carries momentum takes its place")
     betas: str | None = _option(
         None, "of adamw and of muon's vectors, as in 0.9,0.95; a scheme that carries momentum takes the first's place"
@@ -94,17 +96,14 @@ class Job:
         if self.steps is not None and self.epochs is not None:
             raise TaskError("--steps and --epochs say the same thing twice; give one")
         self._check_optimizer()
-        if self.amp not in (None, "bf16", "fp16"):
-            raise TaskError(f"--amp is {self.amp!r}; give bf16 or fp16")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in (None, *choices):
+                raise TaskError(f"--{name} is {getattr(self, name)!r}; give {' or '.join(choices)}")
         scheme = parse(self.scheme)
         if self.amp == "fp16" and isinstance(scheme, TorchHook) and scheme.hook == "powersgd":
             raise TaskError(
                 f"{self.scheme} keeps what it did not send inside PyTorch, where one overflow stays; give --amp bf16"
             )
-        if self.backend not in ("gloo", "nccl"):
-            raise TaskError(f"--backend is {self.backend!r}; give gloo or nccl")
-        if self.device not in ("cpu", "cuda"):
-            raise TaskError(f"--device is {self.device!r}; give cpu or cuda")
         if self.backend == "nccl" and self.device == "cpu":
             raise TaskError("--backend nccl needs --device cuda")
         if self.max_seconds is not None and self.follows:
@@ -125,8 +124,6 @@ class Job:
             raise TaskError(f"--weight-decay is {self.weight_decay}; give a finite number of 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise TaskError(f"--clip-norm is {self.clip_norm}; give a number above 0, or inf for none")
-        if self.schedule not in SCHEDULES:
-            raise TaskError(f"--schedule is {self.schedule!r}; give {' or '.join(SCHEDULES)}")
         if self.warmup is not None and self.warmup < 0:
             raise TaskError(f"--warmup is {self.warmup}; give 0 or more steps")
         if self.warmup is not None and self.epochs is None and self.warmup > (self.steps or DEFAULT_STEPS):

@@ -42,11 +42,11 @@ def launch(job: Job) -> int:
     num_nodes, node, rendezvous = (1, 0, {}) if job.servers else _nodes()
     store = local_store() if num_nodes == 1 else None  # for as long as they run
     common = store_variables(store) if store is not None else rendezvous
-    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_here)))
+    common["OMP_NUM_THREADS"] = threads_each(num_here)
     ranks = [rank_variables(num_here * node + place, num_here * num_nodes, place) for place in range(num_here)]
     processes = [subprocess.Popen(worker_command(job), env={**os.environ, **common, **rank}) for rank in ranks]
     try:
-        codes = _wait(processes, job)
+        codes = await_codes(processes, job)
     finally:
         for process in processes:
             process.kill()
@@ -55,6 +55,11 @@ def launch(job: Job) -> int:
     if code and code != DIVERGED:
         raise LaunchError(first_failure(codes, job))
     return code
+
+
+def threads_each(num_ranks: int) -> str:
+    """The value of OMP_NUM_THREADS for ranks that share this machine, unless it has one."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
 
 def _nodes() -> tuple[int, int, dict[str, str]]:
@@ -129,7 +134,7 @@ def local_store() -> TCPStore:
         return make(use_libuv=False)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
+def await_codes(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[int | None]:
     """Wait for all to end, or, once the job has failed, a while for the others to say so; their exit codes by rank."""
     deadline = math.inf
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ import torch
 from laconic.errors import LaunchError
 from laconic_lab.train.job import Job
 
-_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 _CONTROL = "nvidia-cuda-mps-control"
 _QUIT = "quit -t 5"  # seconds for a worker that was killed to be noticed
 _TIMEOUT_S = 60  # of a start that hangs
@@ -30,7 +30,7 @@ sys.exit(f"CUDA error {code}" if code else 0)
 
 def uses_mps(job: Job) -> bool:
     """Return whether this process, a worker of the job or its launcher, shares a GPU through MPS."""
-    return job.device == "cuda" and _VARIABLES[0] in os.environ
+    return job.device == "cuda" and VARIABLES[0] in os.environ
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def shared_gpu(job: Job, num_workers: int, say: Callable[[str], None]) -> Iterat
 @contextmanager
 def _serving() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="laconic-mps-", ignore_cleanup_errors=True) as folder:
-        ours = dict.fromkeys(_VARIABLES, folder)
+        ours = dict.fromkeys(VARIABLES, folder)
         # The daemon would count GPUs from the first that it sees, and workers, who have the variable too, once more.
         env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours
         _call([_CONTROL, "-d"], env)

@@ -95,7 +95,7 @@ OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw, "muon": _muon}
 
 
 def settled(defaults: Training, given: Mapping[str, Any], scheme: AnyScheme) -> Training:
-    """The settings of a run; `asked` are those that differ from the model's own.
+    """The settings of a run; `given` are those that differ from the model's own.
 
     Where the scheme's memory carries momentum, the optimizer has none, and SGD's lr/(1-m) stays as it was. A vote is a
     step of the rate's own size in every entry: it takes no momentum and no norm, and then SGD's weight decay is

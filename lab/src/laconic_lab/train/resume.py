@@ -36,7 +36,7 @@ def save(loop: TrainingLoop) -> None:
     if loop.group.place == 0 or learner.owns_model:
         state |= {"model": learner.model.state_dict(), **learner.updater.state_dict()}
         state |= {"seconds": loop.seconds, "settings": settings(job)}
-    about = {"scheme": job.scheme, "num_workers": loop.course.num_workers, "model": _layout(learner.model)}
+    about = {"scheme": job.scheme, "num_workers": loop.course.num_workers, "model": layout_of(learner.model)}
     if failure := save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group, about):
         print(f"laconic: {failure}", file=sys.stderr, flush=True)
 
@@ -50,7 +50,7 @@ def resume_(loop: TrainingLoop) -> None:
     checkpoint = find_checkpoint(job.out, loop.group)
     states = checkpoint.load()
     check_resume(job, loop.course.num_steps, checkpoint, states)
-    _check_layout(checkpoint, learner.model)
+    check_layout(checkpoint, learner.model)
     if loop.group.place == 0:
         for line in filter(None, [*checkpoint.remarks, remark(job, states)]):
             print(f"laconic: {line}", file=sys.stderr, flush=True)
@@ -105,10 +105,10 @@ def check_resume(job: Job, num_steps: int, checkpoint: Checkpoint, states: Seque
         )
 
 
-def _check_layout(checkpoint: Checkpoint, model: nn.Module) -> None:
+def check_layout(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise unless this is the model that was saved: its names, shapes and types."""
     before = checkpoint.about["model"]
-    now = _layout(model)
+    now = layout_of(model)
     other = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
     if other is not None:
         raise TaskError(
@@ -117,7 +117,7 @@ def _check_layout(checkpoint: Checkpoint, model: nn.Module) -> None:
         )
 
 
-def _layout(model: nn.Module) -> dict[str, str]:
+def layout_of(model: nn.Module) -> dict[str, str]:
     """Shape and type of everything in a model's state, by name."""
     return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()}
 

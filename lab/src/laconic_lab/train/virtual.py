@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,9 +28,10 @@ from laconic_lab.train.following import Followed, FollowingLearner
 from laconic_lab.train.job import Job
 from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import Spent
+from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.worker import device_of
-from laconic_lab.train.worker_group import EndFacts
+from laconic_lab.train.worker_group import EndFacts, WorkerGroup
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -98,9 +100,7 @@ def run_virtual(
             if on_gradient is not None and leads:
                 on_gradient(step, bucket, session)
 
-        learner = VirtualLearner(
-            course, replica, session, group, applies=leads or not shares_model, before_exchange=before_exchange
-        )
+        learner = VirtualLearner(course, replica, session, group, leads or not shares_model, before_exchange)
         return train(TrainingLoop(job, course, learner, group), session)
 
     return _interruptible(job, work, interrupted)
@@ -150,7 +150,7 @@ class _VirtualFollower(FollowingLearner):
         return super().learn_(step)
 
 
-class VirtualWorkers:
+class VirtualWorkers(WorkerGroup):
     """Threads that meet where their transport does; nothing of it is counted."""
 
     shares_clock: ClassVar[bool] = True
@@ -166,19 +166,12 @@ class VirtualWorkers:
         """Go on when all are here."""
         self._transport.broadcast(torch.empty(0, dtype=torch.uint8), 0, 0)
 
-    def total(self, tensor: Tensor) -> Tensor:
-        rows = self.gather(tensor.flatten().tolist())
-        return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
-
     def gather(self, own: Sequence[float]) -> list[list[float]]:
         self._rows[self.place] = list(own)
         self.wait()
         rows = list(self._rows)
         self.wait()  # nobody overwrites what another still reads
         return rows
-
-    def share_(self, buffers: Iterable[Tensor]) -> None:
-        """The model is one."""
 
     def end_facts(self) -> EndFacts:
         """A server's bytes are those that all workers heard."""
@@ -227,41 +220,38 @@ class Replica:
         return loss
 
 
+@dataclass
 class VirtualLearner:
     """A worker in a thread: it exchanges its gradient of a replica, and applies the answer if that is its part."""
 
     owns_model: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        course: Course,
-        replica: Replica,
-        session: Session,
-        group: VirtualWorkers,
-        *,
-        applies: bool,
-        before_exchange: Callable[[int, Bucket], None],
-    ) -> None:
-        self.model = replica.model
-        self.updater = replica.updater
-        self.session = session
-        self._course = course
-        self._replica = replica
-        self._group = group
-        self._applies = applies
-        self._before_exchange = before_exchange
+    course: Course
+    replica: Replica
+    session: Session
+    group: VirtualWorkers
+    applies: bool
+    before_exchange: Callable[[int, Bucket], None]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.replica.model
+
+    @property
+    def updater(self) -> Updater:
+        return self.replica.updater
 
     def stats(self, *, ages: bool = False) -> Stats:
         return self.session.stats(ages=ages)
 
     def learn_(self, step: int) -> float:
-        flat, loss = self._replica.gradient(self._course, step)
-        bucket = Bucket(0, self._replica.layout, flat, is_last=True)
-        self._before_exchange(step + 1, bucket)
+        flat, loss = self.replica.gradient(self.course, step)
+        bucket = Bucket(0, self.replica.layout, flat, is_last=True)
+        self.before_exchange(step + 1, bucket)
         self.session.exchange_(bucket)
-        if self._applies:
-            loss = self._replica.apply_(flat, finite=self.session.last_step_finite)
-        self._group.wait()  # none computes on while another applies
+        if self.applies:
+            loss = self.replica.apply_(flat, finite=self.session.last_step_finite)
+        self.group.wait()  # none computes on while another applies
         return loss
 
     def finish_(self) -> Spent:
@@ -270,34 +260,32 @@ class VirtualLearner:
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """The first scores all of the test data; the others wait."""
         own = [0.0, 0.0, 0.0]
-        if self._group.place == 0:
-            own = self._course.score(self.model, self._replica.device)
-        sums = self._group.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        if self.group.place == 0:
+            own = self.course.score(self.model, self.replica.device)
+        sums = self.group.total(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums, {"bytes_in": self.session.stats().bytes_in}
 
 
+@dataclass
 class _VirtualObserver(Observer):
     """The observer of the worker that leads: it records, prints, and lets another look at the session."""
 
-    def __init__(
-        self, loop: TrainingLoop, session: Session | None, records: Recorder, say: Say, after_step: AfterStep | None
-    ) -> None:
-        self._loop = loop
-        self._session = session
-        self._records = records
-        self._say = say
-        self._after_step = after_step
+    loop: TrainingLoop
+    session: Session | None
+    records: Recorder
+    say: Say
+    after_step: AfterStep | None
 
     def step(self, fact: dict[str, Any]) -> None:
-        self._records.write("step", **fact)
-        if self._after_step is not None and self._session is not None:
-            self._after_step(fact["step"], self._session)
+        self.records.write("step", **fact)
+        if self.after_step is not None and self.session is not None:
+            self.after_step(fact["step"], self.session)
 
     def evaluation(self, fact: dict[str, Any]) -> None:
-        self._records.write("eval", **fact)
-        measure = self._loop.job.measure
-        rate = self._loop.tokens_per_s(self._loop.facts[-1]["ms"]) if self._loop.facts else None
+        self.records.write("eval", **fact)
+        measure = self.loop.job.measure
+        rate = self.loop.tokens_per_s(self.loop.facts[-1]["ms"]) if self.loop.facts else None
         more = f", {rate:,.0f} tokens/s" if rate else ""
-        more += "".join(f", {text}" for text in sentences(vars(self._loop.learner.stats())))
-        place = f"step {fact['step']}/{self._loop.course.num_steps}"
-        self._say(f"{self._loop.job.scheme}: {place}, {measure.noun} {measure.text(fact[measure.name])}{more}")
+        more += "".join(f", {text}" for text in sentences(vars(self.loop.learner.stats())))
+        place = f"step {fact['step']}/{self.loop.course.num_steps}"
+        self.say(f"{self.loop.job.scheme}: {place}, {measure.noun} {measure.text(fact[measure.name])}{more}")

@@ -57,7 +57,7 @@ def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> 
     data = data or job.load_data()
     with _process_group(job.backend):
         if job.auto:
-            job = _chosen(job, data, device)
+            job = settle_scheme(job, data, device)
         learner = make_learner(job, data, device)
         loop = TrainingLoop(job, learner.course, learner, learner.group)
         if job.resume:
@@ -134,7 +134,7 @@ class _LossObserver(Observer):
         self.losses.append((fact["step"], fact["loss"]))
 
 
-def _chosen(job: Job, data: Data, device: torch.device) -> Job:
+def settle_scheme(job: Job, data: Data, device: torch.device) -> Job:
     """The job under what a plan picks, which the first worker says; one that is resumed goes on as it was."""
     if job.resume:
         assert job.out is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,36 +22,32 @@ class EndFacts:
     lost_workers: dict[str, str] = field(default_factory=dict)  # by rank, and how they died
 
 
-class WorkerGroup(Protocol):
+class WorkerGroup(ABC):
     """The workers that are there; each makes the same calls in the same order."""
 
-    shares_clock: ClassVar[bool]  # whether their times are of all of them together
+    shares_clock: ClassVar[bool] = False  # whether their times are of all of them together
+    place: int  # the number of this one among them, from 0; the first leads: it writes and prints
+    num_living: int
 
-    @property
-    def place(self) -> int:
-        """The number of this one among them, from 0; the first leads: it writes and prints."""
-
-    @property
-    def num_living(self) -> int:
-        """The number of them."""
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all of them, on the CPU."""
-
+    @abstractmethod
     def gather(self, own: Sequence[float]) -> list[list[float]]:
         """The same numbers of all of them, by place."""
 
-    def share_(self, buffers: Iterable[Tensor]) -> None:
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all of them, on the CPU."""
+        rows = self.gather(tensor.flatten().tolist())
+        return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
+
+    def share_(self, buffers: Iterable[Tensor]) -> None:  # noqa: B027 - those of some are the same without it
         """Make a model's buffers the same everywhere."""
 
     def end_facts(self) -> EndFacts:
         """The counts of servers, and who has died."""
+        return EndFacts()
 
 
-class ProcessWorkers:
+class ProcessWorkers(WorkerGroup):
     """Workers that all live as long as the job, over a process group."""
-
-    shares_clock: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -72,24 +69,19 @@ class ProcessWorkers:
             for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
                 dist.broadcast(buffer, group=self._group, group_src=0)
 
-    def end_facts(self) -> EndFacts:
-        return EndFacts()
 
-
-class ServedWorkers:
+class ServedWorkers(WorkerGroup):
     """Workers some of whom may die, through the servers that notice."""
-
-    shares_clock: ClassVar[bool] = False
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     @property
-    def place(self) -> int:
+    def place(self) -> int:  # type: ignore[override]
         return self._transport.place
 
     @property
-    def num_living(self) -> int:
+    def num_living(self) -> int:  # type: ignore[override]
         return self._transport.num_living
 
     def total(self, tensor: Tensor) -> Tensor:
