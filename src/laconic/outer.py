@@ -1,7 +1,9 @@
 """Then what: how an anchor moves by the drift of its worker and of others."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +35,10 @@ class Outer:
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that steps the anchors by D in their `.grad`."""
         return torch.optim.SGD(anchors, lr=self.lr)
+
+    def averaging(self) -> Outer:
+        """The outer step of a warm-up, whose D takes an anchor to the mean: anchor -= D."""
+        return OuterSGD()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,9 @@ class PairMomentum(Outer):
 
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(anchors, lr=self.pull, momentum=self.momentum)
+
+    def averaging(self) -> Outer:
+        return replace(self, lr=1.0, momentum=0.0, pull=1.0)
 
 
 OUTERS: dict[str, type[Outer]] = {"sgd": OuterSGD, "nesterov": Nesterov, "pair-momentum": PairMomentum}

@@ -495,6 +495,30 @@ def test_warm_up_agrees_on_everything_at_each_step() -> None:
     assert set(sent) == {"dense"}
 
 
+def _climb(model: nn.Module, rank: int, number: int) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank + 1)  # 2.5 a step in the mean of four
+
+
+@pytest.mark.parametrize(
+    ("text", "moves"),
+    [
+        ("diloco:every=2,lr=0.5,momentum=0.8,quantize=none,warmup=3", {1: 2.5, 2: 5, 3: 7.5, 5: 12, 7: 18.1}),
+        ("local:every=2,lr=0.5,quantize=none,warmup=3", {1: 2.5, 2: 5, 3: 7.5, 5: 10, 7: 12.5}),
+        ("scheme:exchange=pairs,trigger=rounds(every=2,warmup=3),outer=pair-momentum", {3: 7.5}),
+    ],
+)
+def test_a_warm_up_averages_and_momentum_starts_after_it(text: str, moves: dict[int, float]) -> None:
+    """D = -5 of two steps: the first outer step is 0.5 * (1 + 0.8) * 5, the second 0.5 * (5 + 0.8 * (0.8*5 + 5))."""
+    torch.manual_seed(3)
+    start = trained(Small())
+    models = [seen for _, _, seen in walk(text, 7, before_step=_climb)]
+    for step, move in moves.items():
+        mean = torch.stack([seen[step - 1] for seen in models]).mean(0)[: start.numel()]
+        assert torch.allclose(mean, start + move, atol=1e-5), step  # float32 at 18
+
+
 def test_average_ends_with_one_model() -> None:
     def work(transport: InProcess) -> Tensor:
         text = "streaming:every=4,fragments=2,delay=2"

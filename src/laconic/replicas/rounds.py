@@ -15,6 +15,7 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
+from laconic.outer import Outer
 from laconic.replicas.fragments import Fragment, PendingRound, fragments_of
 from laconic.replicas.policy import Policy, State, on_host
 from laconic.replicas.vector import ModelVector
@@ -125,7 +126,7 @@ class OuterRounds(Policy):
         fragment = self.fragments[number]
         when = self.scheme.when
         now = fragment.read()
-        mean = self.scheme.then.contribution(fragment.anchor, fragment.drift(now))
+        mean = self._outer_step(step).contribution(fragment.anchor, fragment.drift(now))
         delay = when.delay_at(step)
         sent = now if delay and when.mix is None else None
         buffers = None
@@ -233,7 +234,7 @@ class OuterRounds(Policy):
         self._num_late += bool(result.missed)
         now = fragment.read() if result.missed else fragment.anchor
         before = fragment.anchor.clone() if result.missed else fragment.anchor
-        self._step_anchor_(fragment, result.mean)
+        self._step_anchor_(fragment, result.mean, result.due)
         if result.sent is not None:
             self.vector.add_(fragment.anchor - result.sent, fragment.part)
         elif result.is_delayed and self.scheme.when.mix:
@@ -250,8 +251,18 @@ class OuterRounds(Policy):
             self.vector.write_(result.buffers, self.vector.buffers)
             self._agreed = result.buffers
 
-    def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
-        gradient = self.scheme.then.gradient(fragment.anchor, mean)
+    def _outer_step(self, step: int) -> Outer:
+        """The outer step of a round whose result is applied then; a warm-up averages, whatever the optimizer.
+
+        Rounds of one step would otherwise add up in its momentum: an outer 0.7 / 0.9 goes seven times as far.
+        """
+        return self.scheme.then.averaging() if step <= self.scheme.when.warmup else self.scheme.then
+
+    def _step_anchor_(self, fragment: Fragment, mean: Tensor, due: int) -> None:
+        gradient = self._outer_step(due).gradient(fragment.anchor, mean)
+        if due <= self.scheme.when.warmup:
+            fragment.anchor.sub_(gradient)
+            return
         for name, view in fragment.views(gradient).items():
             fragment.anchors[name].grad = view
         self._optimizer.step()
