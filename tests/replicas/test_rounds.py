@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from laconic import (
     Follower,
+    GossipScheme,
     LaconicError,
     OuterScheme,
     PeerError,
@@ -25,7 +27,7 @@ from laconic import (
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.paths import bytes_out
-from laconic.replicas import OuterRounds, consensus
+from laconic.replicas import OuterRounds, consensus, policy_for
 from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
@@ -517,6 +519,35 @@ def test_a_warm_up_averages_and_momentum_starts_after_it(text: str, moves: dict[
     for step, move in moves.items():
         mean = torch.stack([seen[step - 1] for seen in models]).mean(0)[: start.numel()]
         assert torch.allclose(mean, start + move, atol=1e-5), step  # float32 at 18
+
+
+@pytest.mark.parametrize("text", ["streaming:every=2,fragments=2,delay=1", "gossip:mode=matched,seed=4"])
+def test_a_model_may_have_several_optimizers(text: str) -> None:
+    """One for the body and one for the rest make what one for both makes."""
+
+    def work(transport: InProcess, num_optimizers: int) -> tuple[Tensor, list[int]]:
+        learner = Learner(text, transport.rank, lambda m, o, s: o, 0.1)
+        body, others = [*learner.model.body.parameters()], [*learner.model.norm.parameters()]
+        others += learner.model.head.parameters()
+        parts = [body, others] if num_optimizers == 2 else [body + others]
+        optimizers = [torch.optim.SGD(part, lr=0.1, momentum=0.5) for part in parts]
+        scheme = parse(text)
+        assert isinstance(scheme, OuterScheme | GossipScheme)
+        options: dict[str, Any] = {"in_background": False} if scheme.of_what == "drift" else {}
+        follower = Follower(policy_for(learner.model, optimizers, scheme, transport, **options))
+        for number in range(6):
+            wander(learner.model, transport.rank, number)
+            for p in learner.model.parameters():
+                p.grad = torch.full_like(p, 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+            follower.step()
+        return follower.vector.read(), [len(optimizer.state) for optimizer in optimizers]
+
+    with one_core():
+        one, two = (in_process(M, partial(work, num_optimizers=number)) for number in (1, 2))
+    for (model, _), (same, states) in zip(one, two, strict=True):
+        assert torch.equal(model, same) and all(states)
 
 
 def test_average_ends_with_one_model() -> None:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from laconic import kernels
 from laconic.errors import StateError
 from laconic.replicas.free_gossip import FreeGossip, PairedGossip
 from laconic.replicas.gossip import GossipPolicy, MatchedGossip
-from laconic.replicas.policy import Policy, State, header, states_of
+from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
 from laconic.session import PHASES, SavedTogether, Stats
@@ -161,7 +160,7 @@ class Follower(SavedTogether):
 
 
 def policy_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheme: OuterScheme | GossipScheme, end: Any, **options: Any
+    model: nn.Module, optimizer: Optimizers, scheme: OuterScheme | GossipScheme, end: Any, **options: Any
 ) -> Policy:
     """The policy of a scheme at this end of the network; outer rounds take the options of `OuterRounds`."""
     if scheme.of_what == "drift":

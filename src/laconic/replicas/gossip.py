@@ -18,7 +18,7 @@ from laconic.replicas.entry_messages import EntryMessages
 from laconic.replicas.messages import GroupMessages, MessageWriter, refusal
 from laconic.replicas.modulo_messages import ModuloMessages
 from laconic.replicas.pending import PendingUpdate, Subset
-from laconic.replicas.policy import Policy, State
+from laconic.replicas.policy import Optimizers, Policy, State, listed
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import GossipScheme
 from laconic.transport import Collectives, Mailbox, Transport
@@ -35,8 +35,8 @@ class QuasiGlobalMomentum:
     unchanged where rates and gaps are the same. An optimizer other than SGD keeps its own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizers) -> None:
+        self._optimizers = [one for one in listed(optimizer) if isinstance(one, torch.optim.SGD)]
 
     @torch.no_grad()
     def follow_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
@@ -44,16 +44,16 @@ class QuasiGlobalMomentum:
 
         `gap` is how many steps the updates are about, `lr_share` the learning rate over the largest so far.
         """
-        if not isinstance(self._optimizer, torch.optim.SGD) or lr_share < _LEAST_LR_SHARE:
+        if not self._optimizers or lr_share < _LEAST_LR_SHARE:
             return
         updates = {id(tensor): update for tensor, update in moved}
-        for group in self._optimizer.param_groups:
+        for optimizer, group in ((one, group) for one in self._optimizers for group in one.param_groups):
             lr = float(group["lr"])
             mu = group["momentum"]
             velocities: list[Tensor] = []
             followed: list[Tensor] = []
             for parameter in group["params"] if lr and mu else []:
-                velocity = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+                velocity = optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None and not velocity.is_sparse and id(parameter) in updates:
                     velocities.append(velocity)
                     followed.append(updates[id(parameter)].view(velocity.shape))
@@ -70,7 +70,7 @@ class GossipPolicy(Policy):
 
     Args:
         model: The model.
-        optimizer: The one that trains it.
+        optimizer: The one that trains it, or several.
         scheme: What is sent of the model, to whom, and when.
         end: This worker's end of the network: where all workers meet at each step a transport, otherwise a Mailbox.
     """
@@ -78,9 +78,7 @@ class GossipPolicy(Policy):
     scheme: GossipScheme
     end: Any
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Transport | Mailbox
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, scheme: GossipScheme, end: Transport | Mailbox) -> None:
         pattern = scheme.exchange
         check_peers(pattern.peers, end.num_workers)
         in_halves = pattern.mode == "paired" and not scheme.selects
@@ -93,7 +91,7 @@ class GossipPolicy(Policy):
         self.num_dense = self.vector.num_entries
         self.messages = _message_writer(scheme, self.vector, end)
         self.tracker = ChangeTracker(scheme.trigger, self.vector, pattern.seed, end.rank)
-        self._optimizer = optimizer
+        self._optimizers = listed(optimizer)
         self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
@@ -101,7 +99,7 @@ class GossipPolicy(Policy):
 
     @property
     def _lr(self) -> float:
-        return max(float(group["lr"]) for group in self._optimizer.param_groups)
+        return max(float(group["lr"]) for one in self._optimizers for group in one.param_groups)
 
     def send_due(self, step: int) -> None:
         fault_point("gossip.step")

@@ -17,7 +17,7 @@ from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
 from laconic.outer import Outer
 from laconic.replicas.fragments import Fragment, PendingRound, fragments_of
-from laconic.replicas.policy import Policy, State, on_host
+from laconic.replicas.policy import Optimizers, Policy, State, listed, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
@@ -37,7 +37,7 @@ class OuterRounds(Policy):
 
     Args:
         model: The model; of one in shards this worker has the one with the number `shard`.
-        optimizer: The one that trains it.
+        optimizer: The one that trains it, or several.
         scheme: How drifts are exchanged, when, and what is done with their mean.
         transport: This worker's end of the network among all workers, or among its counterparts in other nodes.
         outer_optimizer: Makes the outer optimizer from the anchors, instead of the scheme's own.
@@ -54,7 +54,7 @@ class OuterRounds(Policy):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         scheme: OuterScheme,
         transport: Collectives | ServerClient,
         *,
@@ -72,7 +72,7 @@ class OuterRounds(Policy):
         self.num_workers = transport.num_workers
         self.num_dense = self.vector.num_trained
         self.shard = shard if node is None else node.rank
-        self._inner = optimizer
+        self._inner = listed(optimizer)
         self._transport = transport
         self._node = node
         self._home = home or self.vector.device
@@ -277,9 +277,11 @@ class OuterRounds(Policy):
         has_bad_buffers = not kernels.all_finite(self._read_buffers())
         if has_bad_buffers:
             self.vector.write_(self._agreed, self.vector.buffers)
-        for parameter, kept in list(self._inner.state.items()):
-            if any(isinstance(value, Tensor) and not bool(local(value).isfinite().all()) for value in kept.values()):
-                del self._inner.state[parameter]
+        for state in (optimizer.state for optimizer in self._inner):
+            for parameter, kept in list(state.items()):
+                tensors = [value for value in kept.values() if isinstance(value, Tensor)]
+                if not all(bool(local(tensor).isfinite().all()) for tensor in tensors):
+                    del state[parameter]
         if nonfinite or has_bad_buffers:
             _log.warning(f"the model of rank {self.rank} is not finite; it goes back to the anchor")
 
