@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,41 @@ class Nesterov(Outer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreement(Nesterov):
+    """Nesterov's step, whose momentum mu follows how far D goes along the outer step of `lag` rounds ago (ours).
+
+        q = cos(D, that step) ; mu += gain * min(1, H/16) * (q - aim), from 0 on, held in [0, momentum]
+
+    A drift that still goes along an earlier step asks for more of it; one against it says that the step went too far.
+    The lag outlasts the inner optimizer's own momentum beta, which by itself makes successive drifts alike: of white
+    noise at H = 16 and beta = 0.9 their cosine is 0.38. Short rounds are many and noisy, so each of them counts less.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.9  # the most
+    aim: float = 0.05
+    gain: float = 0.5
+
+    _LEAST = 1e-6  # instead of 0, at which torch's SGD would leave its buffer as it was
+    _FULL_GAIN_AT = 16  # steps of a round
+    _MEMORIES = 2.5  # times 1/(1 - beta) steps, after which an inner optimizer has forgotten 0.92 of a gradient
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gain > 0:
+            raise SchemeError(f"Agreement.gain is {self.gain}; give a number above 0, 0.5 is usual")
+
+    def lag(self, every: int, inner_momentum: float) -> int:
+        """The rounds of `every` steps after which an inner optimizer of such momentum has forgotten."""
+        return max(1, math.ceil(self._MEMORIES / ((1 - inner_momentum) * every)))
+
+    def adapted(self, momentum: float, agreement: float, every: int) -> float:
+        """The momentum after a round of `every` steps and this agreement q."""
+        gain = self.gain * min(1.0, every / self._FULL_GAIN_AT)
+        return min(self.momentum, max(self._LEAST, momentum + gain * (agreement - self.aim)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairMomentum(Outer):
     """b = momentum*b - lr*mean(d_i, d_j) - pull*(a_i - mean(a_i, a_j)) ; a_i += b: NoLoCo (2506.10911).
 
@@ -106,4 +142,9 @@ class PairMomentum(Outer):
         return replace(self, lr=1.0, momentum=0.0, pull=1.0)
 
 
-OUTERS: dict[str, type[Outer]] = {"sgd": OuterSGD, "nesterov": Nesterov, "pair-momentum": PairMomentum}
+OUTERS: dict[str, type[Outer]] = {
+    "sgd": OuterSGD,
+    "nesterov": Nesterov,
+    "agreement": Agreement,
+    "pair-momentum": PairMomentum,
+}

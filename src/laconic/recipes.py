@@ -10,9 +10,10 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
 from laconic.memory import Accumulated, Memory, MomentumResidual, Residual
-from laconic.outer import Nesterov, OuterSGD, PairMomentum
+from laconic.outer import Agreement, Nesterov, Outer, OuterSGD, PairMomentum
 from laconic.quantize import (
     BF16,
     CODE_BITS,
@@ -316,8 +317,8 @@ def local(
 def diloco(
     every: int = 32,
     *,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float | None = None,
+    momentum: str | float = 0.9,
     quantize: Code = "bf16",
     fragments: int = 1,
     delay: int = 0,
@@ -328,7 +329,7 @@ def diloco(
     D = mean(anchor - x_i) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2311.08105).
     """
     everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
-    return replace(everyone, then=Nesterov(lr=lr, momentum=momentum))
+    return replace(everyone, then=_nesterov(lr, momentum))
 
 
 @recipe
@@ -339,8 +340,8 @@ def streaming(
     delay: int = 4,
     bits: int = CODE_BITS,
     block: int = 512,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float | None = None,
+    momentum: str | float = 0.9,
     warmup: int = 0,
     seed: int = 0,
 ) -> OuterScheme:
@@ -353,7 +354,7 @@ def streaming(
             quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed), exchange=AllReduce(stages=2)
         ),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        then=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
+        then=_nesterov(lr, momentum),
     )
 
 
@@ -420,6 +421,18 @@ def torch_fp16() -> TorchHook:
 def torch_powersgd(rank: int = 1, *, start: int = 2) -> TorchHook:
     """PyTorch's powerSGD_hook runs unchanged from step `start` on: a control; Gloo needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
+
+
+def _nesterov(lr: float | None, momentum: str | float) -> Outer:
+    """Nesterov's outer step: at 0.7, by agreement at 1, or without momentum, unless another rate is given."""
+    if momentum == "auto":
+        return Agreement(lr=1.0 if lr is None else lr)
+    try:
+        momentum = float(momentum)
+    except ValueError:
+        raise SchemeError(f"the outer momentum is {momentum!r}; give a number in [0, 1), or auto") from None
+    lr = 0.7 if lr is None else lr
+    return Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr)
 
 
 def _with_feedback(select: Selector, quantize: Any, exchange: Any, warmup: int) -> Scheme:

@@ -26,8 +26,11 @@ from laconic import (
 )
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
+from laconic.optim import Muon
+from laconic.outer import Agreement
 from laconic.paths import bytes_out
 from laconic.replicas import OuterRounds, consensus, policy_for
+from laconic.replicas.fragments import OuterMomentum, inner_momentum
 from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
@@ -521,7 +524,46 @@ def test_a_warm_up_averages_and_momentum_starts_after_it(text: str, moves: dict[
         assert torch.allclose(mean, start + move, atol=1e-5), step  # float32 at 18
 
 
-@pytest.mark.parametrize("text", ["streaming:every=2,fragments=2,delay=1", "gossip:mode=matched,seed=4"])
+def test_momentum_grows_where_drifts_go_along_an_earlier_step_and_falls_where_they_turn_back() -> None:
+    momentum = OuterMomentum(Agreement(), torch.zeros(8), every=16, inner_momentum=0.9)
+    assert momentum.lag == 2  # 32 steps, after which Adam has forgotten
+    anchor = torch.zeros(8)
+    values = []
+    for drift in (1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0):
+        values.append(momentum.adapt_(torch.full((8,), drift), anchor))
+        anchor -= drift
+    # 0.5 * (1 - 0.05) twice, which is over the most; then 0.5 * (-1 - 0.05) twice, till it turned two rounds ago.
+    assert values == pytest.approx([0, 0, 0.475, 0.9, 0.375, 0, 0.475], abs=1e-5)
+
+
+def test_a_sample_tells_the_agreement_of_large_fragments() -> None:
+    """Of ten million heavy-tailed entries 65,536 give the cosine to two digits."""
+    draw = torch.Generator().manual_seed(0)
+    earlier, noise = torch.randn(2, 10_000_000, generator=draw).pow_(3)
+    drift = 0.2 * earlier + noise
+    exact = float(torch.nn.functional.cosine_similarity(drift, earlier, dim=0))
+    momentum = OuterMomentum(Agreement(aim=0.0, gain=1.0), earlier, every=16, inner_momentum=0.0)
+    momentum.adapt_(earlier, torch.zeros_like(earlier))
+    assert momentum.adapt_(drift, -earlier) == pytest.approx(exact, abs=0.02)
+    assert sum(anchor.nbytes for anchor in momentum.state_dict()["anchors"]) == 2 << 18
+
+
+@pytest.mark.parametrize(
+    ("make", "beta", "lag"),
+    [
+        (lambda model: torch.optim.AdamW(model.parameters()), 0.9, 7),
+        (lambda model: torch.optim.SGD(model.parameters(), momentum=0.8), 0.8, 4),
+        (Muon, 0.95, 13),
+    ],
+)
+def test_the_lag_outlasts_the_momentum_of_the_inner_optimizer(
+    make: Callable[[nn.Module], torch.optim.Optimizer], beta: float, lag: int
+) -> None:
+    assert inner_momentum(make(Small())) == beta
+    assert Agreement().lag(4, beta) == lag
+
+
+@pytest.mark.parametrize("text", ["streaming:every=2,fragments=2,delay=1,momentum=auto", "gossip:mode=matched,seed=4"])
 def test_a_model_may_have_several_optimizers(text: str) -> None:
     """One for the body and one for the rest make what one for both makes."""
 
@@ -548,6 +590,23 @@ def test_a_model_may_have_several_optimizers(text: str) -> None:
         one, two = (in_process(M, partial(work, num_optimizers=number)) for number in (1, 2))
     for (model, _), (same, states) in zip(one, two, strict=True):
         assert torch.equal(model, same) and all(states)
+
+
+def test_another_number_of_workers_keeps_the_momentum_by_agreement() -> None:
+    text = "streaming:every=2,fragments=2,delay=1,momentum=auto"
+    states = [learner.follower.state_dict() for learner in drifted(text, M, 12)]
+
+    def load(transport: InProcess) -> dict[str, Any]:
+        learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
+        learner.follower.load_state_dict(states)
+        assert learner.follower.stats().momentum > 0
+        state: dict[str, Any] = learner.follower.state_dict()
+        return state
+
+    for state in (*states, *in_process(2, load)):
+        for number, saved in states[0]["momenta"].items():
+            assert state["momenta"][number]["value"] == saved["value"]
+            assert all(map(torch.equal, state["momenta"][number]["anchors"], saved["anchors"]))
 
 
 def test_average_ends_with_one_model() -> None:

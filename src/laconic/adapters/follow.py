@@ -83,7 +83,9 @@ def follow_others(
     )
     if others := ranks_that_differ(group, device, policy.outer_optimizer):
         policy.close()
-        raise SchemeError(f"rank {others[0]} gave another outer_optimizer=; give the same one on all ranks")
+        raise SchemeError(
+            f"rank {others[0]} gave another outer_optimizer=, or inner momentum; give the same on all ranks"
+        )
     follower = Follower(policy)
     follower.everyone = Everyone(world() if is_sharded else group)
     return follower

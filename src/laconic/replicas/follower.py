@@ -36,6 +36,7 @@ class FollowerStats(Stats):
     late_rounds: int = 0  # of those, agreed on without this worker, whose drift came too late and went later
     waited_s: float | None = None  # outer: for results that had not come when they were due
     background_s: dict[str, float] = field(default_factory=dict)  # outer: by phase, while training went on
+    momentum: float | None = None  # outer: of the outer step, in the mean over fragments
     asked: int = 0  # gossip: exchanges that this worker began, and were answered
     answered: int = 0  # gossip: exchanges that a peer began
     refused: int = 0  # gossip: exchanges left out because one side's model was not finite

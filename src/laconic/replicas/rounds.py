@@ -15,8 +15,8 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
-from laconic.outer import Outer
-from laconic.replicas.fragments import Fragment, PendingRound, fragments_of
+from laconic.outer import Agreement, Outer
+from laconic.replicas.fragments import OuterMomentum, PendingRound, fragments_of, inner_momentum
 from laconic.replicas.policy import Optimizers, Policy, State, listed, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
@@ -72,6 +72,7 @@ class OuterRounds(Policy):
         self.num_workers = transport.num_workers
         self.num_dense = self.vector.num_trained
         self.shard = shard if node is None else node.rank
+        self._then = then = scheme.then
         self._inner = listed(optimizer)
         self._transport = transport
         self._node = node
@@ -82,11 +83,17 @@ class OuterRounds(Policy):
             name: anchor for fragment in self.fragments.values() for name, anchor in fragment.anchors.items()
         }
         self._agreed = self._read_buffers()  # what all had after their last round
-        self._optimizer = (outer_optimizer or scheme.then.optimizer)(list(self._anchors.values()))
+        self._optimizer = (outer_optimizer or then.optimizer)(list(self._anchors.values()))
+        self._momenta: dict[int, OuterMomentum] = {}  # by fragment, where they follow from agreement
+        if isinstance(then, Agreement) and outer_optimizer is None:
+            beta = inner_momentum(optimizer)
+            for number, fragment in self.fragments.items():
+                self._momenta[number] = OuterMomentum(then, fragment.anchor, scheme.when.every, beta)
         # Residuals are as before a round that is skipped: the drift goes again, since the anchor has not moved.
         self._session = Session(scheme.exchanged, transport, undoes=True)
         every = 0 if scheme.exchange.in_pairs else check_replicas_every
-        self._replicas = Replicas(self._anchors, transport, every=every, on_mismatch=on_mismatch)
+        compared = {**self._anchors, **{f"momentum {n}": momentum.value for n, momentum in self._momenta.items()}}
+        self._replicas = Replicas(compared, transport, every=every, on_mismatch=on_mismatch)
         self._background = Background(self._session, self._home) if in_background else None
         self._pending: deque[PendingRound] = deque()
         self._alike = True  # whether all models are known to be the same
@@ -97,8 +104,8 @@ class OuterRounds(Policy):
 
     @property
     def outer_optimizer(self) -> str:
-        """The outer optimizer and what it was made with."""
-        return repr(self._optimizer)
+        """The outer optimizer and what it was made with, which is the same on all ranks."""
+        return f"{self._optimizer!r}{[momentum.lag for momentum in self._momenta.values()]}"
 
     @property
     def error(self) -> BaseException | None:  # type: ignore[override]
@@ -234,7 +241,7 @@ class OuterRounds(Policy):
         self._num_late += bool(result.missed)
         now = fragment.read() if result.missed else fragment.anchor
         before = fragment.anchor.clone() if result.missed else fragment.anchor
-        self._step_anchor_(fragment, result.mean, result.due)
+        self._step_anchor_(result)
         if result.sent is not None:
             self.vector.add_(fragment.anchor - result.sent, fragment.part)
         elif result.is_delayed and self.scheme.when.mix:
@@ -256,13 +263,16 @@ class OuterRounds(Policy):
 
         Rounds of one step would otherwise add up in its momentum: an outer 0.7 / 0.9 goes seven times as far.
         """
-        return self.scheme.then.averaging() if step <= self.scheme.when.warmup else self.scheme.then
+        return self._then.averaging() if step <= self.scheme.when.warmup else self._then
 
-    def _step_anchor_(self, fragment: Fragment, mean: Tensor, due: int) -> None:
-        gradient = self._outer_step(due).gradient(fragment.anchor, mean)
-        if due <= self.scheme.when.warmup:
+    def _step_anchor_(self, result: PendingRound) -> None:
+        fragment = self.fragments[result.fragment]
+        gradient = self._outer_step(result.due).gradient(fragment.anchor, result.mean)
+        if result.due <= self.scheme.when.warmup:
             fragment.anchor.sub_(gradient)
             return
+        if momentum := self._momenta.get(result.fragment):
+            self._optimizer.param_groups[0]["momentum"] = momentum.adapt_(gradient, fragment.anchor)
         for name, view in fragment.views(gradient).items():
             fragment.anchors[name].grad = view
         self._optimizer.step()
@@ -343,7 +353,14 @@ class OuterRounds(Policy):
             "late_rounds": self._num_late,
             "waited_s": self._waited_s,
             "background_s": session.seconds,
+            "momentum": self._momentum(),
         }
+
+    def _momentum(self) -> float | None:
+        """The outer momentum, in the mean over fragments; None of an optimizer that has another kind of it."""
+        if self._momenta:
+            return sum(float(momentum.value) for momentum in self._momenta.values()) / len(self._momenta)
+        return self._optimizer.param_groups[0].get("momentum")
 
     def state_dict(self) -> dict[str, Any]:
         self._wait_for_all()
@@ -355,6 +372,7 @@ class OuterRounds(Policy):
             "anchor": on_host(self._anchors),
             "buffers": on_host(self._agreed),
             "outer": on_host(self._optimizer.state_dict()),  # by place, which is that of the anchors
+            "momenta": {number: momentum.state_dict() for number, momentum in self._momenta.items()},
             "session": self._session.state_dict(),
             "pending": [result.state_dict() for result in self._pending],
         }
@@ -386,6 +404,9 @@ class OuterRounds(Policy):
             anchor.copy_(own["anchor"][name])
         self._agreed = own["buffers"].to(self._home)
         self._optimizer.load_state_dict(own["outer"])
+        for number, momentum in self._momenta.items():
+            if saved := own.get("momenta", {}).get(number):  # none, where it was fixed till then
+                momentum.load_state_dict(saved)
         self._session.load_state_dict([state["session"] for state in states])
         self._alike = False
         self._num_rounds = own["rounds"]
