@@ -13,11 +13,12 @@ from typing import Any
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
 from laconic.memory import Accumulated, Memory, MomentumResidual, Residual
-from laconic.outer import Agreement, Nesterov, Outer, OuterSGD, PairMomentum
+from laconic.outer import Agreement, Nesterov, NesterovByWorkers, Outer, OuterSGD, PairMomentum
 from laconic.quantize import (
     BF16,
     CODE_BITS,
     Grid,
+    Lloyd,
     MaxNorm,
     ModuloCode,
     MultiScale,
@@ -355,6 +356,33 @@ def streaming(
         ),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
         then=_nesterov(lr, momentum),
+    )
+
+
+@recipe
+def muloco(
+    every: int = 30,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    bits: int = CODE_BITS,
+    lr: float | None = None,
+    momentum: str | float = "",
+    warmup: int = 0,
+    seed: int = 0,
+) -> OuterScheme:
+    """MuLoCo takes outer steps with Muon inside, in few bits with error feedback; momentum grows with the workers.
+
+    r += anchor - x_i ; send code(r) ; r -= code(r) ; then as diloco, with laconic.optim.Muon (arXiv 2505.23725).
+    """
+    exchanged = Scheme(quantize=Lloyd(), memory=Residual(), exchange=AllGather())
+    if bits > 2:  # a grid of one level loses more than it sends, and feeding that back would make it grow
+        grid = MaxNorm(levels=levels_of(bits, 0), block=512, seed=seed)
+        exchanged = Scheme(quantize=grid, memory=Residual(), exchange=AllReduce(stages=2))
+    return OuterScheme(
+        exchanged=exchanged,
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=_nesterov(lr, momentum) if momentum != "" else NesterovByWorkers(lr=0.7 if lr is None else lr),
     )
 
 

@@ -72,7 +72,7 @@ class OuterRounds(Policy):
         self.num_workers = transport.num_workers
         self.num_dense = self.vector.num_trained
         self.shard = shard if node is None else node.rank
-        self._then = then = scheme.then
+        self._then = then = scheme.then.among(self.num_workers)
         self._inner = listed(optimizer)
         self._transport = transport
         self._node = node
