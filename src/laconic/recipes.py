@@ -342,7 +342,7 @@ def streaming(
     bits: int = CODE_BITS,
     block: int = 512,
     lr: float | None = None,
-    momentum: str | float = 0.9,
+    momentum: str | float = "auto",
     warmup: int = 0,
     seed: int = 0,
 ) -> OuterScheme:
