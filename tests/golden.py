@@ -59,6 +59,9 @@ ORDER_SHOWS = (
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
     "diloco:every=3",
     "streaming:every=4,fragments=2,delay=2",
+    "streaming:every=2,fragments=2,delay=1,momentum=auto",
+    "muloco:every=4,fragments=2,delay=2,bits=2",
+    "muloco:every=2,warmup=1",
     "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 # Of values up to about 20: each step multiplies by what the last one made of such a sum.

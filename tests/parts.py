@@ -29,6 +29,7 @@ RECIPE_TEXTS = {
     "local": "local:every=3",
     "diloco": "diloco:every=3",
     "streaming": "streaming:every=4,fragments=2,delay=2",
+    "muloco": "muloco:every=4,fragments=2,delay=2,bits=2",
     "sparseloco": "sparseloco:every=2,rho=0.125,chunk=512",
     "noloco": "noloco:every=2",
     "torch-fp16": "torch-fp16",
@@ -94,6 +95,8 @@ OUTER_TEXTS = (
     "noloco:every=4,fragments=2,delay=2,quantize=none,momentum=0.3,pull=0.9,seed=5",
     "scheme:quantize=maxnorm(levels=7),trigger=rounds(every=3,fragments=3,delay=2,mix=0.5)",
     "sparseloco:every=4,rho=0.125,chunk=512,fragments=2,delay=4,warmup=1",
+    "streaming:every=2,fragments=2,delay=1,momentum=auto",
+    "muloco:every=2,warmup=1",
     "scheme:select=low-rank(rank=2),memory=residual,trigger=rounds(every=2,fragments=2,delay=1)",
 )
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from laconic.adapters import (
@@ -19,7 +18,7 @@ from laconic.adapters import (
 from laconic.errors import SchemeError
 from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
-from laconic.replicas import Follower, MakeOptimizer
+from laconic.replicas import Follower, MakeOptimizer, Optimizers
 from laconic.scheme import AnyScheme
 from laconic.session import OnMismatch, check_on_mismatch
 from laconic.transport import ProcessGroup, world
@@ -100,7 +99,7 @@ def attach(
 
 def follow(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     scheme: AnyScheme | str = "streaming",
     *,
     group: ProcessGroup | None = None,
@@ -119,7 +118,7 @@ def follow(
 
     Args:
         model: The bare model; of one under fully_shard() each shard follows its replicas, who are `group`.
-        optimizer: The one that trains it; call follower.step() after each of its steps.
+        optimizer: The one that trains it, or a list of several; call follower.step() after each step of all of them.
         scheme: A text like "streaming" or "gossip", a recipe's result, an OuterScheme or a GossipScheme. Under "auto"
             models are averaged once, after eight steps, and then do what a plan on those picks.
         group: Those who follow each other; all ranks unless given.

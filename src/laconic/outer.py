@@ -1,7 +1,10 @@
 """Then what: how an anchor moves by the drift of its worker and of others."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +37,14 @@ class Outer:
         """The optimizer that steps the anchors by D in their `.grad`."""
         return torch.optim.SGD(anchors, lr=self.lr)
 
+    def among(self, num_workers: int) -> Outer:
+        """The outer step of so many workers, where that matters."""
+        return self
+
+    def averaging(self) -> Outer:
+        """The outer step of a warm-up, whose D takes an anchor to the mean: anchor -= D."""
+        return OuterSGD()
+
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSGD(Outer):
@@ -56,6 +67,61 @@ class Nesterov(Outer):
 
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NesterovByWorkers(Nesterov):
+    """Nesterov's step with more momentum the more workers there are: `momentum` up to 4, `most` from 16 on.
+
+    The mean of many drifts has less noise, and bears more of it (MuLoCo, Therien et al., 2505.23725).
+    """
+
+    momentum: float = 0.6
+    most: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.momentum <= self.most < 1:
+            raise SchemeError(f"NesterovByWorkers.most is {self.most}; give a number in [momentum, 1)")
+
+    def among(self, num_workers: int) -> Outer:
+        share = min(1.0, max(0.0, math.log2(num_workers / 4) / 2))
+        return Nesterov(lr=self.lr, momentum=self.momentum + share * (self.most - self.momentum))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement(Nesterov):
+    """Nesterov's step, whose momentum mu follows how far D goes along the outer step of `lag` rounds ago (ours).
+
+        q = cos(D, that step) ; mu += gain * min(1, H/16) * (q - aim), from 0 on, held in [0, momentum]
+
+    A drift that still goes along an earlier step asks for more of it; one against it says that the step went too far.
+    The lag outlasts the inner optimizer's own momentum beta, which by itself makes successive drifts alike: of white
+    noise at H = 16 and beta = 0.9 their cosine is 0.38. Short rounds are many and noisy, so each of them counts less.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.9  # the most
+    aim: float = 0.05
+    gain: float = 0.5
+
+    _LEAST = 1e-6  # instead of 0, at which torch's SGD would leave its buffer as it was
+    _FULL_GAIN_AT = 16  # steps of a round
+    _MEMORIES = 2.5  # times 1/(1 - beta) steps, after which an inner optimizer has forgotten 0.92 of a gradient
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gain > 0:
+            raise SchemeError(f"Agreement.gain is {self.gain}; give a number above 0, 0.5 is usual")
+
+    def lag(self, every: int, inner_momentum: float) -> int:
+        """The rounds of `every` steps after which an inner optimizer of such momentum has forgotten."""
+        return max(1, math.ceil(self._MEMORIES / ((1 - inner_momentum) * every)))
+
+    def adapted(self, momentum: float, agreement: float, every: int) -> float:
+        """The momentum after a round of `every` steps and this agreement q."""
+        gain = self.gain * min(1.0, every / self._FULL_GAIN_AT)
+        return min(self.momentum, max(self._LEAST, momentum + gain * (agreement - self.aim)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,5 +162,14 @@ class PairMomentum(Outer):
     def optimizer(self, anchors: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(anchors, lr=self.pull, momentum=self.momentum)
 
+    def averaging(self) -> Outer:
+        return replace(self, lr=1.0, momentum=0.0, pull=1.0)
 
-OUTERS: dict[str, type[Outer]] = {"sgd": OuterSGD, "nesterov": Nesterov, "pair-momentum": PairMomentum}
+
+OUTERS: dict[str, type[Outer]] = {
+    "sgd": OuterSGD,
+    "nesterov": Nesterov,
+    "nesterov-by-workers": NesterovByWorkers,
+    "agreement": Agreement,
+    "pair-momentum": PairMomentum,
+}

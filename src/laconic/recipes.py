@@ -10,13 +10,15 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
 from laconic.memory import Accumulated, Memory, MomentumResidual, Residual
-from laconic.outer import Nesterov, OuterSGD, PairMomentum
+from laconic.outer import Agreement, Nesterov, NesterovByWorkers, Outer, OuterSGD, PairMomentum
 from laconic.quantize import (
     BF16,
     CODE_BITS,
     Grid,
+    Lloyd,
     MaxNorm,
     ModuloCode,
     MultiScale,
@@ -316,8 +318,8 @@ def local(
 def diloco(
     every: int = 32,
     *,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float | None = None,
+    momentum: str | float = 0.9,
     quantize: Code = "bf16",
     fragments: int = 1,
     delay: int = 0,
@@ -328,7 +330,7 @@ def diloco(
     D = mean(anchor - x_i) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2311.08105).
     """
     everyone = local(every=every, quantize=quantize, fragments=fragments, delay=delay, warmup=warmup)
-    return replace(everyone, then=Nesterov(lr=lr, momentum=momentum))
+    return replace(everyone, then=_nesterov(lr, momentum))
 
 
 @recipe
@@ -339,8 +341,8 @@ def streaming(
     delay: int = 4,
     bits: int = CODE_BITS,
     block: int = 512,
-    lr: float = 0.7,
-    momentum: float = 0.9,
+    lr: float | None = None,
+    momentum: str | float = "auto",
     warmup: int = 0,
     seed: int = 0,
 ) -> OuterScheme:
@@ -353,7 +355,34 @@ def streaming(
             quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed), exchange=AllReduce(stages=2)
         ),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
-        then=Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr),
+        then=_nesterov(lr, momentum),
+    )
+
+
+@recipe
+def muloco(
+    every: int = 30,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    bits: int = CODE_BITS,
+    lr: float | None = None,
+    momentum: str | float = "",
+    warmup: int = 0,
+    seed: int = 0,
+) -> OuterScheme:
+    """MuLoCo takes outer steps with Muon inside, in few bits with error feedback; momentum grows with the workers.
+
+    r += anchor - x_i ; send code(r) ; r -= code(r) ; then as diloco, with laconic.optim.Muon (arXiv 2505.23725).
+    """
+    exchanged = Scheme(quantize=Lloyd(), memory=Residual(), exchange=AllGather())
+    if bits > 2:  # a grid of one level loses more than it sends, and feeding that back would make it grow
+        grid = MaxNorm(levels=levels_of(bits, 0), block=512, seed=seed)
+        exchanged = Scheme(quantize=grid, memory=Residual(), exchange=AllReduce(stages=2))
+    return OuterScheme(
+        exchanged=exchanged,
+        when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
+        then=_nesterov(lr, momentum) if momentum != "" else NesterovByWorkers(lr=0.7 if lr is None else lr),
     )
 
 
@@ -420,6 +449,18 @@ def torch_fp16() -> TorchHook:
 def torch_powersgd(rank: int = 1, *, start: int = 2) -> TorchHook:
     """PyTorch's powerSGD_hook runs unchanged from step `start` on: a control; Gloo needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
+
+
+def _nesterov(lr: float | None, momentum: str | float) -> Outer:
+    """Nesterov's outer step: at 0.7, by agreement at 1, or without momentum, unless another rate is given."""
+    if momentum == "auto":
+        return Agreement(lr=1.0 if lr is None else lr)
+    try:
+        momentum = float(momentum)
+    except ValueError:
+        raise SchemeError(f"the outer momentum is {momentum!r}; give a number in [0, 1), or auto") from None
+    lr = 0.7 if lr is None else lr
+    return Nesterov(lr=lr, momentum=momentum) if momentum else OuterSGD(lr=lr)
 
 
 def _with_feedback(select: Selector, quantize: Any, exchange: Any, warmup: int) -> Scheme:

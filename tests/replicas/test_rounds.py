@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from laconic import (
     Follower,
+    GossipScheme,
     LaconicError,
     OuterScheme,
     PeerError,
@@ -24,8 +26,11 @@ from laconic import (
 )
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
+from laconic.optim import Muon
+from laconic.outer import Agreement
 from laconic.paths import bytes_out
-from laconic.replicas import OuterRounds, consensus
+from laconic.replicas import OuterRounds, consensus, policy_for
+from laconic.replicas.fragments import OuterMomentum, inner_momentum
 from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
@@ -493,6 +498,115 @@ def test_warm_up_agrees_on_everything_at_each_step() -> None:
     assert all(torch.equal(seen[0], everyone[0][2][0]) for _, _, seen in everyone)
     sent = everyone[0][1].stats().by_kind
     assert set(sent) == {"dense"}
+
+
+def _climb(model: nn.Module, rank: int, number: int) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank + 1)  # 2.5 a step in the mean of four
+
+
+@pytest.mark.parametrize(
+    ("text", "moves"),
+    [
+        ("diloco:every=2,lr=0.5,momentum=0.8,quantize=none,warmup=3", {1: 2.5, 2: 5, 3: 7.5, 5: 12, 7: 18.1}),
+        ("local:every=2,lr=0.5,quantize=none,warmup=3", {1: 2.5, 2: 5, 3: 7.5, 5: 10, 7: 12.5}),
+        ("scheme:exchange=pairs,trigger=rounds(every=2,warmup=3),outer=pair-momentum", {3: 7.5}),
+    ],
+)
+def test_a_warm_up_averages_and_momentum_starts_after_it(text: str, moves: dict[int, float]) -> None:
+    """D = -5 of two steps: the first outer step is 0.5 * (1 + 0.8) * 5, the second 0.5 * (5 + 0.8 * (0.8*5 + 5))."""
+    torch.manual_seed(3)
+    start = trained(Small())
+    models = [seen for _, _, seen in walk(text, 7, before_step=_climb)]
+    for step, move in moves.items():
+        mean = torch.stack([seen[step - 1] for seen in models]).mean(0)[: start.numel()]
+        assert torch.allclose(mean, start + move, atol=1e-5), step  # float32 at 18
+
+
+def test_momentum_grows_where_drifts_go_along_an_earlier_step_and_falls_where_they_turn_back() -> None:
+    momentum = OuterMomentum(Agreement(), torch.zeros(8), every=16, inner_momentum=0.9)
+    assert momentum.lag == 2  # 32 steps, after which Adam has forgotten
+    anchor = torch.zeros(8)
+    values = []
+    for drift in (1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0):
+        values.append(momentum.adapt_(torch.full((8,), drift), anchor))
+        anchor -= drift
+    # 0.5 * (1 - 0.05) twice, which is over the most; then 0.5 * (-1 - 0.05) twice, till it turned two rounds ago.
+    assert values == pytest.approx([0, 0, 0.475, 0.9, 0.375, 0, 0.475], abs=1e-5)
+
+
+def test_a_sample_tells_the_agreement_of_large_fragments() -> None:
+    """Of ten million heavy-tailed entries 65,536 give the cosine to two digits."""
+    draw = torch.Generator().manual_seed(0)
+    earlier, noise = torch.randn(2, 10_000_000, generator=draw).pow_(3)
+    drift = 0.2 * earlier + noise
+    exact = float(torch.nn.functional.cosine_similarity(drift, earlier, dim=0))
+    momentum = OuterMomentum(Agreement(aim=0.0, gain=1.0), earlier, every=16, inner_momentum=0.0)
+    momentum.adapt_(earlier, torch.zeros_like(earlier))
+    assert momentum.adapt_(drift, -earlier) == pytest.approx(exact, abs=0.02)
+    assert sum(anchor.nbytes for anchor in momentum.state_dict()["anchors"]) == 2 << 18
+
+
+@pytest.mark.parametrize(
+    ("make", "beta", "lag"),
+    [
+        (lambda model: torch.optim.AdamW(model.parameters()), 0.9, 7),
+        (lambda model: torch.optim.SGD(model.parameters(), momentum=0.8), 0.8, 4),
+        (Muon, 0.95, 13),
+    ],
+)
+def test_the_lag_outlasts_the_momentum_of_the_inner_optimizer(
+    make: Callable[[nn.Module], torch.optim.Optimizer], beta: float, lag: int
+) -> None:
+    assert inner_momentum(make(Small())) == beta
+    assert Agreement().lag(4, beta) == lag
+
+
+@pytest.mark.parametrize("text", ["streaming:every=2,fragments=2,delay=1,momentum=auto", "gossip:mode=matched,seed=4"])
+def test_a_model_may_have_several_optimizers(text: str) -> None:
+    """One for the body and one for the rest make what one for both makes."""
+
+    def work(transport: InProcess, num_optimizers: int) -> tuple[Tensor, list[int]]:
+        learner = Learner(text, transport.rank, lambda m, o, s: o, 0.1)
+        body, others = [*learner.model.body.parameters()], [*learner.model.norm.parameters()]
+        others += learner.model.head.parameters()
+        parts = [body, others] if num_optimizers == 2 else [body + others]
+        optimizers = [torch.optim.SGD(part, lr=0.1, momentum=0.5) for part in parts]
+        scheme = parse(text)
+        assert isinstance(scheme, OuterScheme | GossipScheme)
+        options: dict[str, Any] = {"in_background": False} if scheme.of_what == "drift" else {}
+        follower = Follower(policy_for(learner.model, optimizers, scheme, transport, **options))
+        for number in range(6):
+            wander(learner.model, transport.rank, number)
+            for p in learner.model.parameters():
+                p.grad = torch.full_like(p, 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+            follower.step()
+        return follower.vector.read(), [len(optimizer.state) for optimizer in optimizers]
+
+    with one_core():
+        one, two = (in_process(M, partial(work, num_optimizers=number)) for number in (1, 2))
+    for (model, _), (same, states) in zip(one, two, strict=True):
+        assert torch.equal(model, same) and all(states)
+
+
+def test_another_number_of_workers_keeps_the_momentum_by_agreement() -> None:
+    text = "streaming:every=2,fragments=2,delay=1,momentum=auto"
+    states = [learner.follower.state_dict() for learner in drifted(text, M, 12)]
+
+    def load(transport: InProcess) -> dict[str, Any]:
+        learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
+        learner.follower.load_state_dict(states)
+        assert learner.follower.stats().momentum > 0
+        state: dict[str, Any] = learner.follower.state_dict()
+        return state
+
+    for state in (*states, *in_process(2, load)):
+        for number, saved in states[0]["momenta"].items():
+            assert state["momenta"][number]["value"] == saved["value"]
+            assert all(map(torch.equal, state["momenta"][number]["anchors"], saved["anchors"]))
 
 
 def test_average_ends_with_one_model() -> None:

@@ -83,8 +83,8 @@ def _other_outer() -> str:
 
 def test_ranks_that_give_other_outer_optimizers_are_told(four_workers: WorkerPool) -> None:
     said = four_workers.run(_other_outer)
-    assert said[0] == "rank 2 gave another outer_optimizer=; give the same one on all ranks"
-    assert said[2] == "rank 0 gave another outer_optimizer=; give the same one on all ranks"
+    assert said[0] == "rank 2 gave another outer_optimizer=, or inner momentum; give the same on all ranks"
+    assert said[2] == "rank 0 gave another outer_optimizer=, or inner momentum; give the same on all ranks"
 
 
 def _end_early(text: str) -> str:

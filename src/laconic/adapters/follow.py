@@ -9,7 +9,7 @@ from laconic.adapters.alike import begin_alike_, check_common, tensors_of
 from laconic.adapters.fsdp import check_replicas, shard_of
 from laconic.errors import SchemeError
 from laconic.recipes import parse
-from laconic.replicas import Follower, MakeOptimizer, OuterRounds, policy_for
+from laconic.replicas import Follower, MakeOptimizer, Optimizers, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
 from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
@@ -32,7 +32,7 @@ from laconic.transport import (
 
 def follow_others(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     scheme: AnyScheme | str,
     *,
     group: ProcessGroup | None = None,
@@ -83,7 +83,9 @@ def follow_others(
     )
     if others := ranks_that_differ(group, device, policy.outer_optimizer):
         policy.close()
-        raise SchemeError(f"rank {others[0]} gave another outer_optimizer=; give the same one on all ranks")
+        raise SchemeError(
+            f"rank {others[0]} gave another outer_optimizer=, or inner momentum; give the same on all ranks"
+        )
     follower = Follower(policy)
     follower.everyone = Everyone(world() if is_sharded else group)
     return follower
@@ -91,7 +93,7 @@ def follow_others(
 
 def gossip_among(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     scheme: GossipScheme,
     meeting: Group,
     timeout_s: float = TIMEOUT_S,

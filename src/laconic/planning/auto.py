@@ -23,7 +23,7 @@ from laconic.planning.links import slowest
 from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
-from laconic.replicas import Follower, bucket_layouts
+from laconic.replicas import Follower, Optimizers, bucket_layouts
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
@@ -203,7 +203,7 @@ class AutoFollower(Follower):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         group: ProcessGroup,
         make: Callable[[str], Follower],
         device: torch.device,

@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from laconic.errors import SchemeError
 from laconic.recipes import parse
+from laconic.replicas import Optimizers, listed
 from laconic.scheme import AnyScheme
 
 CANDIDATES: tuple[str, ...] = (
@@ -87,9 +88,9 @@ def kind_of(model: nn.Module) -> str:
     return "transformer" if attends or embeds else "convolutional"
 
 
-def optimizer_name(optimizer: optim.Optimizer) -> str:
+def optimizer_name(optimizer: Optimizers) -> str:
     """Adam's kind, which divides by a running norm of the gradient, or SGD's, which does not."""
-    return "adamw" if "betas" in optimizer.defaults else "sgd"
+    return "adamw" if any("betas" in one.defaults for one in listed(optimizer)) else "sgd"
 
 
 def penalty_of(wanted: Candidate, kind: str, optimizer: str) -> Penalty | None:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from laconic import kernels
 from laconic.errors import StateError
 from laconic.replicas.free_gossip import FreeGossip, PairedGossip
 from laconic.replicas.gossip import GossipPolicy, MatchedGossip
-from laconic.replicas.policy import Policy, State, header, states_of
+from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
 from laconic.session import PHASES, SavedTogether, Stats
@@ -37,6 +36,7 @@ class FollowerStats(Stats):
     late_rounds: int = 0  # of those, agreed on without this worker, whose drift came too late and went later
     waited_s: float | None = None  # outer: for results that had not come when they were due
     background_s: dict[str, float] = field(default_factory=dict)  # outer: by phase, while training went on
+    momentum: float | None = None  # outer: of the outer step, in the mean over fragments
     asked: int = 0  # gossip: exchanges that this worker began, and were answered
     answered: int = 0  # gossip: exchanges that a peer began
     refused: int = 0  # gossip: exchanges left out because one side's model was not finite
@@ -161,7 +161,7 @@ class Follower(SavedTogether):
 
 
 def policy_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheme: OuterScheme | GossipScheme, end: Any, **options: Any
+    model: nn.Module, optimizer: Optimizers, scheme: OuterScheme | GossipScheme, end: Any, **options: Any
 ) -> Policy:
     """The policy of a scheme at this end of the network; outer rounds take the options of `OuterRounds`."""
     if scheme.of_what == "drift":

@@ -16,7 +16,7 @@ from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
-from laconic.replicas.policy import State
+from laconic.replicas.policy import Optimizers, State
 from laconic.replicas.vector import Subset
 from laconic.replicas.wait_budget import WaitBudget
 from laconic.scheme import GossipScheme
@@ -38,7 +38,7 @@ class FreeGossip(GossipPolicy):
 
     end: Mailbox
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Mailbox) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, scheme: GossipScheme, end: Mailbox) -> None:
         super().__init__(model, optimizer, scheme, end)
         self._reachable = set(neighbours(self.pattern.peers, self.end.rank, self.end.num_workers))
         self._lock = threading.RLock()
@@ -267,7 +267,7 @@ class PairedGossip(FreeGossip):
     long.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Mailbox) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, scheme: GossipScheme, end: Mailbox) -> None:
         self._last_served: dict[int, float] = {}  # peer -> the last round in which it was answered
         self._expected: dict[int, tuple[int, threading.Event]] = {}  # peer -> (round, set when it was answered)
         super().__init__(model, optimizer, scheme, end)

@@ -15,7 +15,7 @@ from laconic.fault_points import armed, fault_point
 from laconic.quantize import is_modulo_code
 from laconic.replicas.change_tracker import ChangeTracker
 from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages, refusal
-from laconic.replicas.policy import Policy, State
+from laconic.replicas.policy import Optimizers, Policy, State, listed
 from laconic.replicas.vector import ModelVector, PendingUpdate, Subset
 from laconic.scheme import GossipScheme
 from laconic.transport import Collectives, Mailbox, Transport
@@ -32,8 +32,8 @@ class QuasiGlobalMomentum:
     unchanged where rates and gaps are the same. An optimizer other than SGD keeps its own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizers) -> None:
+        self._optimizers = [one for one in listed(optimizer) if isinstance(one, torch.optim.SGD)]
 
     @torch.no_grad()
     def follow_(self, moved: list[tuple[Tensor, Tensor]], gap: int, lr_share: float) -> None:
@@ -41,16 +41,16 @@ class QuasiGlobalMomentum:
 
         `gap` is how many steps the updates are about, `lr_share` the learning rate over the largest so far.
         """
-        if not isinstance(self._optimizer, torch.optim.SGD) or lr_share < _LEAST_LR_SHARE:
+        if not self._optimizers or lr_share < _LEAST_LR_SHARE:
             return
         updates = {id(tensor): update for tensor, update in moved}
-        for group in self._optimizer.param_groups:
+        for optimizer, group in ((one, group) for one in self._optimizers for group in one.param_groups):
             lr = float(group["lr"])
             mu = group["momentum"]
             velocities: list[Tensor] = []
             followed: list[Tensor] = []
             for parameter in group["params"] if lr and mu else []:
-                velocity = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+                velocity = optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None and not velocity.is_sparse and id(parameter) in updates:
                     velocities.append(velocity)
                     followed.append(updates[id(parameter)].view(velocity.shape))
@@ -67,7 +67,7 @@ class GossipPolicy(Policy):
 
     Args:
         model: The model.
-        optimizer: The one that trains it.
+        optimizer: The one that trains it, or several.
         scheme: What is sent of the model, to whom, and when.
         end: This worker's end of the network: where all workers meet at each step a transport, otherwise a Mailbox.
     """
@@ -75,9 +75,7 @@ class GossipPolicy(Policy):
     scheme: GossipScheme
     end: Any
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme, end: Transport | Mailbox
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, scheme: GossipScheme, end: Transport | Mailbox) -> None:
         pattern = scheme.exchange
         check_peers(pattern.peers, end.num_workers)
         in_halves = pattern.mode == "paired" and not scheme.selects
@@ -90,7 +88,7 @@ class GossipPolicy(Policy):
         self.num_dense = self.vector.num_entries
         self.messages = _message_writer(scheme, self.vector, end)
         self.tracker = ChangeTracker(scheme.trigger, self.vector, pattern.seed, end.rank)
-        self._optimizer = optimizer
+        self._optimizers = listed(optimizer)
         self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
@@ -98,7 +96,7 @@ class GossipPolicy(Policy):
 
     @property
     def _lr(self) -> float:
-        return max(float(group["lr"]) for group in self._optimizer.param_groups)
+        return max(float(group["lr"]) for one in self._optimizers for group in one.param_groups)
 
     def send_due(self, step: int) -> None:
         if armed:

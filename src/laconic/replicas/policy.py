@@ -13,6 +13,12 @@ from laconic.scheme import GossipScheme, OuterScheme
 
 _VERSION = 1
 State = Mapping[str, Any]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """The optimizers of a model, which may be one for its matrices and one for the rest."""
+    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]  # type: ignore[list-item]
 
 
 def header(scheme: object, step: int, rank: int, num_workers: int, shard: int) -> dict[str, Any]:

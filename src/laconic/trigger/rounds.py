@@ -22,7 +22,7 @@ class Rounds(Trigger):
     fragments: int = 1
     delay: int = 0  # steps in the background; 0: everybody waits
     mix: float | None = None  # what of itself a model keeps; None: what it learned meanwhile
-    warmup: int = 0  # steps at the start, after each of which all agree on everything, and wait
+    warmup: int = 0  # steps at the start, after each of which all models become their mean, and everybody waits
 
     def __post_init__(self) -> None:
         if self.every < 1:
