@@ -16,7 +16,7 @@ from laconic.adapters import (
     of_gradients,
     unwrapped,
 )
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, check_timeout
 from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer
@@ -70,6 +70,7 @@ def attach(
     Example:
         >>> session = laconic.attach(DistributedDataParallel(model), "topk:rho=0.01")
     """
+    check_timeout(timeout_s)
     is_auto = scheme == "auto"
     ddp = unwrapped(ddp)
     scheme = of_gradients("bf16" if is_auto else scheme)
@@ -142,6 +143,7 @@ def follow(
         >>> follower = laconic.follow(model, optimizer, "streaming")
         >>> optimizer.step(); follower.step()
     """
+    check_timeout(timeout_s)
     check_on_mismatch(on_mismatch)
     model = unwrapped(model)
     looks: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch.futures import Future
 from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
 from laconic.adapters.switch import unwrapped
-from laconic.errors import SchemeError, StateError
+from laconic.errors import SchemeError, StateError, check_timeout
 from laconic.scheme import AnyScheme, Scheme
 from laconic.session import SavedTogether, Stats
 from laconic.transport import Everyone, Group, own_group, world
@@ -36,6 +36,7 @@ def hook(
     has a `group` other than all ranks, or `find_unused_parameters`. Without `model` parameters go by their place in
     DDP's first buckets: a state then fits the same model with the same bucket_cap_mb. Servers need attach().
     """
+    check_timeout(timeout_s)
     scheme = of_gradients(scheme)
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
