@@ -66,7 +66,7 @@ class Session:
         )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes)
+        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=transport.rank == 0)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
         self._first_step = 0  # that of a checkpoint
@@ -300,11 +300,12 @@ class OverflowRule:
     GradScaler pay.
     """
 
-    def __init__(self, *, undoes: bool, zeroes: bool) -> None:
+    def __init__(self, *, undoes: bool, zeroes: bool, warns: bool) -> None:
         self.skipped_steps = 0
         self.zeroes = zeroes
         self._in_a_row = 0
         self._undoes = undoes
+        self._warns = warns and not undoes  # a GradScaler may need more steps to find its scale
         self._undo = Undo()
         self.overflowed = False  # in the step that is under way
 
@@ -341,7 +342,7 @@ class OverflowRule:
                 f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
                 "with a smaller learning rate"
             )
-        if self._in_a_row == _MOST_IN_A_ROW and not self._undoes:  # a GradScaler may need more to find its scale
+        if self._in_a_row == _MOST_IN_A_ROW and self._warns:
             _log.warning(
                 f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
                 "checkpoint, and call optimizer.step() only where session.last_step_finite"
