@@ -370,6 +370,15 @@ def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path: Path, capsys: pyt
     assert "5 steps are done already" in _main(capsys, *words, "--steps", "5")
 
 
+@pytest.mark.parametrize("command", [["train"], ["compare"], ["plan"], ["bench", "step"], ["train", "--in-process"]])
+def test_a_gpu_that_is_missing_is_said_once(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = "laconic: --device is cuda, but torch sees no CUDA device here; use --device cpu"
+    assert _main(capsys, *command, "--device", "cuda") == said
+
+
 @pytest.mark.parametrize("scheme", ["gossip", "gossip-every", "silent"])
 def test_workers_with_models_of_their_own_are_not_studied_in_one_process(scheme: str) -> None:
     with pytest.raises(TaskError, match="leave --in-process out"):

@@ -29,6 +29,7 @@ from laconic_lab.train import Job, work
 from laconic_lab.train.checkpoint import find_checkpoint
 from laconic_lab.train.result import Result, beside_dense
 from laconic_lab.train.resume import check_resume
+from laconic_lab.train.worker import check_device
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,6 +83,7 @@ def advice(job: Job) -> str:
 
 def check_before_launch(job: Job, num_workers: int) -> int:
     """Find what is missing before any worker starts, so that it is said once; the number of steps."""
+    check_device(job)
     num_steps = job.num_steps(len(job.load_data().train_targets), num_workers)
     if job.out is None:
         return num_steps
