@@ -44,7 +44,11 @@ class KernelError(LaconicError):
 
 
 class LaunchError(LaconicError):
-    """Workers could not be started, or did not finish."""
+    """Workers could not be started, or did not finish; `is_repeated` where rank 0 raises the same."""
+
+    def __init__(self, text: str, *, is_repeated: bool = False) -> None:
+        super().__init__(text)
+        self.is_repeated = is_repeated
 
 
 def check_least(part: object, **least: float) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -377,6 +378,18 @@ def test_a_gpu_that_is_missing_is_said_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = "laconic: --device is cuda, but torch sees no CUDA device here; use --device cpu"
     assert _main(capsys, *command, "--device", "cuda") == said
+
+
+def test_ports_that_are_all_taken_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks learn of it; rank 0 says it, and the launcher that the run has ended."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("LACONIC_PORTS", f"{port}-{port}")
+        ran = laconic("train", *SMALL, "--scheme", "gossip")
+    reason, verdict = ran.stderr.splitlines()
+    assert f"rank 0: all ports of LACONIC_PORTS={port}-{port} are taken at 127.0.0.1; name more of them" in reason
+    assert ran.returncode and "all were stopped" in verdict
 
 
 @pytest.mark.parametrize("scheme", ["gossip", "gossip-every", "silent"])
