@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from laconic import __version__, cli, recipes
-from laconic_lab.cli.train import advice
 from laconic_lab.compare import compare, round_of
 from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES
@@ -113,20 +112,6 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "optimizer", "is_told"),
-    [
-        ("topk", "adamw", True),
-        ("topk", "sgd", False),
-        ("dgc", "adamw", False),
-        ("lowrank", "adamw", False),
-        ("streaming", "adamw", False),
-    ],
-)
-def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer: str, is_told: bool) -> None:
-    assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told
 
 
 def test_train_prints_one_object_and_leaves_records(tmp_path: Path) -> None:

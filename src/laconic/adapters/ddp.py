@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
 from laconic.adapters.alike import check_common, check_names
+from laconic.adapters.optimizers import AdamAdvice, UseWatch
 from laconic.adapters.switch import HookSwitch, check_free
 from laconic.adapters.torch_hooks import TorchHookSession
-from laconic.adapters.unused import UseWatch
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.paths import bytes_out
@@ -276,6 +276,7 @@ class DdpAdapter(SavedTogether):
         )
         self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
         self._watch = UseWatch(trained) if self._unused_steps != "ignore" and trained else None
+        self._advice = AdamAdvice.where_due(scheme, trained, everyone.rank)
         self._switch: HookSwitch | None = None
 
     def listen(self, switch: HookSwitch) -> None:
@@ -388,6 +389,8 @@ class DdpAdapter(SavedTogether):
     def stop(self) -> None:
         """End the session's thread; the transport stays open."""
         self._stop_watching()
+        if self._advice is not None:
+            self._advice.close()
         self._background.close()
 
     def close(self) -> None:

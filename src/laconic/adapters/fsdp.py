@@ -12,6 +12,7 @@ from torch.distributed import get_process_group_ranks, get_rank
 
 from laconic.adapters.alike import begin_alike_, check_common, check_names
 from laconic.adapters.ddp import GradScaler
+from laconic.adapters.optimizers import AdamAdvice
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
@@ -201,6 +202,8 @@ class FsdpAdapter(SavedTogether):
         self._device = device
         self._replicas = replicas
         self._num_heard = 0  # units that took part in the step that is under way
+        trained = [p.sharded_param for unit in units for p in unit.names]
+        self._advice = AdamAdvice.where_due(session.scheme, trained, self.everyone.rank)
         for unit in units:
             unit.call(partial(self._or_fail, self._take_, unit))
 
@@ -276,4 +279,6 @@ class FsdpAdapter(SavedTogether):
         """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""
         for unit in self._units:
             unit.release()
+        if self._advice is not None:
+            self._advice.close()
         self.transport.close()
