@@ -87,7 +87,9 @@ def attach(
         if servers or pipeline:
             raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
         if unused_steps == "discard":
-            raise SchemeError("steps of FSDP2 cannot be taken back; leave unused_steps= out")
+            raise SchemeError(
+                "steps of FSDP2 cannot be taken back; leave unused_steps= out, and step after each backward pass"
+            )
         return attach_to_shards(ddp, scheme, group, timeout_s=timeout_s, **looks)
     if group is not None:
         raise SchemeError("DDP knows its ranks; leave group= out")
