@@ -15,7 +15,7 @@ from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_g
 from laconic.adapters.switch import unwrapped
 from laconic.errors import SchemeError, StateError, check_timeout
 from laconic.scheme import AnyScheme, Scheme
-from laconic.session import SavedTogether, Stats
+from laconic.session import Observed, Stats
 from laconic.transport import Everyone, Group, own_group, world
 
 _log = logging.getLogger("laconic.adapters")
@@ -46,7 +46,7 @@ def hook(
     return state, HookSession.run
 
 
-class HookSession(SavedTogether):
+class HookSession(Observed):
     """A session that begins with the first bucket; before, it only takes a state to continue from."""
 
     def __init__(
@@ -109,6 +109,13 @@ class HookSession(SavedTogether):
     def stats(self, *, ages: bool = False) -> Stats:
         """Those of the session."""
         return self.session.stats(ages=ages)
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        """Those of the session."""
+        return self.session.metrics(norms=norms)
+
+    def __repr__(self) -> str:
+        return f"<HookSession {self._scheme}: not begun>" if self._adapter is None else super().__repr__()
 
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()

@@ -21,11 +21,11 @@ from laconic.adapters.switch import HookSwitch
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import SavedTogether, Stats
+from laconic.session import Observed, Stats, StepMeter
 from laconic.transport import CountedGroup, Everyone, backend_for, ring_bytes
 
 
-class TorchHookSession(SavedTogether):
+class TorchHookSession(Observed):
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
     transport: None = None
@@ -41,6 +41,7 @@ class TorchHookSession(SavedTogether):
         self._last_end = 0.0
         self._heard: list[Tensor] = []  # in this step
         self._step_is_whole = True
+        self._meter = StepMeter()
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         self._switch = HookSwitch.of(ddp)
@@ -60,10 +61,11 @@ class TorchHookSession(SavedTogether):
         )
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
-        self._num_entries += bucket.buffer().numel()
-        self._steps += bucket.is_last()
         if self._step_is_whole:
             self._heard = []
+            self._meter.end_step(self._totals())
+        self._num_entries += bucket.buffer().numel()
+        self._steps += bucket.is_last()
         self._step_is_whole = bucket.is_last()
         since = time.perf_counter()
         if self._power is not None:
@@ -103,6 +105,15 @@ class TorchHookSession(SavedTogether):
             by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
         )
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        return self._meter.metrics(self._totals(), step=self._steps, members=self._group.size())
+
+    def _totals(self) -> dict[str, float]:
+        stats = self.stats()
+        return {name: getattr(stats, name) for name in ("bytes_out", "bytes_in", "dense_bytes_out")} | {
+            "exchange_ms": 1e3 * self._seconds
+        }
 
     def state_dict(self) -> dict[str, Any]:
         power = self._power

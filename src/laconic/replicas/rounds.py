@@ -332,6 +332,14 @@ class OuterRounds(Policy):
             "background_s": session.seconds,
         }
 
+    def totals(self) -> dict[str, float]:
+        counted = {"rounds": self._num_rounds, "skipped": self._num_skipped, "waited_ms": 1e3 * self._waited_s}
+        return {**self._session.totals(), **counted}
+
+    @property
+    def num_members(self) -> int:
+        return self._session.transport.num_living
+
     def state_dict(self) -> dict[str, Any]:
         self._wait_for_all()
         return {
