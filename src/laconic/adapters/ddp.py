@@ -17,8 +17,7 @@ from torch.nn.utils import get_total_norm
 from laconic import kernels
 from laconic.adapters.alike import check_common, check_names
 from laconic.adapters.optimizers import AdamAdvice, UseWatch
-from laconic.adapters.switch import HookSwitch, check_free
-from laconic.adapters.torch_hooks import TorchHookSession
+from laconic.adapters.torch_hooks import HookSwitch, TorchHookSession, check_free
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Bucket, Layout, local, plain_name
 from laconic.paths import bytes_out
@@ -78,8 +77,9 @@ class Attached(Protocol):
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         """The numbers of the last step: step, bytes_out, bytes_in, ratio, union, skipped, members, ms by phase.
 
-        `waited_ms` is what the backward pass waited for. With `norms`, which waits for the device and wants the
-        gradients to be there, also `residual`: the norm of what is kept over that of the gradient, on this rank.
+        `bytes_out_total` and `bytes_in_total` are of all steps; `waited_ms` is how long the backward pass waited. With
+        `norms`, which waits for the device and wants the gradients to be there, also `residual`: the norm of what is
+        kept over that of the gradient, on this rank.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
-from laconic.adapters.switch import unwrapped
+from laconic.adapters.torch_hooks import unwrapped
 from laconic.errors import SchemeError, StateError, check_timeout
 from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Observed, Stats

@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.adapters.ddp import WORTH_A_PIPELINE, DdpAdapter
-from laconic.adapters.switch import BucketHook, HookSwitch, kept_as_they_are
+from laconic.adapters.torch_hooks import BucketHook, HookSwitch, kept_as_they_are
 from laconic.layout import Layout
 from laconic.planning.answer import Plan
 from laconic.planning.candidates import Candidate, candidate

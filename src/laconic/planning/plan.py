@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.adapters.alike import check_common
-from laconic.adapters.switch import check_free, unwrapped
+from laconic.adapters.torch_hooks import check_free, unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import plain_name
 from laconic.planning.answer import Plan, answer
