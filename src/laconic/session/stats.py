@@ -100,7 +100,8 @@ class StepMeter:
             last["ratio"] = dense / last["bytes_out"]
         if pushed:
             last["union"] = answered / pushed
-        return last | others
+        totals = {f"{name}_total": float(after[name]) for name in ("bytes_out", "bytes_in") if name in after}
+        return {**last, **totals, **others}
 
 
 class Observed(SavedTogether):
