@@ -422,6 +422,8 @@ def _after_close(text: str) -> tuple[bool, bool]:
     apart = not equal_everywhere(run.weights())
     other = laconic.attach(run.model, text, group=run.replicas)  # which lets replicas begin alike
     run.step(2)
+    with pytest.raises(laconic.StateError, match="cannot take a step back here; attach a DistributedDataParallel"):
+        other.discard_()
     other.close()
     return apart, other.last_step_finite
 

@@ -78,6 +78,15 @@ def test_nothing_is_asked_of_a_device_until_someone_asks(monkeypatch: pytest.Mon
     run(scheme_of(SPARSE), M, work)
 
 
+def test_servers_cannot_take_a_step_back() -> None:
+    def work(transport: InProcess) -> None:
+        transport.has_servers = True  # type: ignore[misc]
+        with pytest.raises(laconic.SchemeError, match="servers cannot take a step back; leave unused_steps out, or"):
+            Session(scheme_of("overlap:rho=0.05"), transport, discards=True)
+
+    in_process(1, work)
+
+
 def _per_step(stats: Stats) -> float:
     return stats.bytes_out / stats.steps_here
 

@@ -82,6 +82,13 @@ class Attached(Protocol):
         kept over that of the gradient, on this rank.
         """
 
+    def discard_(self) -> None:
+        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
+
+        Raises:
+            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, to be saved per rank."""
 
@@ -372,11 +379,6 @@ class DdpAdapter(Observed):
             )
 
     def discard_(self) -> None:
-        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
-
-        Raises:
-            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
-        """
         if self._unused_steps != "discard":
             raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
         self.session.discard_if_(True)

@@ -114,6 +114,10 @@ class HookSession(Observed):
         """Those of the session."""
         return self.session.metrics(norms=norms)
 
+    def discard_(self) -> None:
+        """Take the session's last step back."""
+        self.session.discard_()
+
     def __repr__(self) -> str:
         return f"<HookSession {self._scheme}: not begun>" if self._adapter is None else super().__repr__()
 

@@ -193,6 +193,9 @@ class AutoSession(Observed):
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         return self._adapter.metrics(norms=norms)
 
+    def discard_(self) -> None:
+        self._adapter.discard_()
+
     def state_dict(self) -> dict[str, Any]:
         return {"auto": self._choice, "chosen": self._adapter.state_dict()}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from laconic.errors import StateError
 from laconic.paths import PHASES
 from laconic.session.state import SavedTogether
 from laconic.transport import Count
@@ -110,6 +111,17 @@ class Observed(SavedTogether):
     @abstractmethod
     def stats(self, *, ages: bool = False) -> Stats:
         """What it did since it began."""
+
+    def discard_(self) -> None:
+        """Take the last step back, where that can be done; a call that all ranks make.
+
+        Raises:
+            StateError: There is no step to take back, or none can be.
+        """
+        raise StateError(
+            f"{self.stats().scheme} cannot take a step back here; attach a DistributedDataParallel with "
+            "unused_steps='discard', and without servers"
+        )
 
     def __repr__(self) -> str:
         stats = self.stats()
