@@ -1,4 +1,4 @@
-"""FSDP2: it shards inside a node, and between nodes goes what laconic sends: one line after `fully_shard`.
+"""FSDP2: it shards inside a node, and between nodes each shard follows its replicas.
 
 Start it on both of two nodes, or alone as if it were both, with `torchrun --nproc-per-node 4 examples/with_fsdp.py`.
 """
@@ -23,8 +23,8 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in model:
     fully_shard(layer, mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])
-session = laconic.attach(model, "topk:rho=0.01", group=mesh.get_group("replicate"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+follower = laconic.follow(model, optimizer, "streaming", group=mesh.get_group("replicate"))
 torch.manual_seed(dist.get_rank())
 for _ in range(20):
     x = torch.randn(32, 64)
@@ -32,8 +32,10 @@ for _ in range(20):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    follower.step()  # laconic
+follower.average_()  # laconic: replicas differ between two agreements, and one of them is saved
 model_state, optimizer_state = get_state_dict(model, optimizer)
 state = {"model": model_state, "optimizer": optimizer_state}
-state["laconic"] = laconic.PerRankState(session)
+state["laconic"] = laconic.PerRankState(follower)
 dcp.save(state, checkpoint_id=f"{tempfile.gettempdir()}/with-fsdp")
-print(session.stats())  # laconic
+print(follower.stats())  # laconic

@@ -25,7 +25,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(
-    scheme="topk:rho=0.01",  # laconic
+    scheme="streaming",  # laconic: of models, since Trainer steps with AdamW
     model=model,
     args=arguments,
     train_dataset=dataset,

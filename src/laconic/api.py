@@ -15,7 +15,7 @@ from laconic.adapters import (
     of_gradients,
     unwrapped,
 )
-from laconic.errors import SchemeError
+from laconic.errors import SchemeError, check_timeout
 from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, Optimizers
@@ -69,6 +69,7 @@ def attach(
     Example:
         >>> session = laconic.attach(DistributedDataParallel(model), "topk:rho=0.01")
     """
+    check_timeout(timeout_s)
     is_auto = scheme == "auto"
     ddp = unwrapped(ddp)
     scheme = of_gradients("bf16" if is_auto else scheme)
@@ -85,7 +86,9 @@ def attach(
         if servers or pipeline:
             raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
         if unused_steps == "discard":
-            raise SchemeError("steps of FSDP2 cannot be taken back; leave unused_steps= out")
+            raise SchemeError(
+                "steps of FSDP2 cannot be taken back; leave unused_steps= out, and step after each backward pass"
+            )
         return attach_to_shards(ddp, scheme, group, timeout_s=timeout_s, **looks)
     if group is not None:
         raise SchemeError("DDP knows its ranks; leave group= out")
@@ -141,6 +144,7 @@ def follow(
         >>> follower = laconic.follow(model, optimizer, "streaming")
         >>> optimizer.step(); follower.step()
     """
+    check_timeout(timeout_s)
     check_on_mismatch(on_mismatch)
     model = unwrapped(model)
     looks: dict[str, Any] = {

@@ -11,6 +11,7 @@ LaconicError
 """
 
 import difflib
+import math
 from collections import abc
 
 
@@ -43,7 +44,11 @@ class KernelError(LaconicError):
 
 
 class LaunchError(LaconicError):
-    """Workers could not be started, or did not finish."""
+    """Workers could not be started, or did not finish; `is_repeated` where rank 0 raises the same."""
+
+    def __init__(self, text: str, *, is_repeated: bool = False) -> None:
+        super().__init__(text)
+        self.is_repeated = is_repeated
 
 
 def check_least(part: object, **least: float) -> None:
@@ -65,6 +70,12 @@ def check_option(part: object, field: str, options: abc.Iterable[str]) -> None:
     """SchemeError unless a field of a part is one of the options."""
     if (given := getattr(part, field)) not in options:
         raise SchemeError(f"{type(part).__name__}.{field} is {given!r}; give one of {', '.join(options)}")
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """SchemeError unless a timeout is a number of seconds; None stands for the one that is usual."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise SchemeError(f"timeout_s is {timeout_s}; give seconds above 0, or leave it out for the usual ones")
 
 
 def nearest(name: str, names: abc.Collection[str], others: str = "") -> str:

@@ -422,6 +422,8 @@ def _after_close(text: str) -> tuple[bool, bool]:
     apart = not equal_everywhere(run.weights())
     other = laconic.attach(run.model, text, group=run.replicas)  # which lets replicas begin alike
     run.step(2)
+    with pytest.raises(laconic.StateError, match="cannot take a step back here; attach a DistributedDataParallel"):
+        other.discard_()
     other.close()
     return apart, other.last_step_finite
 
@@ -471,6 +473,7 @@ def _refusals() -> list[str]:
         lambda: laconic.attach(everyone, "dense", group=group),
         lambda: laconic.attach(part.body, "torch-fp16", group=group),
         lambda: laconic.attach(model, "dense", group=group, pipeline=True),
+        lambda: laconic.attach(model, "topk:rho=0.1", group=group, unused_steps="discard"),
         lambda: laconic.follow(model, run.optimizer, "local"),
         lambda: laconic.follow(model, run.optimizer, "gossip", group=group),
         lambda: [laconic.attach(model, "dense", group=group) for _ in range(2)],
@@ -492,6 +495,7 @@ def test_wrong_use_is_one_line_with_the_cure(fresh_workers: WorkerPool) -> None:
         "write fully_shard(..., mesh=mesh['shard'])",
         "is a hook of DDP's",
         "leave servers= and pipeline= out",
+        "steps of FSDP2 cannot be taken back; leave unused_steps= out",
         "group=mesh.get_group('replicate')",
         "takes whole models",
         "attach once",
@@ -509,5 +513,5 @@ def test_the_example_runs(tmp_path: Path, num_ranks: int) -> None:
     script.write_text(f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n{example.read_text()}")
     codes, said = run_script(script, num_ranks)
     assert codes == [0] * num_ranks, said
-    assert said.count("topk:rho=0.01: 20 steps (0 skipped), 2 workers") == num_ranks
+    assert said.count("streaming: 20 steps (0 skipped), 2 workers") == num_ranks
     assert len([*(tmp_path / "with-fsdp").glob("*.distcp")]) == num_ranks

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import laconic
+from tests.logs import logged
 
 SCHEME = "topk:rho=0.05"
 OUTER = "diloco:every=2"
@@ -126,12 +128,24 @@ def as_bare_ddp(steps: int) -> dict[str, Any]:
     return {"losses": True, "vector": True, "bytes": True, "steps": steps, "several buckets": True}
 
 
+def advised(train: Callable[[], Any]) -> list[str]:
+    """What a trainer's ranks log of AdamW, which takes the place of SGD here, on sparse gradients."""
+
+    def adamw(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=lr)
+
+    with patch.object(torch.optim, "SGD", adamw), logged() as lines:
+        train()
+    return [line for line in lines if line.startswith("AdamW learns less from the sparse gradients")]
+
+
 def check(results: Sequence[dict[str, Any]]) -> None:
     """What every trainer's `_all` must show on all ranks."""
     for result in results:
         assert result["bare"] == as_bare_ddp(8)
         assert result["accumulated"] == as_bare_ddp(4)
         assert result["resumed"] and result["finite"]
+        assert len(result["advised"]) == (result is results[0])
     assert results[0]["kept"] != results[1]["kept"]  # so what rank 1 resumed with was not rank 0's
 
 
@@ -143,14 +157,16 @@ def what_four_show(train: Callable[..., tuple[Seen, nn.Module, Any]], place: Pat
             "resumed": train(load=place),
             "accumulated": train(accumulate=2),
             "spoiled": train(inf_at=3, on_nonfinite="zero"),
-        }
+        },
+        advised(train),
     )
 
 
-def what_shows(runs: dict[str, tuple[Seen, nn.Module, Any]]) -> dict[str, Any]:
+def what_shows(runs: dict[str, tuple[Seen, nn.Module, Any]], advice: Sequence[str]) -> dict[str, Any]:
     """What `check` looks at, of a whole run, one that was resumed, one that accumulates, and one with an Inf."""
     seen, model, session = runs["whole"]
     return {
+        "advised": advice,
         "bare": report(seen, model, session),
         "accumulated": report(*runs["accumulated"], accumulate=2),
         "resumed": torch.equal(vector(model), vector(runs["resumed"][1])),

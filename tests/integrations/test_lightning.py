@@ -22,6 +22,7 @@ from tests.integrations.common import (
     OUTER,
     SCHEME,
     Seen,
+    advised,
     as_torchrun_does,
     check,
     dataset,
@@ -92,7 +93,8 @@ def _all(folder: Path) -> dict[str, Any]:
             "resumed": _train(folder, load=folder / "one.ckpt"),
             "accumulated": _train(folder, accumulate=2),
             "spoiled": _train(folder, inf_at=3, on_nonfinite="zero"),
-        }
+        },
+        advised(lambda: _train(folder / "advised")),
     )
 
 

@@ -16,6 +16,7 @@ from tests.integrations.common import (
     OUTER,
     SCHEME,
     Seen,
+    advised,
     as_torchrun_does,
     check,
     dataset,
@@ -100,7 +101,8 @@ def _all(folder: Path) -> dict[str, Any]:
             "resumed": _train(folder / "again", load=folder / "whole" / "checkpoint-4"),
             "accumulated": _train(folder / "many", accumulate=2),
             "spoiled": _train(folder / "spoiled", inf_at=3, on_nonfinite="zero"),
-        }
+        },
+        advised(lambda: _train(folder / "advised")),
     )
 
 

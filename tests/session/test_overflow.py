@@ -171,8 +171,8 @@ def test_ten_zeroed_steps_in_a_row_are_an_error(text: str) -> None:
         in_process(M, work)
 
 
-@pytest.mark.parametrize(("loss_scale", "num_told"), [(None, M), (lambda: 1.0, 0)], ids=["bare", "under a GradScaler"])
-def test_ten_steps_in_a_row_that_are_not_finite_are_told_once(loss_scale: Any, num_told: int) -> None:
+@pytest.mark.parametrize(("loss_scale", "num_told"), [(None, 1), (lambda: 1.0, 0)], ids=["bare", "under a GradScaler"])
+def test_ten_steps_in_a_row_that_are_not_finite_are_told_once_by_rank_0(loss_scale: Any, num_told: int) -> None:
     def work(transport: InProcess) -> None:
         session = Session(parse("topk:rho=0.05"), transport, loss_scale=loss_scale)  # type: ignore[arg-type]
         for step in [*range(9), 10, *range(12)]:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import pytest
 import torch
 
 from laconic import __version__, cli, recipes
-from laconic_lab.cli.train import advice
 from laconic_lab.compare import compare, round_of
 from laconic_lab.errors import LaunchError, TaskError
 from laconic_lab.figures import MEASURES
@@ -130,20 +130,6 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "optimizer", "is_told"),
-    [
-        ("topk", "adamw", True),
-        ("topk", "sgd", False),
-        ("dgc", "adamw", False),
-        ("lowrank", "adamw", False),
-        ("streaming", "adamw", False),
-    ],
-)
-def test_sparse_gradients_under_adamw_are_advised_against(scheme: str, optimizer: str, is_told: bool) -> None:
-    assert ("try --scheme streaming" in advice(Job(scheme=scheme, optimizer=optimizer, lr=1e-3))) == is_told
 
 
 def test_train_prints_one_object_and_leaves_records(tmp_path: Path, few_images: Path) -> None:
@@ -387,6 +373,27 @@ def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path: Path, capsys: pyt
     save(Job(scheme="dense"))
     assert "was made with --scheme dense, which keeps other things than topk" in _main(capsys, *words)
     assert "5 steps are done already" in _main(capsys, *words, "--steps", "5")
+
+
+@pytest.mark.parametrize("command", [["train"], ["compare"], ["plan"], ["bench", "step"], ["train", "--in-process"]])
+def test_a_gpu_that_is_missing_is_said_once(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = "laconic: --device is cuda, but torch sees no CUDA device here; use --device cpu"
+    assert _main(capsys, *command, "--device", "cuda") == said
+
+
+def test_ports_that_are_all_taken_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks learn of it; rank 0 says it, and the launcher that the run has ended."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("LACONIC_PORTS", f"{port}-{port}")
+        ran = laconic("train", *SMALL, "--scheme", "gossip")
+    reason, verdict = ran.stderr.splitlines()
+    assert f"rank 0: all ports of LACONIC_PORTS={port}-{port} are taken at 127.0.0.1; name more of them" in reason
+    assert ran.returncode and "all were stopped" in verdict
 
 
 @pytest.mark.parametrize("scheme", ["gossip", "gossip-every", "silent"])

@@ -13,4 +13,4 @@ from laconic.adapters.ddp import (
 from laconic.adapters.follow import follow_others, gossip_among
 from laconic.adapters.fsdp import attach_to_shards
 from laconic.adapters.hook import HookSession, hook
-from laconic.adapters.switch import HookSwitch, check_free, unwrapped
+from laconic.adapters.torch_hooks import HookSwitch, check_free, unwrapped

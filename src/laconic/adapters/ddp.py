@@ -1,7 +1,8 @@
 """attach(ddp, scheme): DDP's communication hook, a process group of our own, a session."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
@@ -11,14 +12,14 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from laconic import kernels
 from laconic.adapters.alike import check_common, check_names
-from laconic.adapters.switch import HookSwitch, check_free
-from laconic.adapters.torch_hooks import TorchHookSession
-from laconic.adapters.unused import UseWatch
+from laconic.adapters.optimizers import AdamAdvice, UseWatch
+from laconic.adapters.torch_hooks import HookSwitch, TorchHookSession, check_free
 from laconic.errors import SchemeError, StateError
-from laconic.layout import Bucket, Layout, plain_name
+from laconic.layout import Bucket, Layout, local, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -26,9 +27,9 @@ from laconic.server.client import ServerClient
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
     Background,
+    Observed,
     OnMismatch,
     Replicas,
-    SavedTogether,
     Session,
     Stats,
     belongs_on_host,
@@ -72,6 +73,21 @@ class Attached(Protocol):
 
     def stats(self, *, ages: bool = False) -> Stats:
         """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        """The numbers of the last step: step, bytes_out, bytes_in, ratio, union, skipped, members, ms by phase.
+
+        `bytes_out_total` and `bytes_in_total` are of all steps; `waited_ms` is how long the backward pass waited. With
+        `norms`, which waits for the device and wants the gradients to be there, also `residual`: the norm of what is
+        kept over that of the gradient, on this rank.
+        """
+
+    def discard_(self) -> None:
+        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
+
+        Raises:
+            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state, to be saved per rank."""
@@ -226,7 +242,14 @@ def only_device(named: Mapping[str, Tensor]) -> torch.device:
     return devices.pop()
 
 
-class DdpAdapter(SavedTogether):
+def residual_of(session: Session, parameters: Iterable[Tensor]) -> dict[str, float]:
+    """{"residual": the norm of what a session keeps over that of these gradients}; nothing where those are gone."""
+    gradients = [local(p.grad).detach() for p in parameters if p.grad is not None]
+    norm = float(get_total_norm(gradients)) if gradients else 0.0
+    return {"residual": session.residual_norm() / norm} if norm else {}
+
+
+class DdpAdapter(Observed):
     """Feeds a session with DDP's buckets through a background thread.
 
     `named` are the model's parameters as far as they are known; others get names by their place in DDP's first buckets.
@@ -275,7 +298,9 @@ class DdpAdapter(SavedTogether):
             self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
         )
         self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
+        self._waited_s = 0.0  # by the last one, for them
         self._watch = UseWatch(trained) if self._unused_steps != "ignore" and trained else None
+        self._advice = AdamAdvice.where_due(scheme, trained, everyone.rank)
         self._switch: HookSwitch | None = None
 
     def listen(self, switch: HookSwitch) -> None:
@@ -333,9 +358,11 @@ class DdpAdapter(SavedTogether):
     def _end_backward(self) -> None:
         """Wait for all buckets, as DDP is about to, and raise what went wrong as what it is."""
         pending, self._pending = self._pending, []
+        start = time.perf_counter()
         for averaged in pending:
             with suppress(Exception):
                 averaged.wait()
+        self._waited_s = time.perf_counter() - start
         if self.error is not None:
             raise as_peer_error(self.error, self.transport.rank, "a peer has ended or cannot be reached")
         if self._watch is not None:
@@ -352,11 +379,6 @@ class DdpAdapter(SavedTogether):
             )
 
     def discard_(self) -> None:
-        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
-
-        Raises:
-            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
-        """
         if self._unused_steps != "discard":
             raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
         self.session.discard_if_(True)
@@ -373,6 +395,10 @@ class DdpAdapter(SavedTogether):
     def stats(self, *, ages: bool = False) -> Stats:
         return self.session.stats(ages=ages)
 
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        residual = residual_of(self.session, self._named.values()) if norms else {}
+        return self.session.metrics(waited_ms=1e3 * self._waited_s, **residual)
+
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()
 
@@ -388,6 +414,8 @@ class DdpAdapter(SavedTogether):
     def stop(self) -> None:
         """End the session's thread; the transport stays open."""
         self._stop_watching()
+        if self._advice is not None:
+            self._advice.close()
         self._background.close()
 
     def close(self) -> None:

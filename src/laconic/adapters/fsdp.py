@@ -1,5 +1,6 @@
 """attach(model, scheme, group=replicas): FSDP2 shards a model inside a node, and laconic speaks between nodes."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks, get_rank
 
 from laconic.adapters.alike import begin_alike_, check_common, check_names
-from laconic.adapters.ddp import GradScaler
+from laconic.adapters.ddp import GradScaler, residual_of
+from laconic.adapters.optimizers import AdamAdvice
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
-from laconic.session import OnMismatch, Replicas, SavedTogether, Session, Stats
+from laconic.session import Observed, OnMismatch, Replicas, Session, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
 
 
@@ -176,7 +178,7 @@ def attach_to_shards(
     return FsdpAdapter(session, units, mesh.get_group(), device, replicas if scheme.talks else None)
 
 
-class FsdpAdapter(SavedTogether):
+class FsdpAdapter(Observed):
     """Feeds a session with the shard of each unit's gradient, which waits for the others' in the backward pass.
 
     FSDP2 has then reduced it inside the node, and goes on with what the session made of it: it divides, converts,
@@ -201,6 +203,9 @@ class FsdpAdapter(SavedTogether):
         self._device = device
         self._replicas = replicas
         self._num_heard = 0  # units that took part in the step that is under way
+        self._waited_s = self._last_waited_s = 0.0  # by the backward pass, in this step and the last
+        self._parameters = [p.sharded_param for unit in units for p in unit.names]
+        self._advice = AdamAdvice.where_due(session.scheme, self._parameters, self.everyone.rank)
         for unit in units:
             unit.call(partial(self._or_fail, self._take_, unit))
 
@@ -230,7 +235,9 @@ class FsdpAdapter(SavedTogether):
         if not self._num_heard:
             # After FSDP2's own, which reduces what is left.
             Variable._execution_engine.queue_callback(partial(self._or_fail, self._end_step_))
+        start = time.perf_counter()
         self.session.exchange_(Bucket(self._num_heard, layout, shard, is_last=False))
+        self._waited_s += time.perf_counter() - start
         self._num_heard += 1
         if unit.sums:
             shard *= self.transport.num_workers
@@ -245,6 +252,7 @@ class FsdpAdapter(SavedTogether):
         finite = torch.tensor(int(self.session.finite_so_far), device=self._device)
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._shards)
         self._num_heard = 0
+        self._last_waited_s, self._waited_s = self._waited_s, 0.0
         self.session.end_step_(finite=bool(finite))
         if self._replicas is not None and self._replicas.are_due():
             self._replicas.check_()
@@ -259,6 +267,10 @@ class FsdpAdapter(SavedTogether):
 
     def stats(self, *, ages: bool = False) -> Stats:
         return self.session.stats(ages=ages)
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        residual = residual_of(self.session, self._parameters) if norms else {}
+        return self.session.metrics(waited_ms=1e3 * self._last_waited_s, **residual)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.session.state_dict(), "shard": self._shards.rank(), "num_shards": self._shards.size()}
@@ -276,4 +288,6 @@ class FsdpAdapter(SavedTogether):
         """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""
         for unit in self._units:
             unit.release()
+        if self._advice is not None:
+            self._advice.close()
         self.transport.close()

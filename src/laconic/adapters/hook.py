@@ -12,10 +12,10 @@ from torch.futures import Future
 
 from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
-from laconic.adapters.switch import unwrapped
-from laconic.errors import SchemeError, StateError
+from laconic.adapters.torch_hooks import unwrapped
+from laconic.errors import SchemeError, StateError, check_timeout
 from laconic.scheme import AnyScheme, Scheme
-from laconic.session import SavedTogether, Stats
+from laconic.session import Observed, Stats
 from laconic.transport import Everyone, Group, own_group, world
 
 _log = logging.getLogger("laconic.adapters")
@@ -36,6 +36,7 @@ def hook(
     has a `group` other than all ranks, or `find_unused_parameters`. Without `model` parameters go by their place in
     DDP's first buckets: a state then fits the same model with the same bucket_cap_mb. Servers need attach().
     """
+    check_timeout(timeout_s)
     scheme = of_gradients(scheme)
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is PyTorch's own hook; register that one, or use laconic.attach")
@@ -45,7 +46,7 @@ def hook(
     return state, HookSession.run
 
 
-class HookSession(SavedTogether):
+class HookSession(Observed):
     """A session that begins with the first bucket; before, it only takes a state to continue from."""
 
     def __init__(
@@ -108,6 +109,17 @@ class HookSession(SavedTogether):
     def stats(self, *, ages: bool = False) -> Stats:
         """Those of the session."""
         return self.session.stats(ages=ages)
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        """Those of the session."""
+        return self.session.metrics(norms=norms)
+
+    def discard_(self) -> None:
+        """Take the session's last step back."""
+        self.session.discard_()
+
+    def __repr__(self) -> str:
+        return f"<HookSession {self._scheme}: not begun>" if self._adapter is None else super().__repr__()
 
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()

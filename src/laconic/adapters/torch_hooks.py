@@ -1,31 +1,89 @@
-"""PyTorch's own hooks as controls: unchanged, on a group that counts their bytes."""
+"""DDP's communication hooks: the one that we register for good, and PyTorch's own as controls, with bytes counted."""
 
 # No deferred annotations here: DDP checks those of its hook.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import kernels
-from laconic.adapters.switch import HookSwitch
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import SavedTogether, Stats
+from laconic.session import Observed, Stats, StepMeter
 from laconic.transport import CountedGroup, Everyone, backend_for, ring_bytes
 
+_WRAPPED = ("_orig_mod", "_forward_module")  # by torch.compile; by Fabric
 
-class TorchHookSession(SavedTogether):
+BucketHook = Callable[[GradBucket], Future[Tensor]]
+
+
+class HookSwitch:
+    """The hook of a DDP module, which takes one for good: it passes buckets on to whoever listens at the time.
+
+    While nobody listens, gradients are averaged as DDP itself does.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._group = ddp.process_group
+        self.listener: BucketHook | None = None
+        ddp.register_comm_hook(self, HookSwitch.submit)
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> "HookSwitch":
+        """The module's own; SchemeError where another hook, or another session, has it."""
+        for _, state in ddp._comm_hooks:
+            if isinstance(state, cls) and state.listener is None:
+                return state
+        check_free(ddp)
+        return cls(ddp)
+
+    def submit(self, bucket: GradBucket) -> Future[Tensor]:
+        """Hand one of DDP's buckets on."""
+        return self.listener(bucket) if self.listener is not None else default_hooks.allreduce_hook(self._group, bucket)
+
+    def release(self) -> None:
+        """Listen no more: from the next backward pass on DDP averages by itself."""
+        self.listener = None
+
+
+def check_free(ddp: DistributedDataParallel) -> None:
+    """SchemeError unless nobody listens to the module's gradients yet."""
+    if any(not isinstance(state, HookSwitch) or state.listener is not None for _, state in ddp._comm_hooks):
+        raise SchemeError(
+            "this module has a communication hook already; close() the session that has it, or attach to a fresh "
+            "DistributedDataParallel"
+        )
+
+
+def kept_as_they_are(bucket: GradBucket) -> Future[Tensor]:
+    """A listener that exchanges nothing."""
+    buffer = bucket.buffer()
+    done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(buffer)
+    return done
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside what torch.compile, Accelerate and Fabric hand out, by the names of their fields."""
+    for name in _WRAPPED:
+        inside = vars(module).get("_modules", {}).get(name)
+        if isinstance(inside, nn.Module):
+            return unwrapped(inside)
+    return module
+
+
+class TorchHookSession(Observed):
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
     transport: None = None
@@ -41,6 +99,7 @@ class TorchHookSession(SavedTogether):
         self._last_end = 0.0
         self._received: list[Tensor] = []  # in this step
         self._step_is_whole = True
+        self._meter = StepMeter()
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         self._switch = HookSwitch.of(ddp)
@@ -60,10 +119,11 @@ class TorchHookSession(SavedTogether):
         )
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
-        self._num_entries += bucket.buffer().numel()
-        self._steps += bucket.is_last()
         if self._step_is_whole:
             self._received = []
+            self._meter.end_step(self._totals())
+        self._num_entries += bucket.buffer().numel()
+        self._steps += bucket.is_last()
         self._step_is_whole = bucket.is_last()
         since = time.perf_counter()
         if self._power is not None:
@@ -103,6 +163,15 @@ class TorchHookSession(SavedTogether):
             by_kind=traffic.copy(),
             seconds={**dict.fromkeys(PHASES, 0.0), "exchange": self._seconds},
         )
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        return self._meter.metrics(self._totals(), step=self._steps, members=self._group.size())
+
+    def _totals(self) -> dict[str, float]:
+        stats = self.stats()
+        return {name: getattr(stats, name) for name in ("bytes_out", "bytes_in", "dense_bytes_out")} | {
+            "exchange_ms": 1e3 * self._seconds
+        }
 
     def state_dict(self) -> dict[str, Any]:
         power = self._power

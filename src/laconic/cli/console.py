@@ -6,10 +6,13 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from laconic.errors import LaconicError
+
+_REPEATED_S = 2.0  # in which rank 0 can write a line
 
 
 def say(text: str) -> None:
@@ -54,10 +57,16 @@ def is_worker() -> bool:
 
 
 def as_worker(work: Callable[[], int], *, failed: int = 1) -> int:
-    """Do a rank's work; what goes wrong is one line of its own, and the launcher says which rank was first."""
+    """Do a rank's work; what goes wrong is one line of its own, and the launcher says which rank was first.
+
+    What all ranks raise alike is rank 0's to say; the others end after it, since the first to end has all stopped.
+    """
     try:
         return work()
     except Exception as error:
+        if getattr(error, "is_repeated", False):
+            time.sleep(_REPEATED_S)
+            return failed
         first_line = next(iter(str(error).splitlines()), "")
         cause = error if isinstance(error, LaconicError) else f"{type(error).__name__}: {first_line}"
         say(f"laconic: rank {os.environ['RANK']}: {cause}")

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.adapters import Attached, follow_others, unwrapped
 from laconic.api import attach
+from laconic.errors import check_timeout
 from laconic.recipes import parse
 from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
@@ -39,6 +40,7 @@ def attach_or_follow(
 def _either(
     ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: AnyScheme | str, options: dict[str, Any]
 ) -> Either:
+    check_timeout(options.get("timeout_s"))
     scheme = parse(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme
     ddp = unwrapped(ddp)
     if isinstance(scheme, str) or scheme.of_what == "gradients" or not isinstance(ddp, DistributedDataParallel):

@@ -122,6 +122,7 @@ class Path:
     clock: PhaseClock
 
     checks_finite: ClassVar[bool] = True  # before an exchange; where the network adds floats, NaN survives
+    num_pushed = num_answered = 0  # entries that went to owners, and came back from them
 
     @property
     def message_offsets(self) -> Sequence[int]:

@@ -43,8 +43,8 @@ class PushPull(Path):
     def __post_init__(self) -> None:
         self._votes = self.server.votes
         self._divisions: dict[Layout, _Division] = {}
-        self._num_pushed = 0  # of the entries that are selected among
-        self._num_answered = 0
+        self.num_pushed = 0  # of the entries that are selected among
+        self.num_answered = 0
 
     @property
     def message_offsets(self) -> Sequence[int]:
@@ -168,8 +168,8 @@ class PushPull(Path):
             at = to_device(at, flat.device)
             union = at if positions is None else positions.index_select(0, at)
             aggregate = values.index_select(0, at)
-        self._num_pushed += selected.numel()
-        self._num_answered += union.numel()
+        self.num_pushed += selected.numel()
+        self.num_answered += union.numel()
         self.learn_(work, selected, union, aggregate)
 
     def _answer(self, work: Work, parts: Mapping[int, Tensor]) -> Tensor | None:
@@ -189,8 +189,8 @@ class PushPull(Path):
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
         return {
             "passes": self.plans.passes(),
-            "num_pushed": self._num_pushed,
-            "num_answered": self._num_answered,
+            "num_pushed": self.num_pushed,
+            "num_answered": self.num_answered,
             "num_living": self.transport.num_living if self.owner is None else None,
             "held_bytes": self.owner.num_bytes if self.owner is not None else 0,
         }

@@ -24,7 +24,7 @@ from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, Optimizers, bucket_layouts
-from laconic.session import SavedTogether, Stats
+from laconic.session import Observed, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
 _log = logging.getLogger("laconic.planning")
@@ -40,7 +40,7 @@ _RECENT = 50  # steps that advice looks at
 _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow(model, optimizer, 'auto')"
 
 
-class AutoSession(SavedTogether):
+class AutoSession(Observed):
     """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
 
     def __init__(self, module: nn.Module, timeout_s: float | None, **options: Unpack[SessionOptions]) -> None:
@@ -155,7 +155,9 @@ class AutoSession(SavedTogether):
 
     def _turn_to(self, text: str) -> None:
         self._adapter.stop()
+        before = self._adapter.session
         self._adapter = self._make(text)
+        self._adapter.session.count_on_from(before)
         self._next = None
         self._begin()
 
@@ -181,6 +183,12 @@ class AutoSession(SavedTogether):
 
     def stats(self, *, ages: bool = False) -> Stats:
         return self._adapter.stats(ages=ages)
+
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        return self._adapter.metrics(norms=norms)
+
+    def discard_(self) -> None:
+        self._adapter.discard_()
 
     def state_dict(self) -> dict[str, Any]:
         return {"auto": self._choice, "chosen": self._adapter.state_dict()}

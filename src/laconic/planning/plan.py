@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import WORTH_A_PIPELINE, DdpAdapter
-from laconic.adapters.switch import HookSwitch, check_free, kept_as_they_are, unwrapped
+from laconic.adapters.torch_hooks import HookSwitch, check_free, kept_as_they_are, unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Plan, answer

@@ -1,7 +1,8 @@
 """Follower: a model that trains apart from others, and what it is called for, whatever its policy."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from laconic.replicas.gossip import GossipPolicy, MatchedGossip
 from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
-from laconic.session import PHASES, SavedTogether, Stats
+from laconic.session import PHASES, Observed, Stats, StepMeter
 from laconic.transport import ring_bytes
 
 _GOSSIP: dict[str, type[GossipPolicy]] = {
@@ -61,7 +62,7 @@ class FollowerStats(Stats):
         )
 
 
-class Follower(SavedTogether):
+class Follower(Observed):
     """One worker that trains apart; call `step()` after each `optimizer.step()`.
 
     The clock counts calls of `step()`. Its policy says what is due then: outer rounds among all workers or in pairs,
@@ -83,7 +84,8 @@ class Follower(SavedTogether):
         self.num_workers = policy.num_workers
         self._steps = 0
         self._first_step = 0  # since a state was loaded: what is counted begins there
-        self._seconds = 0.0
+        self._seconds = 0.0  # of the training thread
+        self._meter = StepMeter()
 
     @property
     def error(self) -> BaseException | None:
@@ -94,22 +96,24 @@ class Follower(SavedTogether):
         """Apply what is due, send what is due, and wait as the scheme says."""
         self._check_open()
         self.policy.raise_error()
-        start = time.perf_counter()
-        self._steps += 1
-        self.policy.apply_due_(self._steps)
-        self.policy.send_due(self._steps)
-        self.policy.apply_due_(self._steps)  # results that nobody trains on without
-        self._seconds += time.perf_counter() - start
+        with self._timed():
+            self._steps += 1
+            self.policy.apply_due_(self._steps)
+            self.policy.send_due(self._steps)
+            self.policy.apply_due_(self._steps)  # results that nobody trains on without
+        self._meter.end_step(self._totals())
 
     def settle(self) -> None:
         """Wait until no update is pending anywhere, and apply them now; a call that all workers make."""
         self._check_open()
-        self.policy.settle(self._steps)
+        with self._timed():
+            self.policy.settle(self._steps)
 
     def average_(self) -> None:
         """Give every worker the mean of the models of all that are alive; a call that all of those make."""
         self._check_open()
-        self.policy.average_(self._steps)
+        with self._timed():
+            self.policy.average_(self._steps)
 
     def check_replicas_(self) -> None:
         """Compare the anchors of all workers now; a call that all make between steps. In gossip there is none."""
@@ -132,6 +136,25 @@ class Follower(SavedTogether):
             }
         )
 
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the last step: step, bytes_out, bytes_in, ratio, rounds, skipped, members.
+
+        `training_ms` is what the training thread spent in step(), `waited_ms` what of that it waited; ms by phase are
+        of exchanges that ended meanwhile in the background.
+        """
+        return self._meter.metrics(step=self._steps, members=self.policy.num_members)
+
+    def _totals(self) -> dict[str, float]:
+        dense = ring_bytes(4 * self.policy.num_dense, self.num_workers) * (self._steps - self._first_step)
+        return {**self.policy.totals(), "dense_bytes_out": dense, "training_ms": 1e3 * self._seconds}
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count what the training thread spends inside."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, to be saved per rank beside its model and optimizer.
 
@@ -149,7 +172,9 @@ class Follower(SavedTogether):
         """
         states, own = states_of(saved, self.rank, self.num_workers, self.policy.shard)
         self.policy.load_state_dict(states, own)
-        self._steps = self._first_step = int((own or states[0])["step"])
+        step = int((own or states[0])["step"])
+        self._first_step += step - self._steps  # what was counted before stays counted
+        self._steps = step
 
     def close(self) -> None:
         """End its exchanges, after those that are in flight."""

@@ -153,6 +153,19 @@ class GossipPolicy(Policy):
             "lost": dict(self.lost),
         }
 
+    def totals(self) -> dict[str, float]:
+        traffic = self.end.traffic
+        return {
+            "bytes_out": traffic.bytes_out,
+            "bytes_in": traffic.bytes_in,
+            "rounds": self.num_asked + self.answered,
+            "skipped": self.refused,
+        }
+
+    @property
+    def num_members(self) -> int:
+        return self.num_workers - len(self.lost)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "groups": [group.num_entries for group in self.vector.groups],

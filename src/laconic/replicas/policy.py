@@ -104,6 +104,15 @@ class Policy(ABC):
         """The fields of FollowerStats that this policy counts, over so many steps."""
 
     @abstractmethod
+    def totals(self) -> dict[str, float]:
+        """What it has counted so far, by the names of Follower.metrics(): numbers that are on the host."""
+
+    @property
+    @abstractmethod
+    def num_members(self) -> int:
+        """The workers that are known to be there, this one among them."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What it keeps from step to step, as plain tensors and numbers."""
 

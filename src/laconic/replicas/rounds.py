@@ -362,6 +362,14 @@ class OuterRounds(Policy):
             return sum(float(momentum.value) for momentum in self._momenta.values()) / len(self._momenta)
         return self._optimizer.param_groups[0].get("momentum")
 
+    def totals(self) -> dict[str, float]:
+        counted = {"rounds": self._num_rounds, "skipped": self._num_skipped, "waited_ms": 1e3 * self._waited_s}
+        return {**self._session.totals(), **counted}
+
+    @property
+    def num_members(self) -> int:
+        return self._session.transport.num_living
+
     def state_dict(self) -> dict[str, Any]:
         self._wait_for_all()
         return {

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError, SchemeError
+from laconic.errors import FrameError, SchemeError, check_timeout
 from laconic.fault_points import fault_point
 from laconic.layout import Layout
 from laconic.recipes import parse
@@ -72,6 +72,7 @@ def serve(
     Example:
         stats = laconic.serve("topk:rho=0.01,exchange=server", servers=[0])
     """
+    check_timeout(timeout_s)
     check_wait(scheme, wait_budget_s, len(servers))
     scheme = served_scheme(scheme)
     listener = Listener(

@@ -13,10 +13,10 @@ from laconic.fault_points import armed, fault_point
 from laconic.kernels import Executor
 from laconic.layout import Bucket, Layout
 from laconic.memory import Account, Ledger, Nothing, SetAside, Undo
-from laconic.paths import Exchange, Path, PhaseClock, Work, dense_path, path_for
+from laconic.paths import PHASES, Exchange, Path, PhaseClock, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state
-from laconic.session.stats import Stats
+from laconic.session.stats import Stats, StepMeter
 from laconic.transport import Transport, ring_bytes, rows_of
 
 _log = logging.getLogger("laconic.session")
@@ -66,13 +66,14 @@ class Session:
         )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes)
+        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=transport.rank == 0)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
-        self._first_step = 0  # that of a checkpoint
+        self._first_step = 0  # as of Stats
         self._scale = 1.0
         self._target = scheme.select.density_among(transport.num_workers)  # share of entries that it aims to send
         self._dense_bytes_out = 0
+        self._meter = StepMeter()
         self._layouts: list[Layout] = []  # of the last whole step
         self._seen: list[Layout] = []  # of this one, as far as its buckets have come
         self._is_whole = False  # whether all of them have
@@ -219,6 +220,7 @@ class Session:
         self._seen = []
         self._is_whole = False
         self._num_ended = 0
+        self._meter.end_step(self.totals())
 
     def discard_if_(self, unused: bool) -> None:
         """Take the last step back where its gradients were not used; a call that all workers make, and agree on."""
@@ -229,9 +231,7 @@ class Session:
         if unused:
             if self._before is None:
                 raise StateError("there is no step to discard; attach(..., unused_steps='discard') can take one back")
-            first_step = self._first_step
             self.load_state_dict(self._before)
-            self._first_step = first_step
             self._resumed_layouts = []  # buckets are cut as they were
             self._before = None
 
@@ -272,6 +272,36 @@ class Session:
             **self._path.figures(ages=ages),
         )
 
+    def metrics(self, **others: float) -> dict[str, float]:
+        """The numbers of the last step, without a pass over anything; see `Attached.metrics`."""
+        skipped = float(self._last_overflowed)
+        return self._meter.metrics(step=self._step, skipped=skipped, members=self.transport.num_living, **others)
+
+    def totals(self) -> dict[str, float]:
+        """What was counted so far, for a StepMeter: numbers that the host has, so that nothing waits for a device."""
+        traffic = self.transport.traffic
+        return {
+            "bytes_out": traffic.bytes_out,
+            "bytes_in": traffic.bytes_in,
+            "dense_bytes_out": self._dense_bytes_out,
+            "pushed": self._path.num_pushed,
+            "answered": self._path.num_answered,
+            **{f"{phase}_ms": 1e3 * self._clock.seconds[phase] for phase in PHASES},
+        }
+
+    def residual_norm(self) -> float:
+        """The norm of what this worker owes, in unscaled units: a pass over all of it, which waits for the device."""
+        owed = [account.balance for account in self._ledger.opened.values() if account.kept]
+        return float(torch.stack([balance.norm() for balance in owed]).norm()) if owed else 0.0
+
+    def count_on_from(self, before: "Session") -> None:
+        """Add what another session counted that exchanged these gradients until now, over the same transport."""
+        self._dense_bytes_out += before._dense_bytes_out
+        for phase, seconds in before._clock.seconds.items():
+            self._clock.seconds[phase] += seconds
+        self._first_step -= before._step - before._first_step
+        self._meter.end_step(self.totals())
+
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank.
 
@@ -286,8 +316,8 @@ class Session:
         states = state.by_rank(saved)
         progress, kept = state.load(states, self.scheme, self.transport)
         self._path.load_state_dict(states)
+        self._first_step += progress.step - self._step  # what was counted before stays counted
         self._step = progress.step
-        self._first_step = progress.step
         self._overflow.skipped_steps = progress.skipped_steps
         self._resumed_layouts = progress.layouts
         self._ledger.load_state_dict(kept)
@@ -305,11 +335,12 @@ class OverflowRule:
     GradScaler pay.
     """
 
-    def __init__(self, *, undoes: bool, zeroes: bool) -> None:
+    def __init__(self, *, undoes: bool, zeroes: bool, warns: bool) -> None:
         self.skipped_steps = 0
         self.zeroes = zeroes
         self._in_a_row = 0
         self._undoes = undoes
+        self._warns = warns and not undoes  # a GradScaler may need more steps to find its scale
         self._undo = Undo()
         self.overflowed = False  # in the step that is under way
 
@@ -346,7 +377,7 @@ class OverflowRule:
                 f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN and were zeroed; go back to a checkpoint, "
                 "with a smaller learning rate"
             )
-        if self._in_a_row == _MOST_IN_A_ROW and not self._undoes:  # a GradScaler may need more to find its scale
+        if self._in_a_row == _MOST_IN_A_ROW and self._warns:
             _log.warning(
                 f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
                 "checkpoint, and call optimizer.step() only where session.last_step_finite"

@@ -1,9 +1,13 @@
-"""What a session did so far: bytes, seconds, steps."""
+"""What a session did so far, and in its last step: bytes, seconds, steps."""
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from laconic.errors import StateError
 from laconic.paths import PHASES
+from laconic.session.state import SavedTogether
 from laconic.transport import Count
 
 
@@ -28,7 +32,7 @@ class Stats:
     oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; on request
     never_sent: float | None = None  # share of entries that this worker has never sent; on request
     num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
-    first_step: int = 0  # steps that were done before this session, which went on from a checkpoint
+    first_step: int = 0  # steps of which nothing is counted here: those before a checkpoint, less discarded ones
     held_bytes: int = 0  # what this worker holds as the owner of a share
 
     @property
@@ -76,3 +80,49 @@ def summary(stats: Stats, *, lost: str = "", exchanges: str = "", bits: str = ""
         f"{exchanges}{stats.bytes_out / steps:,.0f} bytes out and {stats.bytes_in / steps:,.0f} in per step "
         f"({ratio}{bits}); {rest}"
     )
+
+
+class StepMeter:
+    """Totals at the ends of the last two steps, so that their difference is what the last step took."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+
+    def end_step(self, totals: Mapping[str, float]) -> None:
+        """Note what was counted until now."""
+        self._ends = self._ends[1], totals
+
+    def metrics(self, now: Mapping[str, float] | None = None, /, **others: float) -> dict[str, float]:
+        """The numbers of the last step, or of what came after it until `now`, and what follows from them."""
+        before, after = self._ends if now is None else (self._ends[1], now)
+        last = {name: float(total - before.get(name, 0.0)) for name, total in after.items()}
+        dense, pushed, answered = (last.pop(name, 0.0) for name in ("dense_bytes_out", "pushed", "answered"))
+        if last.get("bytes_out"):
+            last["ratio"] = dense / last["bytes_out"]
+        if pushed:
+            last["union"] = answered / pushed
+        totals = {f"{name}_total": float(after[name]) for name in ("bytes_out", "bytes_in") if name in after}
+        return {**last, **totals, **others}
+
+
+class Observed(SavedTogether):
+    """A session or a follower as its user observes it."""
+
+    @abstractmethod
+    def stats(self, *, ages: bool = False) -> Stats:
+        """What it did since it began."""
+
+    def discard_(self) -> None:
+        """Take the last step back, where that can be done; a call that all ranks make.
+
+        Raises:
+            StateError: There is no step to take back, or none can be.
+        """
+        raise StateError(
+            f"{self.stats().scheme} cannot take a step back here; attach a DistributedDataParallel with "
+            "unused_steps='discard', and without servers"
+        )
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"<{type(self).__name__} {stats.scheme}: {stats.num_workers} workers, {stats.steps} steps>"

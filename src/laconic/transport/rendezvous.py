@@ -1,5 +1,6 @@
 """How processes connect: a caller proves that it knows a secret before anything else of it is read."""
 
+import errno
 import hmac
 import json
 import os
@@ -195,7 +196,7 @@ def open_connections(
         card: object = acceptor.address
     except LaunchError as error:
         card = str(error)[:_REASON_CHARACTERS]
-    addresses = _gathered(gather, card)
+    addresses = _gathered(gather, card, rank)
     failed = ""
     assert acceptor is not None
     with ThreadPoolExecutor(1) as beside:  # those that are called may be calling, too
@@ -211,7 +212,7 @@ def open_connections(
         failed = f"rank {min(missing)} has not called rank {rank} for {_CONNECT_TIMEOUT_S:g} s; {_CURE}"
     acceptor.close()
     try:
-        _gathered(gather, failed)
+        _gathered(gather, failed, rank)
     except LaunchError:
         for link in (*to.values(), *of.values()):
             link.close()
@@ -219,23 +220,29 @@ def open_connections(
     return to, of
 
 
-def _gathered(gather: Gather, own: object) -> list[Any]:
+def _gathered(gather: Gather, own: object, rank: int) -> list[Any]:
     """What each worker has to tell, by rank; LaunchError where that is a text: the reason why one of them cannot."""
     cards = [json.loads(bytes(row.tolist())) for row in gather(payload_of(json.dumps(own).encode().ljust(_CARD_BYTES)))]
     for card in cards:
         if isinstance(card, str) and card:
-            raise LaunchError(card)
+            raise LaunchError(card, is_repeated=rank > 0)
     return cards
 
 
 def _listening(host: str, backlog: int) -> socket.socket:
     """A socket on a port that is free, or on the first free one of LACONIC_PORTS."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    *others, last = _ports()
-    for port in others:
-        with suppress(OSError):
+    ports = _ports()
+    for port in ports:
+        try:
             return socket.create_server((host, port), family=family, backlog=backlog)
-    return socket.create_server((host, last), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise LaunchError(
+        f"all ports of LACONIC_PORTS={ports[0]}-{ports[-1]} are taken at {host}; name more of them: each session takes "
+        "one in every process"
+    )
 
 
 def _ports() -> range:

@@ -15,7 +15,7 @@ from laconic_lab.records import RECORDS, make_writable, to_json
 from laconic_lab.report import write_report
 from laconic_lab.report.planned import PLAN
 from laconic_lab.train.planning import LEAST_STEPS, NOT_PLANNED, PlanJob
-from laconic_lab.train.worker import work_plan
+from laconic_lab.train.worker import check_device, work_plan
 
 _DEFAULT_STEPS = 1000
 _PROBE_STEPS = 60
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     more += ["--out", str(args.folder)] if args.folder else []
     job = PlanJob(**{**given_options(args), "scheme": "bf16"}, more_words=tuple(more))
     if not is_worker():
-        job.load_data()  # what is missing is said once
+        check_device(job)  # what is missing is said once
+        job.load_data()
         if args.folder:
             _check_folder(args.folder)
         with launcher(lab_spec(args)) as start:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from laconic.cli import as_worker, is_worker
-from laconic.recipes import parse
-from laconic.scheme import Scheme
 from laconic_lab.cli.jobs import (
     add_job_options,
     add_lab_options,
@@ -29,6 +27,7 @@ from laconic_lab.train import Job, work
 from laconic_lab.train.checkpoint import find_checkpoint
 from laconic_lab.train.result import Result, beside_dense
 from laconic_lab.train.resume import check_resume
+from laconic_lab.train.worker import check_device
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
             raise TaskError(f"{job.scheme} asks no server; leave --servers out, or give one that does, like overlap")
         spec = lab_spec(args)
         num_steps = check_before_launch(job, num_workers(job, spec))
-        if remarks := advice(job):
-            print(f"laconic: {remarks}", file=sys.stderr, flush=True)
         with ExitStack() as stack:
             start = stack.enter_context(launcher(spec, lambda result: _tell(result, job)))
             shown = job
@@ -67,21 +64,9 @@ def run(args: argparse.Namespace) -> int:
     return as_worker(lambda: work(job, lambda result: _tell(result, job)))
 
 
-def advice(job: Job) -> str:
-    """A line of advice before a job starts; nothing where there is none."""
-    scheme = parse(job.scheme)
-    if job.training.optimizer != "adamw" or not isinstance(scheme, Scheme):
-        return ""
-    if scheme.select.density == 1 or scheme.select.factors or scheme.memory.momentum:
-        return ""
-    return (
-        f"under AdamW {job.scheme} learns less than models that agree now and then, at more bytes; "
-        "see 'Which scheme?' in the docs, or try --scheme streaming"
-    )
-
-
 def check_before_launch(job: Job, num_workers: int) -> int:
     """Find what is missing before any worker starts, so that it is said once; the number of steps."""
+    check_device(job)
     num_steps = job.num_steps(len(job.load_data().train_targets), num_workers)
     if job.out is None:
         return num_steps

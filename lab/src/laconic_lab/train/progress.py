@@ -52,7 +52,7 @@ class Progress:
 
     def _text(self, fact: dict[str, Any]) -> str:
         beside = beside_dense(self._loop.learner.stats().ratio)
-        sent = f"{fact['bytes_out']:,} bytes out" + (f" ({beside})" if beside else "")
+        sent = f"{fact['bytes_out']:,} bytes out" + (f" ({beside} so far)" if beside else "")
         rate = self._loop.tokens_per_s(fact["ms"])
         seen = f", {rate:,.0f} tokens/s" if rate else ""
         return f"train loss {fact['loss']:.3f}, {fact['ms']:.0f} ms{seen}, {sent}"

@@ -215,12 +215,17 @@ def _end_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def check_device(job: Job) -> None:
+    """TaskError where this machine has no such device."""
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+
+
 def device_of(job: Job) -> torch.device:
     """The device that this process computes on; an error where there is no such device."""
+    check_device(job)
     if job.device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -1,12 +1,19 @@
-"""Whether what was exchanged was used: a backward pass whose gradients are thrown away must leave nothing behind."""
+"""What optimizers make of gradients that were exchanged: nothing at all, or less than they could."""
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from laconic.scheme import Scheme
+
+_log = logging.getLogger("laconic.adapters")
+
+_MOMENTS = ("exp_avg", "exp_inf", "row_var", "variance")  # how names begin of what Adam's kin keep of a parameter
 
 
 class UseWatch:
@@ -91,8 +98,59 @@ class _OnGradient:
             watch.note_gradient(parameter)
 
 
+class AdamAdvice:
+    """Logs once, after the first step, that an optimizer of Adam's kin steps on gradients that a scheme makes sparse.
+
+    It costs a call at each optimizer's step, which looks at the first one of each optimizer.
+    """
+
+    def __init__(self, scheme: Scheme, parameters: Collection[Tensor]) -> None:
+        self._scheme = scheme
+        self._ids = {id(parameter) for parameter in parameters}
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_given = False
+        self._hook = register_optimizer_step_post_hook(_OnStep(weakref.ref(self)))
+
+    @classmethod
+    def where_due(cls, scheme: Scheme, parameters: Collection[Tensor], rank: int) -> "AdamAdvice | None":
+        """The advice of rank 0, for a scheme that sends few entries; of low rank and of few bits Adam makes enough."""
+        is_sparse = not (scheme.select.sends_all or scheme.select.factors)
+        return cls(scheme, parameters) if is_sparse and rank == 0 else None
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, and its state is there to look at."""
+        if self._is_given or optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        for group in optimizer.param_groups:
+            ours = [parameter for parameter in group["params"] if id(parameter) in self._ids]
+            kept = [str(name) for parameter in ours for name in optimizer.state.get(parameter, ())]
+            is_kin = "betas" in group or any(name.startswith(_MOMENTS) for name in kept)
+            text = _advice(self._scheme, type(optimizer).__name__, group) if ours and is_kin else ""
+            if text:
+                _log.warning(text)
+                self._is_given = True
+                return
+
+    def close(self) -> None:
+        """Take the hook off."""
+        self._hook.remove()
+
+
+def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
+    """What is known of this optimizer on sparse gradients; see docs/slow.md for the figures."""
+    if scheme.memory.momentum:  # in the place of Adam's own: the one remedy that worked
+        beta = group.get("betas", (0.0,))[0]
+        return f"{scheme} carries momentum, and so does {name}; give it betas=(0.0, ...)" if beta else ""
+    return (
+        f"{name} learns less from the sparse gradients of {scheme} than from whole ones, since of an entry that waited "
+        "its step keeps little; use the scheme 'streaming' (laconic.follow), or 'lowrank:rank=16' where all ranks must "
+        "be equal at every step"
+    )
+
+
 class _OnStep:
-    def __init__(self, watch: "weakref.ref[UseWatch]") -> None:
+    def __init__(self, watch: "weakref.ref[UseWatch] | weakref.ref[AdamAdvice]") -> None:
         self._watch = watch
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
