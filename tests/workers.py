@@ -77,7 +77,7 @@ class FewWorkers:
         self._deaths = list(deaths)
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        self.num_living -= self._deaths.pop(0)
+        self.num_living -= self._deaths.pop(0) if self._deaths else 0
         return [list(mine)] * self.num_living
 
     def total(self, tensor: Tensor) -> Tensor:

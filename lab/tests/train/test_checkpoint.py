@@ -162,6 +162,16 @@ def test_workers_look_at_each_file_once_among_them(tmp_path: Path, monkeypatch: 
     assert sorted(looked_at) == [f"step-{step}/rank-{rank}.pt" for step in (10, 20) for rank in range(3)]
 
 
+def test_a_death_while_a_checkpoint_is_looked_at_leaves_no_file_unseen(tmp_path: Path) -> None:
+    def work(transport: InProcess) -> None:
+        save(tmp_path, 10, transport.rank, workers=_Met(transport))
+
+    in_process(2, work)
+    (tmp_path / "checkpoint" / "step-10" / "rank-1.pt").write_bytes(b"")
+    with pytest.raises(TaskError, match=r"rank-1.pt is damaged"):  # which the one that died was to look at
+        find_checkpoint(tmp_path, FewWorkers(0, 2, deaths=(1,)))
+
+
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = tmp_path / "checkpoint" / "step-10" / "manifest.json"

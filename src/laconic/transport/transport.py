@@ -169,11 +169,15 @@ class Adding(Protocol):
 
 
 def rows_of(workers: Adding, own: Sequence[float]) -> list[list[float]]:
-    """The same numbers of all of them, by place: the sum of tables of which each worker fills its own row."""
-    table = torch.zeros(workers.num_living, len(own), dtype=torch.float64)
-    table[workers.place] = torch.tensor(own, dtype=torch.float64)
+    """The same numbers of all that are there, by place: the sum of tables of which each worker fills its own row.
+
+    A row begins and ends with a mark, since a worker that has died leaves zeros: none is there, or, where it died
+    between its messages to two servers, one of the two.
+    """
+    table = torch.zeros(workers.num_living, len(own) + 2, dtype=torch.float64)
+    table[workers.place] = torch.tensor([1.0, *own, 1.0], dtype=torch.float64)
     rows: list[list[float]] = workers.total(table).tolist()
-    return rows
+    return [row[1:-1] for row in rows if row[0] and row[-1]]
 
 
 def _share(count: int, num_workers: int) -> int:

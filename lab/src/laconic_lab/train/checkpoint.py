@@ -133,14 +133,17 @@ def _damage(checkpoint: Path, about: Mapping[str, Any], group: WorkerGroup | Non
     if about.get("format") != _FORMAT:
         return f"{checkpoint} is of laconic {about.get('laconic')}, whose format this version does not read"
     files = list(about["files"].items())
-    own = range(group.place, len(files), group.num_living) if group else range(len(files))
-    damaged = (number for number in own if not _is_whole(checkpoint / files[number][0], files[number][1]))
-    first = next(damaged, len(files))
-    if group:
-        rows = group.gather([about["step"], first])
+    first, num_sharing = len(files), 0
+    rows: list[list[float]] = []
+    while not rows or len(rows) < num_sharing:  # again where one died meanwhile, with whose files nobody is done
+        place, num_sharing = (group.place, group.num_living) if group else (0, 1)
+        own = range(place, len(files), num_sharing)
+        damaged = (number for number in own if not _is_whole(checkpoint / files[number][0], files[number][1]))
+        row = [about["step"], next(damaged, len(files))]
+        rows = group.gather(row) if group else [row]
         if len(steps := {int(step) for step, _ in rows}) > 1:
             raise other_steps(checkpoint.parent.parent, steps)
-        first = min(int(number) for _, number in rows)
+        first = min(first, *(int(number) for _, number in rows))
     if first == len(files):
         return ""
     part = checkpoint / files[first][0]
