@@ -22,6 +22,7 @@ FAULT_POINTS |= {
     "train.evaluate": "before an evaluation (loop)",
     "train.average": "after the last step, before models that trained apart are averaged (loop)",
     "train.save": "before a checkpoint is written (loop)",
+    "train.resume": "before a checkpoint is looked for (loop)",
     "train.resumed": "after a run was resumed (loop)",
     "train.end": "after the last evaluation (loop)",
 }

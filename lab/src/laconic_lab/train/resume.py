@@ -47,6 +47,7 @@ def resume_(loop: TrainingLoop) -> None:
     learner = loop.learner
     rank = loop.course.rank
     assert job.out is not None
+    fault_point("train.resume", loop)
     checkpoint = find_checkpoint(job.out, loop.group)
     states = checkpoint.load()
     check_resume(job, loop.course.num_steps, checkpoint, states)
