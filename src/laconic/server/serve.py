@@ -21,7 +21,7 @@ from laconic.scheme import AnyScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.transport import Kind, Message, exchange_addresses, longest_message, payload_of, world
+from laconic.transport import Kind, Message, check_connected, exchange_addresses, longest_message, payload_of, world
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -78,7 +78,7 @@ def serve(
         world().size() - len(servers), timeout_s, wait_budget_s=math.inf if wait_budget_s is None else wait_budget_s
     )
     exchange_addresses(servers, listener.address)
-    by_rank = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
+    by_rank = {rank: _terms(rank, text, listener) for rank, text in _accept(listener).items()}
     for rank, terms in by_rank.items():
         if terms["scheme"] != str(scheme):
             listener.fail(
@@ -97,6 +97,18 @@ def serve(
         finally:
             listener.close()
     return handler.stats()
+
+
+def _accept(listener: Listener) -> dict[int, str]:
+    """The terms of all workers, by rank; LaunchError, on all ranks, as soon as one of them fails to connect."""
+    with ThreadPoolExecutor(1) as beside:
+        accepting = beside.submit(listener.accept)
+        try:
+            check_connected("", is_server=True)
+        except BaseException:
+            listener.stop_accepting()
+            raise
+        return accepting.result()
 
 
 def served_scheme(scheme: AnyScheme | str) -> Scheme:

@@ -9,6 +9,7 @@ from laconic.transport.collectives import (
     as_peer_error,
     backend_for,
     check_alike,
+    check_connected,
     counterparts,
     exchange_addresses,
     own_group,

@@ -105,6 +105,7 @@ class Message:
 class Connection:
     """One TCP connection, under TLS where a context for that is given; small messages leave at once."""
 
+    world_rank: int | None = None  # of the other end, where that is known
     _relay: threading.Thread | None = None
 
     def __init__(

@@ -246,7 +246,14 @@ def open_mailbox(
 ) -> TcpMailbox:
     """A mailbox among the workers of a transport, for messages of at most so many bytes; a call that all make."""
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
-    to, of = open_connections(transport.rank, transport.tell_all, calls=others, awaits=others)
+    to, of = open_connections(
+        transport.rank,
+        transport.tell_all,
+        calls=others,
+        awaits=others,
+        timeout_s=timeout_s,
+        names=transport.world_ranks,
+    )
     return TcpMailbox(transport.rank, to, of, patience_s, timeout_s, longest)
 
 

@@ -51,6 +51,11 @@ class Transport(Protocol):
         return self.rank
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """The ranks of the workers in the world, by which errors name them."""
+        return range(self.num_workers)
+
+    @property
     def was_late(self) -> bool:
         """Whether the last answer was found without this worker; never where all wait for each other."""
         return False
