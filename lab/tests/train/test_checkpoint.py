@@ -9,6 +9,7 @@ import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from tests.workers import FewWorkers
 
 def save(folder: Path, step: int, rank: int = 0, state: Any = None, workers: FewWorkers | None = None) -> str:
     whole = {"w": torch.full((300,), float(step))} | (state or {})
-    return save_checkpoint(folder, step, rank, whole, workers or FewWorkers(), {"scheme": "topk"})
+    about = {"scheme": "topk", "num_workers": 1, "model": {}}
+    return save_checkpoint(folder, step, rank, whole, workers or FewWorkers(), about)[1]
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -180,6 +182,57 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(TaskError, match=r"manifest.json is damaged"):
         find_checkpoint(tmp_path)
+
+
+def _sign(manifest: Path, about: Any) -> None:
+    """Write a manifest that vouches for anything."""
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    manifest.write_text(json.dumps({"sha256": digest, "about": about}))
+
+
+@pytest.mark.parametrize("name", ["../../../precious", "/{0}/precious", "rank-0.pt/../../../../precious", ""])
+def test_a_manifest_cannot_have_files_deleted_that_we_did_not_write(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    for step in (10, 20):
+        save(tmp_path / "out", step)
+    path = tmp_path / "out" / "checkpoint" / "step-10" / "manifest.json"
+    about = json.loads(path.read_text())["about"]
+    _sign(path, about | {"files": {name.format(tmp_path): {"bytes": 0, "sha256": ""}}})
+    save(tmp_path / "out", 30)
+    assert precious.exists() and steps_in(tmp_path / "out") == ["step-20", "step-30"]
+
+
+def test_a_signed_manifest_of_nonsense_is_one_line(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    path = tmp_path / "checkpoint" / "step-10" / "manifest.json"
+    about = json.loads(path.read_text())["about"]
+    part = about["files"]["rank-0.pt"]
+    changes: list[dict[str, Any]] = [
+        *({name: wrong} for name in about if name != "laconic" for wrong in (None, -5, "", [], {}, {"": {}}, [[]])),
+        *({"files": {"rank-0.pt": part | change}} for change in ({"bytes": -5}, {"bytes": "9"}, {"sha256": 3})),
+    ]
+    for wrong in ([], "about", None, 7, *(about | change for change in changes if about | change != about)):
+        if isinstance(wrong, dict) and wrong["scheme"] == "":
+            continue  # which is no scheme, as a job is told that resumes it
+        _sign(path, wrong)
+        with pytest.raises(TaskError, match=r"manifest.json is damaged|whose format this version"):
+            find_checkpoint(tmp_path)
+
+
+def test_a_run_whose_last_checkpoint_is_not_saved_fails(tmp_path: Path) -> None:
+    class OneIsFull(FewWorkers):
+        def gather(self, mine: Sequence[float]) -> list[list[float]]:
+            return [list(mine), [float(len(mine) > 1), 0, *[0] * 8][: len(mine)]]
+
+    about = {"scheme": "topk", "num_workers": 1, "model": {}}
+    loop = SimpleNamespace(job=SimpleNamespace(out=tmp_path), steps_done=10, is_saved=True)
+    for workers in (FewWorkers(), OneIsFull(0, 2)):
+        loop.is_saved, _ = save_checkpoint(tmp_path, 10, 0, {}, workers, about)
+        if loop.is_saved:
+            resume.check_saved(loop)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="step 10 was trained, but not saved"):
+        resume.check_saved(loop)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_a_line_and_the_one_before_is_kept(tmp_path: Path) -> None:
