@@ -249,6 +249,8 @@ class OuterRounds(Policy):
         if result.buffers is not None:
             self.vector.write_(result.buffers, self.vector.buffers)
             self._agreed = result.buffers
+        if result.missed and not kernels.all_finite(moved):
+            self._heal_()  # now, since the others skip no round for a drift that never comes in time
 
     def _step_anchor_(self, fragment: Fragment, mean: Tensor) -> None:
         gradient = self.scheme.then.gradient(fragment.anchor, mean)
