@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import threading
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic import Follower, LaunchError, Session, attach, follow, serve
+from laconic import Follower, LaunchError, PeerError, Session, attach, follow, serve
 from laconic.layout import Bucket, Layout
 from laconic.transport import Group, own_group, world
 from tests.gossiping import Small
@@ -82,6 +83,29 @@ def test_a_failed_proof_is_an_error_on_all_ranks_at_once(
         for kind, error, seconds in failures:
             cause = "LACONIC_SECRET" if "secret" in kind else "LACONIC_TLS_CERT"
             assert cause in error and "\n" not in error and seconds < TIMEOUT_S / 2, (kind, error, seconds)
+
+
+def _follow_one_who_is_killed() -> str:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        _followed("local:every=9")
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_kill_while_others_call_follow_is_one_line() -> None:
+    pool = WorkerPool(3)
+    try:
+        for pipe in pool._pipes:
+            pipe.send((_follow_one_who_is_killed, ()))
+        for rank in (0, 2):
+            assert pool._pipes[rank].poll(60), "it hangs"
+            is_done, error = pool._pipes[rank].recv()
+            assert is_done and error.startswith(f"rank {rank} cannot go on: a peer has ended") and "\n" not in error
+    finally:
+        pool.close()
 
 
 # A float32 whose halves are alike, so that float32 and bf16 both show it, with either sign: no other text is like it.

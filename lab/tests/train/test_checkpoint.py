@@ -212,7 +212,8 @@ def test_a_signed_manifest_of_nonsense_is_one_line(tmp_path: Path) -> None:
         *({name: wrong} for name in about if name != "laconic" for wrong in (None, -5, "", [], {}, {"": {}}, [[]])),
         *({"files": {"rank-0.pt": part | change}} for change in ({"bytes": -5}, {"bytes": "9"}, {"sha256": 3})),
     ]
-    for wrong in ([], "about", None, 7, *(about | change for change in changes if about | change != about)):
+    nonsense: list[Any] = [[], "about", None, 7, *(about | change for change in changes if about | change != about)]
+    for wrong in nonsense:
         if isinstance(wrong, dict) and wrong["scheme"] == "":
             continue  # which is no scheme, as a job is told that resumes it
         _sign(path, wrong)

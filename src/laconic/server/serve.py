@@ -1,6 +1,5 @@
 """serve(scheme): what a rank does that holds no data, and answers for entries instead."""
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,17 @@ from laconic.scheme import AnyScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.transport import Kind, Message, check_connected, exchange_addresses, longest_message, payload_of, world
+from laconic.transport import (
+    Kind,
+    Message,
+    check_connected,
+    exchange_addresses,
+    longest_message,
+    pack,
+    payload_of,
+    unpack,
+    world,
+)
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -182,13 +191,12 @@ class _RequestHandler:
         if about.kind == Kind.ECHO:
             return payload
         if about.kind == Kind.STATE:
-            packed = io.BytesIO()
-            torch.save(self.owner.state_dict(), packed)
+            packed = pack(self.owner.state_dict())
             first = min(self.listener.living, default=-1)
-            return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
+            return {rank: packed if rank == first else payload_of(b"") for rank in self.listener.living}
         if about.kind == Kind.LOAD and payload.numel():
             try:
-                self.owner.load_state_dict(torch.load(io.BytesIO(received[sender].text), weights_only=True))
+                self.owner.load_state_dict(unpack(payload))
             except Exception as error:  # which are many: a state may hold anything
                 self._refuse(sender, f"a state that cannot be loaded ({type(error).__name__})")
         if about.kind == Kind.STATS:

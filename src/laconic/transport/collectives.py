@@ -360,12 +360,13 @@ def _group_of(
     *,
     is_local: bool = True,
 ) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks=list(ranks),
-        timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
-        backend=backend_for(like, device),
-        use_local_synchronization=is_local,
-    )
+    with silence_said(world().rank()):
+        group = dist.new_group(
+            ranks=list(ranks),
+            timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
+            backend=backend_for(like, device),
+            use_local_synchronization=is_local,
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -390,7 +391,8 @@ def counterparts(
     """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
     own = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
+    with silence_said(world().rank()):
+        dist.all_gather(everyone, own, group=group)
     places = [place.tolist() for place in everyone]
     if len({size for _, _, size in places}) > 1:
         raise SchemeError("nodes have unequal numbers of processes; give within= groups of one size")
@@ -429,13 +431,12 @@ def check_connected(failure: str, *, is_server: bool) -> None:
 
 
 def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
-    with silence_said(world().rank()):
-        try:
-            return _texts(world(), place_of_texts(world()), own, _CARD_BYTES)
-        except RuntimeError:  # as Gloo tells of a rank that has ended
-            if not is_server:
-                raise
-            raise LaunchError("the workers ended before they reached this server; see their logs") from None
+    try:
+        return _texts(world(), place_of_texts(world()), own, _CARD_BYTES)
+    except PeerError:
+        if not is_server:
+            raise
+        raise LaunchError("the workers ended before they reached this server; see their logs") from None
 
 
 def place_of_texts(group: dist.ProcessGroup) -> torch.device:
@@ -474,7 +475,8 @@ def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: 
     """The text of each rank of a group, of so many bytes at most."""
     padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(everyone, padded, group=group)
+    with silence_said(world().rank()):
+        dist.all_gather(everyone, padded, group=group)
     return [other.cpu().numpy().tobytes().decode(errors="replace").rstrip() for other in everyone]
 
 
