@@ -298,7 +298,7 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
         with pytest.raises(FrameError, match="server 0: nobody may say that"):
             for push in pushed:
                 served.pull(push, None)
-        served.hang_up()
+        served.shut_down()
 
     with ThreadPoolExecutor(2) as pool:
         working = [pool.submit(work, rank) for rank in range(2)]
@@ -506,7 +506,7 @@ def test_who_dies_between_two_rounds_ends_nobody(dead: int, at: str) -> None:
         for _ in range(2):
             follower.step()
         if rank == dead:
-            client.hang_up()
+            client.shut_down()
             has_died.set()
             return [], torch.empty(0)
         has_died.wait(10)

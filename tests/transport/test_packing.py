@@ -16,10 +16,18 @@ from laconic.transport import Everyone, pack, unpack
 from laconic.transport.connection import payload_of
 
 
-def _state() -> dict[str, Any]:
+def _state() -> dict[Any, Any]:
     types = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
     tensors = {str(dtype): torch.arange(7).to(dtype) for dtype in types}
-    scalars = {"step": 3, "lr": 0.1, "inf": math.inf, "none": None, "on": True, 4: "text", "betas": (0.9, [1, ()])}
+    scalars: dict[Any, Any] = {
+        "step": 3,
+        "lr": 0.1,
+        "inf": math.inf,
+        "none": None,
+        "on": True,
+        4: "text",
+        "betas": (0.9, [1, ()]),
+    }
     return {
         "tensors": tensors,
         "empty": torch.empty(0, 3),

@@ -208,8 +208,9 @@ def test_a_signed_manifest_of_nonsense_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint" / "step-10" / "manifest.json"
     about = json.loads(path.read_text())["about"]
     part = about["files"]["rank-0.pt"]
+    values: list[Any] = [None, -5, "", [], {}, {"": {}}, [[]]]
     changes: list[dict[str, Any]] = [
-        *({name: wrong} for name in about if name != "laconic" for wrong in (None, -5, "", [], {}, {"": {}}, [[]])),
+        *({name: value} for name in about if name != "laconic" for value in values),
         *({"files": {"rank-0.pt": part | change}} for change in ({"bytes": -5}, {"bytes": "9"}, {"sha256": 3})),
     ]
     nonsense: list[Any] = [[], "about", None, 7, *(about | change for change in changes if about | change != about)]

@@ -21,7 +21,7 @@ from laconic.planning.candidates import CANDIDATES, candidate, optimizer_name
 from laconic.planning.own_steps import OwnSteps, busy
 from laconic.planning.pairs import measure_pairs
 from laconic.planning.rehearsals import measure_exchanges
-from laconic.transport import Group, ProcessGroup, own_group, silence_said, world
+from laconic.transport import Group, ProcessGroup, naming_lost_peers, own_group, world
 
 _REHEARSING_S = 35.0  # after which exchanges are rehearsed as seldom as can be
 _PLANNING_S = 45.0  # after which no more is tried
@@ -74,7 +74,7 @@ def plan(
                 busy=lambda: busy(device),
                 until=start + _REHEARSING_S,
             )
-            with silence_said(group.rank()):
+            with naming_lost_peers(group.rank()):
                 measured = replace(measured, pairs=measure_pairs(own))
             foretold = answer(measured, steps=steps)
             tried = own_steps.try_all(foretold, start + _PLANNING_S)

@@ -78,7 +78,7 @@ class ServerClient(Transport):
     place = 0
     was_late = False
     owned_share: int | None = None
-    pull_turn = 2  # while a server replies, the next parts are on their way
+    pull_delay = 2  # while a server replies, the next parts are on their way
     wire: torch.device | None = torch.device("cpu")
 
     def __init__(
@@ -148,7 +148,7 @@ class ServerClient(Transport):
             before = left
             self._move(0.0)
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         for server in self._servers:
             server.link.shut_down()
 
@@ -284,7 +284,7 @@ def connect_to_servers(
         check_connected(failure, is_server=False)
     except LaconicError:
         if client is not None:
-            client.hang_up()
+            client.shut_down()
         raise
     assert client is not None
     return client

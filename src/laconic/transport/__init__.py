@@ -12,11 +12,11 @@ from laconic.transport.collectives import (
     check_connected,
     counterparts,
     exchange_addresses,
+    naming_lost_peers,
     own_group,
     place_of_texts,
     ranks_that_differ,
     release,
-    silence_said,
     world,
     world_without,
 )
@@ -33,7 +33,7 @@ from laconic.transport.interfaces import (
     interface_at,
     interfaces,
 )
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox, TcpMailbox, open_mailbox, warn
+from laconic.transport.mailbox import REQUEST_HEAD_BYTES, Mailbox, TcpMailbox, open_mailbox, warn
 from laconic.transport.packing import pack, unpack
 from laconic.transport.rendezvous import Acceptor, Address, connect
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes

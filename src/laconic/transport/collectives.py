@@ -83,8 +83,8 @@ class Group(Collectives):
             if self.rank == 0:
                 _LOG.warning("frames go through Gloo, which fills less of the link: %s", error)
             return None
-        self._hang_up = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
-        self._hang_up.atexit = False  # `_let_go` knows when
+        self._close_mesh = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
+        self._close_mesh.atexit = False  # `_let_go` knows when
         return mesh
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -158,7 +158,7 @@ class Group(Collectives):
         # A message may begin anywhere, its words may not.
         return [message.clone() for message in torch.split(incoming, received)]
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         if self._mesh is not None:
             self._mesh.shut_down()
 
@@ -213,10 +213,10 @@ class Group(Collectives):
     def let_go(self) -> None:
         """Hold the group no longer; with whoever holds it last, its threads end."""
         if vars(self).pop("_mesh", None) is not None:
-            self._hang_up()
+            self._close_mesh()
         vars(self).pop("_group", None)
 
-    def tell_all(self, card: Tensor) -> Tensor:
+    def gather_small(self, card: Tensor) -> Tensor:
         if self._encrypts:
             with self.traffic.uncounted():
                 return self.all_gather(card, "addresses")
@@ -233,7 +233,7 @@ class Group(Collectives):
         return everyone
 
     def _naming_lost_peers(self) -> AbstractContextManager[None]:
-        return silence_said(self._world_ranks[self.rank])
+        return naming_lost_peers(self._world_ranks[self.rank])
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """The tensor where the backend takes it: itself, or a copy in pinned memory of the host."""
@@ -267,7 +267,7 @@ class Everyone:
     def _exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
         """Send message r to rank r; returns those for this one, by rank."""
         own = torch.tensor([message.numel() for message in messages])
-        lengths = self._end.tell_all(own.view(torch.uint8)).contiguous().view(torch.int64)  # by sender and receiver
+        lengths = self._end.gather_small(own.view(torch.uint8)).contiguous().view(torch.int64)  # by sender and receiver
         incoming: list[int] = lengths[:, self.rank].tolist()
         for sender, length in enumerate(incoming):
             _check_length(self._end.world_ranks[sender], length, _STATE_BYTES)
@@ -291,7 +291,7 @@ class Everyone:
 
 
 @contextmanager
-def silence_said(rank: int) -> Iterator[None]:
+def naming_lost_peers(rank: int) -> Iterator[None]:
     """Raise PeerError, one line, where a backend gives up in here because a peer ended or hangs."""
     try:
         yield
@@ -360,7 +360,7 @@ def _group_of(
     *,
     is_local: bool = True,
 ) -> dist.ProcessGroup:
-    with silence_said(world().rank()):
+    with naming_lost_peers(world().rank()):
         group = dist.new_group(
             ranks=list(ranks),
             timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
@@ -391,7 +391,7 @@ def counterparts(
     """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
     own = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    with silence_said(world().rank()):
+    with naming_lost_peers(world().rank()):
         dist.all_gather(everyone, own, group=group)
     places = [place.tolist() for place in everyone]
     if len({size for _, _, size in places}) > 1:
@@ -475,7 +475,7 @@ def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: 
     """The text of each rank of a group, of so many bytes at most."""
     padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in range(group.size())]
-    with silence_said(world().rank()):
+    with naming_lost_peers(world().rank()):
         dist.all_gather(everyone, padded, group=group)
     return [other.cpu().numpy().tobytes().decode(errors="replace").rstrip() for other in everyone]
 

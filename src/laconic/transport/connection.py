@@ -39,7 +39,7 @@ class Kind(IntEnum):
     STATS = auto()
     CLOSE = auto()
     ERROR = auto()
-    QUESTION = auto()  # a request that is answered by as many bytes as it asks for, without a head
+    REQUEST = auto()  # a request that is answered by as many bytes as it asks for, without a head
     COMBINE = auto()
     AVERAGE = auto()  # a sum of models, over all that live
     LATE = auto()  # the reply of a round that was closed before its receiver's message came

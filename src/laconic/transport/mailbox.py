@@ -28,7 +28,7 @@ Reply = Callable[[int, int, Tensor, int], Tensor]  # (peer, its turn, its reques
 OnAnswered = Callable[[int, int], object]  # (peer, its turn)
 Combine = Callable[[list[Tensor]], Tensor]
 
-QUESTION_HEAD_BYTES = HEAD_BYTES  # before a request: its kind, its turn, its length and that of the reply
+REQUEST_HEAD_BYTES = HEAD_BYTES  # before a request: its kind, its turn, its length and that of the reply
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ class TcpMailbox:
         connection = self.of[peer]
         try:
             while True:
-                message = connection.receive({Kind.QUESTION: self.longest, Kind.COMBINE: self.longest, Kind.ECHO: 0})
+                message = connection.receive({Kind.REQUEST: self.longest, Kind.COMBINE: self.longest, Kind.ECHO: 0})
                 self._monitor.note_alive(peer)
                 if message.kind == Kind.ECHO:
                     continue
@@ -198,10 +198,10 @@ class TcpMailbox:
     def ask(self, peer: int, turn: int, request: Tensor, num_bytes: int) -> Tensor:
         fault_point("gossip.request", peer)
         with self._connected(peer) as connection:
-            connection.send(Message(Kind.QUESTION, turn, payload=request, reply_bytes=num_bytes))
+            connection.send(Message(Kind.REQUEST, turn, payload=request, reply_bytes=num_bytes))
             fault_point("gossip.sent", peer)
             reply = connection.receive_bytes(num_bytes)
-        self._count("model", QUESTION_HEAD_BYTES + request.nbytes, num_bytes)
+        self._count("model", REQUEST_HEAD_BYTES + request.nbytes, num_bytes)
         return reply
 
     def combine_all(self, own: Tensor, combine: Combine, kind: str | None) -> Tensor:
@@ -331,7 +331,7 @@ def open_mailbox(
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
     to, of = open_connections(
         transport.rank,
-        transport.tell_all,
+        transport.gather_small,
         calls=others,
         awaits=others,
         timeout_s=timeout_s,

@@ -78,8 +78,8 @@ class Transport(Protocol):
         """The frame of one worker, of at most so many bytes, on all; the others give None. Empty where it is gone."""
 
     @property
-    def pull_turn(self) -> int:
-        """How many turns after a push its answers are pulled: owners have one to compute theirs in."""
+    def pull_delay(self) -> int:
+        """The number of messages between a push and its pull: owners have one in which to compute their answers."""
         return 2
 
     def push(self, push: Push) -> dict[int, Tensor]:
@@ -92,7 +92,7 @@ class Transport(Protocol):
         """Take what has come, so that a sender need not wait until this worker sends more, or asks for it."""
         return
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Close all connections, since this worker has failed: nobody is to wait for its next message."""
         return
 
@@ -116,13 +116,13 @@ class Collectives(Transport, Protocol):
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
 
-    def tell_all(self, card: Tensor) -> Tensor:
+    def gather_small(self, card: Tensor) -> Tensor:
         """Everyone's few bytes in rank order, on the host, beside what is exchanged."""
         return self.all_gather(card, "addresses")
 
     def total(self, tensor: Tensor) -> Tensor:
         with self.traffic.uncounted():
-            rows = self.tell_all(tensor.contiguous().view(-1).view(torch.uint8))
+            rows = self.gather_small(tensor.contiguous().view(-1).view(torch.uint8))
         return rows.view(tensor.dtype).sum(0).view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.transport import Transport, rows_of, silence_said
+from laconic.transport import Transport, naming_lost_peers, rows_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProcessWorkers:
 
     def total(self, tensor: Tensor) -> Tensor:
         summed = tensor.to(self._device)
-        with silence_said(self.place):
+        with naming_lost_peers(self.place):
             dist.all_reduce(summed, group=self._group)
         return summed.cpu()
 
@@ -68,7 +68,7 @@ class ProcessWorkers:
         return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
-        with silence_said(self.place):
+        with naming_lost_peers(self.place):
             for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
                 dist.broadcast(buffer, group=self._group, group_src=0)
 
