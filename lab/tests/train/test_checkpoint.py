@@ -225,7 +225,7 @@ def test_a_signed_manifest_of_nonsense_is_one_line(tmp_path: Path) -> None:
 def test_a_run_whose_last_checkpoint_is_not_saved_fails(tmp_path: Path) -> None:
     class OneIsFull(FewWorkers):
         def gather(self, mine: Sequence[float]) -> list[list[float]]:
-            return [list(mine), [float(len(mine) > 1), 0, *[0] * 8][: len(mine)]]
+            return [list(mine), [1, 0, *[0] * 8][: len(mine)]]
 
     about = {"scheme": "topk", "num_workers": 1, "model": {}}
     loop = SimpleNamespace(job=SimpleNamespace(out=tmp_path), steps_done=10, is_saved=True)

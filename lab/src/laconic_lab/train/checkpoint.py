@@ -59,7 +59,7 @@ def save_checkpoint(
     """Write this worker's part; all of them call it, and only when all parts are there does the checkpoint count.
 
     Where one dies meanwhile or cannot write it does not, and those before are kept. `about` goes into the manifest.
-    Returns whether it counts, the same on all workers, and why this one could not write, in a line.
+    Returns whether all that live could write, the same on each, and why this one could not, in a line.
     """
     home = folder / _FOLDER
     fresh = home / f"step-{step}.new"
@@ -76,7 +76,6 @@ def save_checkpoint(
     except OSError as error:
         failure = _why(step, home, error)
     rows = group.gather(_row(rank, fact))  # till all have written
-    counts = False
     if leads:
         try:
             if len(rows) == num_living and all(row[1] for row in rows):
@@ -88,12 +87,11 @@ def save_checkpoint(
                 _remove(home / f"step-{step}")
                 fresh.rename(home / f"step-{step}")
                 _sync(home)
-                counts = True
                 _keep_two(home, step)
         except OSError as error:
             failure = _why(step, home, error)
         shutil.rmtree(fresh, ignore_errors=True)  # of one that does not count
-    return any(row[0] for row in group.gather([float(counts)])), failure
+    return not any(row[0] for row in group.gather([float(bool(failure))])), failure
 
 
 def forget_after(folder: Path, step: int) -> None:

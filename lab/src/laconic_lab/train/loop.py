@@ -91,7 +91,7 @@ class TrainingLoop:
         self.last_evaluation: dict[str, Any] = {}
         self.diverged_at: int | None = None  # the step from which on the loss was no number
         self.is_out_of_time = False
-        self.is_saved = True  # whether the last checkpoint that was due is on the disk
+        self.is_saved = True  # whether no worker failed to write the last checkpoint that was due
         self._not_finite_since: int | None = None
 
     def _is_over(self) -> bool:
