@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from laconic.errors import PeerError
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Combine, OnAnswered, Reply
+from laconic.transport.mailbox import REQUEST_HEAD_BYTES, Combine, OnAnswered, Reply
 from laconic.transport.traffic import Traffic
 
 
@@ -47,9 +47,9 @@ class LocalMailbox:
         if reply is None:
             raise PeerError(f"rank {peer} is gone (it was closed)")
         told = reply(self.rank, turn, said.clone(), num_bytes)
-        self._network.boxes[peer].count(told.nbytes, QUESTION_HEAD_BYTES + said.nbytes)
+        self._network.boxes[peer].count(told.nbytes, REQUEST_HEAD_BYTES + said.nbytes)
         self._delay()
-        self.count(QUESTION_HEAD_BYTES + said.nbytes, told.nbytes)
+        self.count(REQUEST_HEAD_BYTES + said.nbytes, told.nbytes)
         return told.clone()
 
     def combine_all(self, mine: Tensor, combine: Combine, kind: str | None) -> Tensor:

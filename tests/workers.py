@@ -79,7 +79,7 @@ class FewWorkers(WorkerGroup):
         self._deaths = list(deaths)
 
     def gather(self, own: Sequence[float]) -> list[list[float]]:
-        self.num_living -= self._deaths.pop(0)
+        self.num_living -= self._deaths.pop(0) if self._deaths else 0
         return [list(own)] * self.num_living
 
     def total(self, tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from laconic.errors import FrameError
 from laconic.quantize import BF16, ModuloCode, is_modulo_code, steps_of
 from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages, refusal
 from laconic.replicas.vector import ModelVector
-from laconic.transport import QUESTION_HEAD_BYTES
+from laconic.transport import REQUEST_HEAD_BYTES
 from laconic.wire import CodesShape, FrameShape
 from tests.gossiping import Small
 
@@ -153,7 +153,7 @@ def test_messages_of_remainders_are_as_long_as_foretold(worth_halving: int, monk
     assert isinstance(scheme, GossipScheme) and is_modulo_code(scheme.quantize)
     messages = ModuloMessages(vector, scheme.quantize, 0, 0)
     parts = [[k] for k in range(len(vector.groups))]
-    exchange = sum(QUESTION_HEAD_BYTES + messages.request_bytes(k) + messages.reply_bytes(k) for k in parts)
+    exchange = sum(REQUEST_HEAD_BYTES + messages.request_bytes(k) + messages.reply_bytes(k) for k in parts)
     assert scheme.bytes_out(vector.layout, 4) == exchange / 2
     assert scheme.bytes_out(vector.layout, 5) == round(0.8 * exchange / 2)  # one of five has no partner
 

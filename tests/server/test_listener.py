@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
+from laconic.replicas import Follower, OuterRounds, consensus, gather
 from laconic.server.client import ServerClient, sum_over, with_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
@@ -32,6 +33,7 @@ from laconic.wire import FrameShape
 from laconic_lab.train import Job, verdict
 from laconic_lab.train.launch import await_codes, first_failure, local_store
 from tests.parts import made
+from tests.replicas.test_rounds import outer
 from tests.transport.test_connection import trickle
 
 
@@ -307,7 +309,7 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
         with pytest.raises(FrameError, match="server 0: nobody may say that"):
             for push in pushed:
                 served.pull(push, None)
-        served.hang_up()
+        served.shut_down()
 
     with ThreadPoolExecutor(2) as pool:
         working = [pool.submit(work, rank) for rank in range(2)]
@@ -487,3 +489,52 @@ def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypa
         processes[0].wait()
     assert codes == [None, 1, 1]
     assert verdict(codes, job) == 1 and first_failure(codes, job).startswith("worker 0 of 2 ended with exit code 1")
+
+
+@pytest.mark.parametrize("at", ["gather", "evaluation", "average"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_who_dies_between_two_rounds_ends_nobody(dead: int, at: str) -> None:
+    """Neither at an evaluation nor at an average: the row of a worker that is gone is not taken for its numbers."""
+    scheme = outer("scheme:exchange=server,trigger=rounds(every=2)")
+    listener = Listener(3, 10)
+    has_died = threading.Event()
+
+    def serve_rounds() -> None:
+        listener.accept()
+        with ThreadPoolExecutor(3) as readers:
+            handler = _RequestHandler(listener, Owner(scheme.exchanged, 0, 1), dict, readers)
+            while listener.living and handler.handle_round():
+                pass
+
+    def work(rank: int) -> tuple[list[list[float]], Tensor]:
+        client = ServerClient(rank, 3, [listener.address], "", 10)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(rank))
+        follower = Follower(OuterRounds(model, optimizer, scheme, client, in_background=False))
+        for _ in range(2):
+            follower.step()
+        if rank == dead:
+            client.shut_down()
+            has_died.set()
+            return [], torch.empty(0)
+        has_died.wait(10)
+        if at == "evaluation":
+            consensus(follower)
+        elif at == "average":
+            follower.average_()
+        rows = gather(follower, [10.0 + rank])
+        follower.average_()
+        follower.close()
+        return rows, follower.vector.read()
+
+    with ThreadPoolExecutor(4) as pool:
+        serving = pool.submit(serve_rounds)
+        results = list(pool.map(work, range(3)))
+        serving.result(10)
+    listener.close()
+    living = [rank for rank in range(3) if rank != dead]
+    assert all(results[rank][0] == [[10.0 + other] for other in living] for rank in living)
+    assert torch.equal(*(results[rank][1] for rank in living))

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import laconic
 from laconic import FrameError, LaunchError, ServerLostError, Session, attach, serve
-from laconic.server.client import ServerClient
+from laconic.server.client import ServerClient, connect_to_servers
 from laconic.server.listener import Listener
-from laconic.server.serve import worker_terms
+from laconic.server.serve import _accept, worker_terms
 from laconic.session import Replicas
 from laconic.transport import (
     InProcess,
@@ -40,8 +40,7 @@ from tests.workers import WorkerPool, flat_parameters
 def _client(text: str) -> ServerClient:
     """This rank's end under rank 0, which serves."""
     hello = worker_terms(made(text), undoes=False, holds_idle=False)
-    addresses = exchange_addresses([0], None)
-    return ServerClient(dist.get_rank() - 1, dist.get_world_size() - 1, addresses, hello, 60)
+    return connect_to_servers(dist.get_rank() - 1, dist.get_world_size() - 1, [0], hello, 60)
 
 
 def _as_worker(text: str) -> Session:
@@ -140,7 +139,7 @@ def _server_that_ends(text: str) -> str:
     if dist.get_rank() == 0:
         listener = Listener(dist.get_world_size() - 1, 60)
         exchange_addresses([0], listener.address)
-        listener.accept()
+        _accept(listener)
         listener.receive_round(lambda rank, message: None)
         listener.close()
         return "server 0 is gone"

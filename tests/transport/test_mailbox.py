@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LaunchError, PeerError
-from laconic.transport import QUESTION_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
+from laconic.transport import REQUEST_HEAD_BYTES, InProcess, TcpMailbox, in_process, open_mailbox
 from laconic.transport.connection import Connection, Kind, Message
 from laconic.transport.rendezvous import Address, connect
 from tests.workers import wait_until
@@ -71,7 +71,7 @@ def test_a_question_is_answered_and_both_ends_count_the_same_bytes(count: int) -
             box.listen(_echo)
         assert torch.equal(boxes[2].ask(0, 7, _bytes(count), count), _bytes(count, 2))
         assert torch.equal(boxes[0].ask(2, 7, _bytes(count), count // 2), _bytes(count // 2))
-        head = QUESTION_HEAD_BYTES
+        head = REQUEST_HEAD_BYTES
         out = 2 * (head + count)
         back = count + count // 2
         # Who answers counts a moment after it was heard.
@@ -227,9 +227,9 @@ def test_a_peer_with_a_length_that_cannot_be_is_dropped(
 ) -> None:
     with _linked(2) as (boxes, links):
         boxes[1].listen(_echo)
-        links[0, 1].sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.QUESTION, 0, 0, 0, 0, 7, length, reply))
+        links[0, 1].sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.REQUEST, 0, 0, 0, 0, 7, length, reply))
         assert links[0, 1].recv(1) == b""
-    what = f"rank 0 sent question of {max(length, reply)} bytes, of at most {1 << 20}"
+    what = f"rank 0 sent request of {max(length, reply)} bytes, of at most {1 << 20}"
     assert caplog.messages == [f"{what}; its messages are dropped from now on"]
 
 

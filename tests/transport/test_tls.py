@@ -21,7 +21,7 @@ from laconic.transport.tls import certificate
 ANY = dict.fromkeys(Kind, 1 << 23)
 
 
-def _make(folder: Path, name: str) -> tuple[str, str]:
+def make_certificate(folder: Path, name: str) -> tuple[str, str]:
     """(certificate, key) of its own signing."""
     files = folder / f"{name}.pem", folder / f"{name}.key"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -32,7 +32,7 @@ def _make(folder: Path, name: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    return [_make(tmp_path_factory.mktemp("tls"), name) for name in ("ours", "other")]
+    return [make_certificate(tmp_path_factory.mktemp("tls"), name) for name in ("ours", "other")]
 
 
 @pytest.fixture(autouse=True)

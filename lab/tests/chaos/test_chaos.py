@@ -19,12 +19,14 @@ from laconic_lab.chaos.schedule import (
     LINK_FAULTS,
     MESSAGE_FAULTS,
     PHASES,
+    PHASES_BETWEEN,
     PROCESS_FAULTS,
     Case,
     draw,
 )
 
 ROOT = Path(__file__).parents[3]
+DRIFT = "scheme:exchange=server,trigger=rounds(every=2),outer=nesterov"
 
 
 def test_a_seed_draws_the_same_fault_again_and_seeds_draw_all_of_them() -> None:
@@ -62,6 +64,13 @@ def test_a_broken_promise_names_the_seed(capsys: pytest.CaptureFixture[str], mon
 def test_faults_of_real_processes_break_no_promise(fault: str) -> None:
     phase = "checkpoint" if fault in ("full disk", "restart") else "talk"
     outcome = processes.check(Case(0, "processes", "all-gather", "topk:rho=0.05", fault, phase, 1, 3))
+    assert outcome.struck and not outcome.broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES_BETWEEN)
+def test_who_is_killed_between_two_rounds_ends_nobody_under_a_server(phase: str) -> None:
+    outcome = processes.check(Case(0, "processes", "dedicated server", DRIFT, "kill", phase, 2, 3))
     assert outcome.struck and not outcome.broken
 
 

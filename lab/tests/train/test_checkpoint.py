@@ -9,6 +9,7 @@ import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from tests.workers import FewWorkers
 
 def save(folder: Path, step: int, rank: int = 0, state: Any = None, workers: FewWorkers | None = None) -> str:
     whole = {"w": torch.full((300,), float(step))} | (state or {})
-    return save_checkpoint(folder, step, rank, whole, workers or FewWorkers(), {"scheme": "topk"})
+    about = {"scheme": "topk", "num_workers": 1, "model": {}}
+    return save_checkpoint(folder, step, rank, whole, workers or FewWorkers(), about)[1]
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -162,6 +164,16 @@ def test_workers_look_at_each_file_once_among_them(tmp_path: Path, monkeypatch: 
     assert sorted(looked_at) == [f"step-{step}/rank-{rank}.pt" for step in (10, 20) for rank in range(3)]
 
 
+def test_a_death_while_a_checkpoint_is_looked_at_leaves_no_file_unseen(tmp_path: Path) -> None:
+    def work(transport: InProcess) -> None:
+        save(tmp_path, 10, transport.rank, workers=_Met(transport))
+
+    in_process(2, work)
+    (tmp_path / "checkpoint" / "step-10" / "rank-1.pt").write_bytes(b"")
+    with pytest.raises(TaskError, match=r"rank-1.pt is damaged"):  # which the one that died was to look at
+        find_checkpoint(tmp_path, FewWorkers(0, 2, deaths=(1,)))
+
+
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = tmp_path / "checkpoint" / "step-10" / "manifest.json"
@@ -170,6 +182,59 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(TaskError, match=r"manifest.json is damaged"):
         find_checkpoint(tmp_path)
+
+
+def _sign(manifest: Path, about: Any) -> None:
+    """Write a manifest that vouches for anything."""
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    manifest.write_text(json.dumps({"sha256": digest, "about": about}))
+
+
+@pytest.mark.parametrize("name", ["../../../precious", "/{0}/precious", "rank-0.pt/../../../../precious", ""])
+def test_a_manifest_cannot_have_files_deleted_that_we_did_not_write(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    for step in (10, 20):
+        save(tmp_path / "out", step)
+    path = tmp_path / "out" / "checkpoint" / "step-10" / "manifest.json"
+    about = json.loads(path.read_text())["about"]
+    _sign(path, about | {"files": {name.format(tmp_path): {"bytes": 0, "sha256": ""}}})
+    save(tmp_path / "out", 30)
+    assert precious.exists() and steps_in(tmp_path / "out") == ["step-20", "step-30"]
+
+
+def test_a_signed_manifest_of_nonsense_is_one_line(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    path = tmp_path / "checkpoint" / "step-10" / "manifest.json"
+    about = json.loads(path.read_text())["about"]
+    part = about["files"]["rank-0.pt"]
+    values: list[Any] = [None, -5, "", [], {}, {"": {}}, [[]]]
+    changes: list[dict[str, Any]] = [
+        *({name: value} for name in about if name != "laconic" for value in values),
+        *({"files": {"rank-0.pt": part | change}} for change in ({"bytes": -5}, {"bytes": "9"}, {"sha256": 3})),
+    ]
+    nonsense: list[Any] = [[], "about", None, 7, *(about | change for change in changes if about | change != about)]
+    for wrong in nonsense:
+        if isinstance(wrong, dict) and wrong["scheme"] == "":
+            continue  # which is no scheme, as a job is told that resumes it
+        _sign(path, wrong)
+        with pytest.raises(TaskError, match=r"manifest.json is damaged|whose format this version"):
+            find_checkpoint(tmp_path)
+
+
+def test_a_run_whose_last_checkpoint_is_not_saved_fails(tmp_path: Path) -> None:
+    class OneIsFull(FewWorkers):
+        def gather(self, own: Sequence[float]) -> list[list[float]]:
+            return [list(own), [1.0, 0.0, *[0.0] * 8][: len(own)]]
+
+    about = {"scheme": "topk", "num_workers": 1, "model": {}}
+    loop = SimpleNamespace(job=SimpleNamespace(out=tmp_path), steps_done=10, is_saved=True)
+    for workers in (FewWorkers(), OneIsFull(0, 2)):
+        loop.is_saved, _ = save_checkpoint(tmp_path, 10, 0, {}, workers, about)
+        if loop.is_saved:
+            resume.check_saved(loop)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="step 10 was trained, but not saved"):
+        resume.check_saved(loop)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_a_line_and_the_one_before_is_kept(tmp_path: Path) -> None:
@@ -193,7 +258,7 @@ def test_who_hears_that_another_could_not_write_does_not_count_it(tmp_path: Path
     save(tmp_path, 10)
 
     class OneIsFull(FewWorkers):
-        def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        def gather(self, own: Sequence[float]) -> list[list[float]]:
             return [list(mine), [1, 0, *[0] * 8]]
 
     assert save(tmp_path, 20, workers=OneIsFull(0, 2)) == ""
@@ -202,7 +267,7 @@ def test_who_hears_that_another_could_not_write_does_not_count_it(tmp_path: Path
 
 def test_a_part_on_a_disk_of_another_host_is_missed_at_once(tmp_path: Path) -> None:
     class Elsewhere(FewWorkers):
-        def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        def gather(self, own: Sequence[float]) -> list[list[float]]:
             return [list(mine), [1, *mine[1:]]]
 
     said = save(tmp_path, 20, workers=Elsewhere(0, 2))

@@ -23,7 +23,7 @@ from laconic.layout import Bucket, Layout, local, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
-from laconic.server.client import ServerClient
+from laconic.server.client import connect_to_servers
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
     Background,
@@ -40,7 +40,6 @@ from laconic.transport import (
     Group,
     Transport,
     as_peer_error,
-    exchange_addresses,
     longest_message,
     own_group,
     ring_bytes,
@@ -142,8 +141,7 @@ def attach_to_ddp(
         longest = longest_message([*ddp.parameters(), *ddp.buffers()])
         undoes = options.get("grad_scaler") is not None
         terms = worker_terms(scheme, undoes=undoes, holds_idle=ddp.find_unused_parameters, longest=longest)
-        addresses = exchange_addresses(servers, None)
-        transport = ServerClient(ranks.rank(), ranks.size(), addresses, terms, timeout_s or TIMEOUT_S, longest)
+        transport = connect_to_servers(ranks.rank(), ranks.size(), servers, terms, timeout_s or TIMEOUT_S, longest)
     else:
         own = own_group(ranks, device, timeout_s)
         if scheme.is_torch_hook:

@@ -11,7 +11,7 @@ from laconic.errors import SchemeError
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, Optimizers, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
-from laconic.server.client import ServerClient
+from laconic.server.client import ServerClient, connect_to_servers
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import OnMismatch
 from laconic.transport import (
@@ -20,7 +20,6 @@ from laconic.transport import (
     ProcessGroup,
     TcpMailbox,
     counterparts,
-    exchange_addresses,
     longest_message,
     open_mailbox,
     own_group,
@@ -134,5 +133,4 @@ def _end(
     meeting.close()
     longest = longest_message(tensors_of(model))
     terms = worker_terms(served_scheme(scheme), undoes=True, holds_idle=False, longest=longest)
-    addresses = exchange_addresses(servers, None)
-    return ServerClient(meeting.rank, meeting.num_workers, addresses, terms, timeout_s, longest)
+    return connect_to_servers(meeting.rank, meeting.num_workers, servers, terms, timeout_s, longest)

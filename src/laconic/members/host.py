@@ -92,7 +92,7 @@ class MemberServer:
         self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
         self._acceptor = Acceptor(_BACKLOG, address_of(listen))
-        host, port, _ = self._acceptor.address
+        host, port, *_ = self._acceptor.address
         self.address = f"{host}:{port}"  # where members dial
         self._is_open = True
         self._threads = [

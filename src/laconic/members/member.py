@@ -24,7 +24,7 @@ from laconic.members.messages import PROTOCOL, Join, Leave, Offer, Refusal, Repo
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
-from laconic.transport import Address, connect, longest_message
+from laconic.transport import Address, Connection, connect, longest_message
 
 _LOG = logging.getLogger("laconic.members")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # between two attempts to reach a server that is gone
@@ -169,8 +169,7 @@ class Member:
     # The connection
 
     def _dial(self) -> None:
-        host, port = address_of(self._address)
-        connection = connect(Address(host, port, ""), 0, "the server", min(_CONNECT_S, self._timeout_s))
+        connection = _connected(self._address, min(_CONNECT_S, self._timeout_s))
         self._num_connections += 1
         self._line = Line(connection, self._on_word, self._on_end, self._longest)
         self._line.start()  # its first word may come before this returns
@@ -311,10 +310,8 @@ def run_stats(address: str, timeout_s: float = 10.0) -> dict[str, Any]:
     Raises:
         LaunchError: It cannot be reached, does not know the same secret, or does not answer.
     """
-    host, port = address_of(address)
     words: queue.SimpleQueue[Word] = queue.SimpleQueue()
-    connection = connect(Address(host, port, ""), 0, "the server", timeout_s)
-    line = Line(connection, words.put, lambda why: None, _REPORT_BYTES)
+    line = Line(_connected(address, timeout_s), words.put, lambda why: None, _REPORT_BYTES)
     line.start()
     line.send(Report())
     try:
@@ -326,3 +323,10 @@ def run_stats(address: str, timeout_s: float = 10.0) -> dict[str, Any]:
         line.close()
     stats: dict[str, Any] = json.loads(word.text)
     return stats
+
+
+def _connected(address: str, timeout_s: float) -> Connection:
+    """A connection to a server, after the handshake."""
+    where = Address.by_hand(*address_of(address))
+    cure = "see that `laconic serve` runs there"
+    return connect(where, 0, "the server", timeout_s, caller="this process", cure=cure)

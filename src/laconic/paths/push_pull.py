@@ -49,7 +49,7 @@ class PushPull(Path):
     @property
     def message_offsets(self) -> Sequence[int]:
         """Parts, then answers."""
-        return 0, self.transport.pull_turn
+        return 0, self.transport.pull_delay
 
     def bytes_out(self, layout: Layout) -> int:
         up, down = self.up_and_down(layout)

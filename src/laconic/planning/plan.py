@@ -31,7 +31,7 @@ from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.replicas import bucket_layouts
 from laconic.scheme import Scheme
-from laconic.transport import Everyone, Group, ProcessGroup, own_group, silence_said, world
+from laconic.transport import Everyone, Group, ProcessGroup, naming_lost_peers, own_group, world
 
 _REHEARSING_S = 35.0  # after which exchanges are rehearsed as seldom as can be
 _PLANNING_S = 45.0  # after which no more is tried
@@ -91,7 +91,7 @@ def plan(
                 busy=lambda: busy(device),
                 until=start + _REHEARSING_S,
             )
-            with silence_said(group.rank()):
+            with naming_lost_peers(group.rank()):
                 measured = replace(measured, pairs=measure_pairs(own))
             foretold = answer(measured, steps=steps)
             tried = own_steps.try_all(foretold, start + _PLANNING_S)
@@ -289,7 +289,7 @@ class OwnSteps:
     def _everyone(self, own: Sequence[float]) -> list[list[float]]:
         """By step, the seconds of each worker."""
         card = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
-        rows: Tensor = self._transport.tell_all(card).contiguous().view(torch.float64)
+        rows: Tensor = self._transport.gather_small(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
         return by_step
 

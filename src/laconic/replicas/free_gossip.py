@@ -20,7 +20,7 @@ from laconic.replicas.policy import Optimizers, State
 from laconic.replicas.vector import Subset
 from laconic.replicas.wait_budget import WaitBudget
 from laconic.scheme import GossipScheme
-from laconic.transport import Mailbox, say
+from laconic.transport import Mailbox, warn
 
 _Exchange = tuple[int, int, list[int]]  # the peer, the number of the step or round, the groups
 
@@ -203,14 +203,14 @@ class FreeGossip(GossipPolicy):
         self.refused += 1
         if peer not in self._complained_of:
             self._complained_of.add(peer)
-            say(self.end.rank, f"exchanges with rank {peer} are left out while {error}")
+            warn(self.end.rank, f"exchanges with rank {peer} are left out while {error}")
 
     def _drop(self, peer: int, why: str) -> None:
         if self.closed:
             return
         self._reachable.discard(peer)
         self.lost[peer] = why
-        say(self.end.rank, f"{why}; going on without it")
+        warn(self.end.rank, f"{why}; going on without it")
 
     def settle(self, step: int) -> None:
         for over, _ in list(self._asking.values()):

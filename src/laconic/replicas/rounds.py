@@ -257,6 +257,8 @@ class OuterRounds(Policy):
         if result.buffers is not None:
             self.vector.write_(result.buffers, self.vector.buffers)
             self._agreed = result.buffers
+        if result.missed and not kernels.all_finite(moved):
+            self._heal_()  # now, since the others skip no round for a drift that never comes in time
 
     def _outer_step(self, step: int) -> Outer:
         """The outer step of a round whose result is applied then; a warm-up averages, whatever the optimizer.

@@ -12,7 +12,7 @@ from laconic.quantize import Exact, FloatCode, ModuloCode, Quantizer, is_modulo_
 from laconic.scheme.parts import read_parts
 from laconic.scheme.scheme import Scheme, SchemeBase
 from laconic.select import Chooser, Everything
-from laconic.transport import QUESTION_HEAD_BYTES, ring_bytes
+from laconic.transport import REQUEST_HEAD_BYTES, ring_bytes
 from laconic.trigger import EveryStep, GossipTrigger, Rounds, WarmUp
 from laconic.wire import CodesShape
 
@@ -123,7 +123,7 @@ class GossipScheme(SchemeBase):
         parts = [(plan.num_entries, plan.k, plan.num_fixed)]
         if mode == "paired" and not self.selects:  # each of the two asks about one half
             parts = [(stop - start, stop - start, 0) for start, stop in halves_of(count)]
-        head = 0 if mode == "matched" else QUESTION_HEAD_BYTES
+        head = 0 if mode == "matched" else REQUEST_HEAD_BYTES
         requests = sum(head + CodesShape(n, k, fixed, request_code).num_bytes for n, k, fixed in parts)
         replies = sum(CodesShape(fixed + k, fixed + k, 0, reply_code).num_bytes for _, k, fixed in parts)
         return round(messages * (requests + replies) / 2)

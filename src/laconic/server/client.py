@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError, ServerLostError
+from laconic.errors import FrameError, LaconicError, LaunchError, ServerLostError
 from laconic.layout import Layout
 from laconic.transport import (
     Address,
@@ -23,7 +23,9 @@ from laconic.transport import (
     Push,
     Traffic,
     Transport,
+    check_connected,
     connect,
+    exchange_addresses,
     longest_message,
     move_some,
     payload_of,
@@ -76,7 +78,7 @@ class ServerClient(Transport):
     place = 0
     was_late = False
     owned_share: int | None = None
-    pull_turn = 2  # while a server replies, the next parts are on their way
+    pull_delay = 2  # while a server replies, the next parts are on their way
     wire: torch.device | None = torch.device("cpu")
 
     def __init__(
@@ -98,7 +100,14 @@ class ServerClient(Transport):
         self._longest = longest  # bytes of a reply whose length only the server knows
         self._reply_timeout_s = _TIMEOUTS_PER_REPLY * timeout_s
         self._layouts: dict[int, Layout] = {}  # that the servers have, by bucket
-        links = [connect(at, rank, f"server {number}", timeout_s, terms) for number, at in enumerate(addresses)]
+        links: list[Connection] = []
+        try:
+            for number, at in enumerate(addresses):
+                links.append(connect(at, rank, f"server {number}", timeout_s, terms, caller=f"worker {rank}"))
+        except LaunchError:
+            for link in links:
+                link.close()
+            raise
         self._servers = [_Server(link) for link in links]
         for link in links:
             link.set_timeout(self._reply_timeout_s)
@@ -139,7 +148,7 @@ class ServerClient(Transport):
             before = left
             self._move(0.0)
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         for server in self._servers:
             server.link.shut_down()
 
@@ -255,6 +264,30 @@ class ServerClient(Transport):
             f"server {number} {how}, or has given this worker up; start again, with --resume from the last "
             "checkpoint, and with a longer --server-timeout where a step may take that long"
         ) from None
+
+
+def connect_to_servers(
+    rank: int, num_workers: int, servers: Sequence[int], terms: str, timeout_s: float, longest: int = longest_message()
+) -> ServerClient:
+    """One worker's end towards the ranks that serve; a call that all workers make, while those call serve().
+
+    Raises:
+        LaunchError: on all ranks, where one cannot reach a server, or cannot prove that it knows the secret.
+    """
+    addresses = exchange_addresses(servers, None)
+    client, failure = None, ""
+    try:
+        client = ServerClient(rank, num_workers, addresses, terms, timeout_s, longest)
+    except LaunchError as error:
+        failure = str(error)
+    try:
+        check_connected(failure, is_server=False)
+    except LaconicError:
+        if client is not None:
+            client.shut_down()
+        raise
+    assert client is not None
+    return client
 
 
 def sum_over(replies: Sequence[Message], num_workers: int) -> Tensor:

@@ -113,6 +113,10 @@ class Listener:
             self._workers[rank] = _Worker(Flow(connection))
         return {rank: terms for rank, (_, terms) in accepted.items()}
 
+    def stop_accepting(self) -> None:
+        """Let `accept` end, in another thread."""
+        self._acceptor.stop()
+
     def receive_round(self, on_arrival: Callable[[int, Message], None]) -> dict[int, Message]:
         """The next round by rank, after `on_arrival` of each message; FrameError, on all workers too, if one differs.
 

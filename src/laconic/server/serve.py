@@ -1,6 +1,5 @@
 """serve(scheme): what a rank does that holds no data, and answers for entries instead."""
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,17 @@ from laconic.scheme import AnyScheme, Scheme
 from laconic.server.client import without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
-from laconic.transport import Kind, Message, exchange_addresses, longest_message, payload_of, world
+from laconic.transport import (
+    Kind,
+    Message,
+    check_connected,
+    exchange_addresses,
+    longest_message,
+    pack,
+    payload_of,
+    unpack,
+    world,
+)
 from laconic.wire import Contents
 
 TIMEOUT_S = 60.0  # a cable out for 20 s costs TCP up to 26 until it tries again
@@ -79,7 +88,7 @@ def serve(
         world().size() - len(servers), timeout_s, wait_budget_s=math.inf if wait_budget_s is None else wait_budget_s
     )
     exchange_addresses(servers, listener.address)
-    by_rank = {rank: _terms(rank, text, listener) for rank, text in listener.accept().items()}
+    by_rank = {rank: _terms(rank, text, listener) for rank, text in _accept(listener).items()}
     for rank, terms in by_rank.items():
         if terms["scheme"] != str(scheme):
             listener.fail(
@@ -98,6 +107,18 @@ def serve(
         finally:
             listener.close()
     return handler.stats()
+
+
+def _accept(listener: Listener) -> dict[int, str]:
+    """The terms of all workers, by rank; LaunchError, on all ranks, as soon as one of them fails to connect."""
+    with ThreadPoolExecutor(1) as beside:
+        accepting = beside.submit(listener.accept)
+        try:
+            check_connected("", is_server=True)
+        except BaseException:
+            listener.stop_accepting()
+            raise
+        return accepting.result()
 
 
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
@@ -171,13 +192,12 @@ class _RequestHandler:
         if about.kind == Kind.ECHO:
             return payload
         if about.kind == Kind.STATE:
-            packed = io.BytesIO()
-            torch.save(self.owner.state_dict(), packed)
+            packed = pack(self.owner.state_dict())
             first = min(self.listener.living, default=-1)
-            return {rank: payload_of(packed.getvalue() if rank == first else b"") for rank in self.listener.living}
+            return {rank: packed if rank == first else payload_of(b"") for rank in self.listener.living}
         if about.kind == Kind.LOAD and payload.numel():
             try:
-                self.owner.load_state_dict(torch.load(io.BytesIO(received[sender].text), weights_only=True))
+                self.owner.load_state_dict(unpack(payload))
             except Exception as error:  # which are many: a state may hold anything
                 self._refuse(sender, f"a state that cannot be loaded ({type(error).__name__})")
         if about.kind == Kind.STATS:

@@ -147,7 +147,7 @@ class Pipeline:
         while (received := self._to_resume.get()) is not None:
             flight = received.flight
             if not self._resume_exchange(received):
-                self._session.transport.hang_up()  # others may wait for what this worker would have sent next
+                self._session.transport.shut_down()  # others may wait for what this worker would have sent next
             flight.is_over = self.error is not None or flight.exchange is None or flight.exchange.message is None
             if flight.is_over:
                 self._to_apply.put(_Received(flight, was_sent=False))

@@ -93,7 +93,7 @@ class Session:
             try:
                 exchange.resume(received)
             except BaseException:
-                self.transport.hang_up()  # others may wait for what this worker would have sent next
+                self.transport.shut_down()  # others may wait for what this worker would have sent next
                 raise
         self.end_(exchange)
 

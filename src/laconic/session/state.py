@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laconic.errors import StateError
+from laconic.errors import FrameError, StateError
 from laconic.layout import Bucket, Layout
 from laconic.scheme import Scheme
-from laconic.transport import Everyone, Transport, world
+from laconic.transport import Everyone, Transport, pack, unpack, world
 
 _log = logging.getLogger("laconic.session")
 
@@ -156,8 +156,8 @@ class SavedTogether(ABC):
     def gather_state(self) -> list[dict[str, Any]] | None:
         """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
         everyone = self._all_ranks()
-        gathered = everyone.gather(_packed(self.state_dict()))
-        return None if gathered is None else [_unpacked(frame) for frame in gathered]
+        gathered = everyone.gather(pack(self.state_dict()))
+        return None if gathered is None else [_unpacked(frame, rank) for rank, frame in enumerate(gathered)]
 
     def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
         """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make.
@@ -168,16 +168,23 @@ class SavedTogether(ABC):
         frames = None
         if everyone.rank == 0 and states:
             whole = len(states) == everyone.num_ranks
-            frames = [_packed(one) for one in states] if whole else [_packed(list(states))] * everyone.num_ranks
+            frames = [pack(state) for state in states] if whole else [pack(list(states))] * everyone.num_ranks
         own = everyone.scatter(frames)
         if own is None:
             raise StateError("rank 0 gave no states; give scatter_state() there what gather_state() returned")
-        self.load_state_dict(_unpacked(own))
+        self.load_state_dict(_unpacked(own, 0))
 
     def _all_ranks(self) -> Everyone:
         if self.everyone is None:
             raise StateError("these workers are no processes; save state_dict() of each")
         return self.everyone
+
+
+def _unpacked(frame: Tensor, rank: int) -> Any:
+    try:
+        return unpack(frame)
+    except FrameError as error:
+        raise FrameError(f"rank {rank} {error}") from None
 
 
 class RankZeroState:
@@ -193,16 +200,6 @@ class RankZeroState:
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
         """Continue from what rank 0 has; a call that all make."""
         self._session.scatter_state(saved)
-
-
-def _packed(state: Any) -> Tensor:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(frame: Tensor) -> Any:
-    return torch.load(io.BytesIO(frame.numpy().data), weights_only=True, map_location="cpu")
 
 
 class HasState(Protocol):

@@ -9,20 +9,20 @@ from laconic.transport.collectives import (
     as_peer_error,
     backend_for,
     check_alike,
+    check_connected,
     counterparts,
     exchange_addresses,
+    naming_lost_peers,
     own_group,
     place_of_texts,
     ranks_that_differ,
     release,
-    silence_said,
     world,
     world_without,
 )
 from laconic.transport.connection import Connection, Kind, Message, longest_message, payload_of
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.flows import Flow, move_some
-from laconic.transport.heartbeat import say
 from laconic.transport.interfaces import (
     SHORT_BYTES,
     Interface,
@@ -33,7 +33,8 @@ from laconic.transport.interfaces import (
     interface_at,
     interfaces,
 )
-from laconic.transport.mailbox import QUESTION_HEAD_BYTES, Mailbox, TcpMailbox, open_mailbox
+from laconic.transport.mailbox import REQUEST_HEAD_BYTES, Mailbox, TcpMailbox, open_mailbox, warn
+from laconic.transport.packing import pack, unpack
 from laconic.transport.rendezvous import Acceptor, Address, connect
 from laconic.transport.traffic import BESIDE, Count, Traffic, ring_bytes
 from laconic.transport.transport import Collectives, Push, Transport, agree, agreement_bytes, rows_of

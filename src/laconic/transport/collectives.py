@@ -7,7 +7,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from itertools import zip_longest
@@ -20,16 +20,20 @@ from laconic.errors import FrameError, LaunchError, PeerError, SchemeError
 from laconic.kernels import to_host
 from laconic.transport.mesh import Mesh, open_mesh
 from laconic.transport.rendezvous import Address
+from laconic.transport.tls import has_tls, is_guarded
 from laconic.transport.traffic import Traffic
 from laconic.transport.transport import Collectives, Push
 
 _LOG = logging.getLogger("laconic.transport")
 _CARD_BYTES = 1024  # of a rank's release, and a server's address
 _FACT_BYTES = 1 << 16  # of what a rank has, where two differ
+_STATE_BYTES = 1 << 40  # of one rank's
 _PIECE_BYTES = 1 << 26  # of a state: what a GPU has to find room for at once
 # A sum of at most so many bytes goes by two hops of the mesh instead of Gloo's ring. In a lab among 4 at 100mbit that
 # takes 0.61 of the ring's time for 110 kB, 0.81 for 180 kB and 1.2 for 260 kB; at 1gbit it is sooner up to 4 MB.
 _HOPS_BYTES = 3 << 16
+_TLS_CURE = "use the gloo backend, or unset it and encrypt the network itself"
+_HOOK_CURE = "give another scheme, or unset it and encrypt the network itself"
 _TIMEOUT_S = 1800.0  # where the backend does not say how long a call waits
 
 
@@ -38,7 +42,7 @@ class Group(Collectives):
 
     Over Gloo frames and small sums go through connections of our own (Mesh), which fill a link that Gloo's do not; only
     long and dense sums are the backend's. Messages lie on the host there, and CUDA tensors cross through pinned memory.
-    Over NCCL nothing leaves the device.
+    Over NCCL nothing leaves the device. Where the user gave a certificate everything goes through the mesh, encrypted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -50,8 +54,20 @@ class Group(Collectives):
         self.wire = torch.device("cpu") if self._over_gloo else device
         timeout = _timeout_of(group, device)
         self._timeout_s = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
+        self._world_ranks = dist.get_process_group_ranks(group)
         self._group = group
+        self._encrypts = has_tls()
+        if self._encrypts and not self._over_gloo:
+            raise LaunchError(f"LACONIC_TLS_CERT is set, and {backend_for(group, device)} sends in clear; {_TLS_CURE}")
         _held.add(self)
+        # Where one rank has a secret or a certificate all connect now: who cannot prove it is found before all else.
+        self._is_guarded = self._over_gloo and bool(self._gather_cards(torch.tensor([is_guarded()])).any())
+        if self._is_guarded:
+            _ = self._mesh
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        return self._world_ranks
 
     @cached_property
     def _mesh(self) -> Mesh | None:
@@ -59,30 +75,34 @@ class Group(Collectives):
         if not self._over_gloo:
             return None
         try:
-            mesh = open_mesh(self.rank, self.num_workers, self.tell_all, self._timeout_s)
+            mesh = open_mesh(self.rank, self._world_ranks, self._gather_cards, self._timeout_s)
         except LaunchError as error:
+            if self._is_guarded:  # what was to be proved, or hidden, is not sent in clear instead
+                self.let_go()
+                raise
             if self.rank == 0:
                 _LOG.warning("frames go through Gloo, which fills less of the link: %s", error)
             return None
-        self._hang_up = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
-        self._hang_up.atexit = False  # `_let_go` knows when
+        self._close_mesh = weakref.finalize(self, mesh.close)  # also where nobody lets go of it
+        self._close_mesh.atexit = False  # `_let_go` knows when
         return mesh
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         is_short = 0 < tensor.nbytes <= _HOPS_BYTES
-        self._add_up_(tensor, kind, self._mesh if is_short else None)
+        self._add_up_(tensor, kind, self._mesh if is_short or self._encrypts else None)
 
     def sum_gradients_(self, tensor: Tensor, kind: str) -> None:
-        self._add_up_(tensor, kind, None)
+        self._add_up_(tensor, kind, self._mesh if self._encrypts else None)
 
     def _add_up_(self, tensor: Tensor, kind: str, mesh: Mesh | None) -> None:
         """By the mesh, or else by the backend."""
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
         total = self._on_wire(tensor)
         if mesh is not None:
-            mesh.all_reduce_(total.view(-1))
+            if total.numel():
+                mesh.all_reduce_(total.view(-1))
         else:
-            with silence_said(self.rank):
+            with self._naming_lost_peers():
                 dist.all_reduce(total, group=self._group)
         if total is not tensor:
             tensor.copy_(total)
@@ -101,7 +121,7 @@ class Group(Collectives):
         outgoing = self._on_wire(rows)
         incoming = _room_for(outgoing.shape, outgoing)
         if self._mesh is None:
-            with silence_said(self.rank):
+            with self._naming_lost_peers():
                 dist.all_to_all_single(incoming, outgoing, group=self._group)
         else:
             self._mesh.all_to_all(outgoing, incoming)
@@ -126,32 +146,35 @@ class Group(Collectives):
         if self._mesh is not None:
             return self._mesh.all_to_all_v(messages, longest)
         sent = [message.numel() for message in messages]
-        with silence_said(self.rank):
+        with self._naming_lost_peers():
             lengths = torch.empty(len(sent), dtype=torch.int64, device=self.wire)
             dist.all_to_all_single(lengths, torch.tensor(sent, device=self.wire), group=self._group)
             received: list[int] = lengths.tolist()
             for rank, (length, most) in enumerate(zip(received, longest, strict=True)):
-                _check_length(rank, length, most)
+                _check_length(self._world_ranks[rank], length, most)
             outgoing = torch.cat(list(messages))
             incoming = outgoing.new_empty(sum(received))
             dist.all_to_all_single(incoming, outgoing, received, sent, group=self._group)
         # A message may begin anywhere, its words may not.
         return [message.clone() for message in torch.split(incoming, received)]
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         if self._mesh is not None:
             self._mesh.shut_down()
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         sends = self.rank == speaker
-        own = frame if sends and frame is not None else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([own.numel()], device=self.wire)
-        with silence_said(self.rank):
-            dist.broadcast(length, group=self._group, group_src=speaker)
-            _check_length(speaker, int(length), longest)
-            received = own.to(self.wire) if sends else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
-            if received.numel():
-                dist.broadcast(received, group=self._group, group_src=speaker)
+        own = self._on_wire(frame) if sends and frame is not None else torch.empty(0, dtype=torch.uint8)
+        if self._mesh is not None:
+            received = self._mesh.broadcast(own, speaker, longest)
+        else:
+            length = torch.tensor([own.numel()], device=self.wire)
+            with self._naming_lost_peers():
+                dist.broadcast(length, group=self._group, group_src=speaker)
+                _check_length(self._world_ranks[speaker], int(length), longest)
+                received = own if sends else torch.empty(int(length), dtype=torch.uint8, device=self.wire)
+                if received.numel():
+                    dist.broadcast(received, group=self._group, group_src=speaker)
         self.traffic.count_broadcast(received.numel(), self.num_workers, sends=sends)
         return received
 
@@ -161,20 +184,23 @@ class Group(Collectives):
         self.traffic.count(kind, frame.nbytes, frame.nbytes, frame.element_size() * num_back)
         own = self._on_wire(frame)
         theirs = own.new_empty(num_back)
+        if self._encrypts and self._mesh is not None:
+            self._mesh.sendrecv(own, theirs, peer)
+            return theirs.to(frame.device)
         ops = [
             dist.P2POp(move, tensor, group=self._group, group_peer=peer)
             for move, tensor in ((dist.isend, own), (dist.irecv, theirs))
             if tensor.numel()
         ]
-        with silence_said(self.rank):
+        with self._naming_lost_peers():
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait()
         return theirs.to(frame.device)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's; not counted, since it comes before any step."""
-        with silence_said(self.rank):
-            dist.broadcast(tensor, group=self._group, group_src=0)
+        """Overwrite `tensor`, of bytes, with rank 0's; not counted, since it comes before any step."""
+        with self.traffic.uncounted():
+            tensor.copy_(self.broadcast(tensor if self.rank == 0 else None, 0, tensor.numel()))
 
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
@@ -187,18 +213,27 @@ class Group(Collectives):
     def let_go(self) -> None:
         """Hold the group no longer; with whoever holds it last, its threads end."""
         if vars(self).pop("_mesh", None) is not None:
-            self._hang_up()
+            self._close_mesh()
         vars(self).pop("_group", None)
 
-    def tell_all(self, card: Tensor) -> Tensor:
+    def gather_small(self, card: Tensor) -> Tensor:
+        if self._encrypts:
+            with self.traffic.uncounted():
+                return self.all_gather(card, "addresses")
+        return self._gather_cards(card)
+
+    def _gather_cards(self, card: Tensor) -> Tensor:
         return self._gathered(card.to(self.wire)).cpu()
 
     def _gathered(self, frame: Tensor) -> Tensor:
         """Everyone's frame, by the backend itself."""
         everyone = _room_for((self.num_workers, frame.numel()), frame)
-        with silence_said(self.rank):
+        with self._naming_lost_peers():
             dist.all_gather(list(everyone), frame, group=self._group)
         return everyone
+
+    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+        return naming_lost_peers(self._world_ranks[self.rank])
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """The tensor where the backend takes it: itself, or a copy in pinned memory of the host."""
@@ -211,54 +246,52 @@ class Everyone:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self._wire = place_of_texts(group)
         self._group = group
         _held.add(self)
 
     def gather(self, own: Tensor) -> list[Tensor] | None:
         """Everyone's bytes in rank order at rank 0, None elsewhere."""
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.num_ranks)]
-        with silence_said(self.rank):
-            dist.all_gather(lengths, torch.tensor([own.numel()], device=self._wire), group=self._group)
-            if self.rank > 0:
-                self._send(own, 0)
-                return None
-            return [own, *(self._receive(int(lengths[rank]), rank) for rank in range(1, self.num_ranks))]
+        received = self._exchange([own] + [own[:0]] * (self.num_ranks - 1))
+        return received if self.rank == 0 else None
 
     def scatter(self, theirs: Sequence[Tensor] | None) -> Tensor | None:
         """This rank's of the bytes that rank 0 has for each; None, on all ranks, where it has none."""
-        given = [item.numel() for item in theirs] if theirs else [-1] * self.num_ranks
-        lengths = torch.tensor(given if self.rank == 0 else [0] * self.num_ranks, device=self._wire)
-        with silence_said(self.rank):
-            dist.broadcast(lengths, group=self._group, group_src=0)
-            if int(lengths[0]) < 0:
-                return None
-            if self.rank > 0:
-                return self._receive(int(lengths[self.rank]), 0)
-            assert theirs is not None
-            for rank in range(1, self.num_ranks):
-                self._send(theirs[rank], rank)
-            return theirs[0]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        received = self._exchange(list(theirs) if theirs and self.rank == 0 else [nothing] * self.num_ranks)
+        return received[0] if received[0].numel() else None
 
-    def _send(self, own: Tensor, rank: int) -> None:
-        for piece in torch.split(own, _PIECE_BYTES):
-            dist.send(piece.to(self._wire), group=self._group, group_dst=rank)
+    @cached_property
+    def _end(self) -> Group:
+        return Group(self._group, place_of_texts(self._group))
 
-    def _receive(self, num_bytes: int, rank: int) -> Tensor:
-        received = torch.empty(num_bytes, dtype=torch.uint8)
-        for piece in torch.split(received, _PIECE_BYTES):
-            room = torch.empty_like(piece, device=self._wire)
-            dist.recv(room, group=self._group, group_src=rank)
-            piece.copy_(room)
+    def _exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Send message r to rank r; returns those for this one, by rank."""
+        own = torch.tensor([message.numel() for message in messages])
+        lengths = self._end.gather_small(own.view(torch.uint8)).contiguous().view(torch.int64)  # by sender and receiver
+        incoming: list[int] = lengths[:, self.rank].tolist()
+        for sender, length in enumerate(incoming):
+            _check_length(self._end.world_ranks[sender], length, _STATE_BYTES)
+        received = [torch.empty(length, dtype=torch.uint8) for length in incoming]
+        for start in range(0, int(lengths.max()), _PIECE_BYTES):
+            piece = slice(start, start + _PIECE_BYTES)
+            outgoing = [message[piece].to(self._end.wire) for message in messages]
+            rooms = [whole[piece] for whole in received]
+            pieces = self._end._all_to_all_v(outgoing, [room.numel() for room in rooms])
+            for sender, (room, part) in enumerate(zip(rooms, pieces, strict=True)):
+                if part.numel() != room.numel():
+                    _check_length(self._end.world_ranks[sender], part.numel(), -1)
+                room.copy_(part)
         return received
 
     def let_go(self) -> None:
         """Hold the group no longer."""
+        if (end := vars(self).pop("_end", None)) is not None:
+            end.let_go()
         vars(self).pop("_group", None)
 
 
 @contextmanager
-def silence_said(rank: int) -> Iterator[None]:
+def naming_lost_peers(rank: int) -> Iterator[None]:
     """Raise PeerError, one line, where a backend gives up in here because a peer ended or hangs."""
     try:
         yield
@@ -279,6 +312,8 @@ class CountedGroup(dist.ProcessGroup):
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        if has_tls():
+            raise LaunchError(f"LACONIC_TLS_CERT is set, and PyTorch's own hooks send in clear; {_HOOK_CURE}")
         self.traffic = Traffic()
         self._inner = inner
 
@@ -325,12 +360,13 @@ def _group_of(
     *,
     is_local: bool = True,
 ) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks=list(ranks),
-        timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
-        backend=backend_for(like, device),
-        use_local_synchronization=is_local,
-    )
+    with naming_lost_peers(world().rank()):
+        group = dist.new_group(
+            ranks=list(ranks),
+            timeout=_timeout_of(like, device) if timeout_s is None else timedelta(seconds=timeout_s),
+            backend=backend_for(like, device),
+            use_local_synchronization=is_local,
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -355,7 +391,8 @@ def counterparts(
     """The ranks of `group` that stand where this one does in groups like `within`; a call that all of `group` make."""
     own = torch.tensor([*dist.get_process_group_ranks(within)[:1], within.rank(), within.size()], device=device)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
+    with naming_lost_peers(world().rank()):
+        dist.all_gather(everyone, own, group=group)
     places = [place.tolist() for place in everyone]
     if len({size for _, _, size in places}) > 1:
         raise SchemeError("nodes have unequal numbers of processes; give within= groups of one size")
@@ -376,12 +413,7 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 def exchange_addresses(servers: Sequence[int], own: Address | None) -> list[Address]:
     """Where each server is; a call that all ranks make, servers with where they are themselves."""
-    try:
-        everyone = _texts(world(), place_of_texts(world()), json.dumps([release(), own]), _CARD_BYTES)
-    except RuntimeError:  # as Gloo tells of a rank that has ended
-        if own is None:
-            raise
-        raise LaunchError("the workers ended before they reached this server; see their logs") from None
+    everyone = _texts_of_world(json.dumps([release(), own]), is_server=own is not None)
     cards = [json.loads(card) for card in everyone]
     for rank, (theirs, _) in enumerate(cards):
         if theirs != release():
@@ -390,6 +422,21 @@ def exchange_addresses(servers: Sequence[int], own: Address | None) -> list[Addr
     if len(addresses) < len(servers):
         raise LaunchError(f"not all of the ranks {list(servers)} serve; call laconic.serve() there, with these servers")
     return addresses
+
+
+def check_connected(failure: str, *, is_server: bool) -> None:
+    """LaunchError, on all ranks, where one of them tells why it could not connect; a call that all ranks make."""
+    for cause in filter(None, _texts_of_world(failure, is_server=is_server)):
+        raise LaunchError(cause)
+
+
+def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
+    try:
+        return _texts(world(), place_of_texts(world()), own, _CARD_BYTES)
+    except PeerError:
+        if not is_server:
+            raise
+        raise LaunchError("the workers ended before they reached this server; see their logs") from None
 
 
 def place_of_texts(group: dist.ProcessGroup) -> torch.device:
@@ -413,9 +460,8 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
     theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
     pairs = zip_longest(facts, theirs, fillvalue="nothing more")
     own, other = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
-    raise SchemeError(
-        f"rank {different[0]} has {other}, this rank {own}; give all ranks the same release, scheme and model"
-    )
+    rank = dist.get_process_group_ranks(group)[different[0]]
+    raise SchemeError(f"rank {rank} has {other}, this rank {own}; give all ranks the same release, scheme and model")
 
 
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
@@ -429,7 +475,8 @@ def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: 
     """The text of each rank of a group, of so many bytes at most."""
     padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(everyone, padded, group=group)
+    with naming_lost_peers(world().rank()):
+        dist.all_gather(everyone, padded, group=group)
     return [other.cpu().numpy().tobytes().decode(errors="replace").rstrip() for other in everyone]
 
 

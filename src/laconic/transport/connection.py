@@ -39,7 +39,7 @@ class Kind(IntEnum):
     STATS = auto()
     CLOSE = auto()
     ERROR = auto()
-    QUESTION = auto()  # a request that is answered by as many bytes as it asks for, without a head
+    REQUEST = auto()  # a request that is answered by as many bytes as it asks for, without a head
     COMBINE = auto()
     AVERAGE = auto()  # a sum of models, over all that live
     LATE = auto()  # the reply of a round that was closed before its receiver's message came
@@ -106,6 +106,7 @@ class Message:
 class Connection:
     """One TCP connection, under TLS where a context for that is given; small messages leave at once."""
 
+    world_rank: int | None = None  # of the other end, where that is known
     _relay: threading.Thread | None = None
 
     def __init__(

@@ -123,8 +123,8 @@ class FaultyTransport(Transport):
         return self._inner.broadcast(frame, speaker, longest)
 
     @property
-    def pull_turn(self) -> int:
-        return self._inner.pull_turn
+    def pull_delay(self) -> int:
+        return self._inner.pull_delay
 
     def push(self, push: Push) -> dict[int, Tensor]:
         arriving = zip(self.faults.arriving(push.parts), push.longest, strict=True)
@@ -136,8 +136,8 @@ class FaultyTransport(Transport):
     def receive_pending(self) -> None:
         self._inner.receive_pending()
 
-    def hang_up(self) -> None:
-        self._inner.hang_up()
+    def shut_down(self) -> None:
+        self._inner.shut_down()
 
     def owner_states(self) -> list[bytes]:
         return self._inner.owner_states()
@@ -159,8 +159,8 @@ class FaultyCollectives(FaultyTransport):
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         return self._collectives.all_gather(self.faults.filled(frame), kind)
 
-    def tell_all(self, card: Tensor) -> Tensor:
-        return self._collectives.tell_all(card)
+    def gather_small(self, card: Tensor) -> Tensor:
+        return self._collectives.gather_small(card)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
         return self._collectives.all_to_all(self.faults.filled(rows), kind)

@@ -83,9 +83,9 @@ def move(flows: Mapping[int, Flow], deadline: Deadline) -> None:
     while flows := _unfinished(flows):
         if not deadline.left_ms:
             peer = min(flows)
-            raise _overdue(peer, deadline.timeout_s, has_moved=flows[peer].has_moved)
+            raise _overdue(_name(peer, flows[peer].link), deadline.timeout_s, has_moved=flows[peer].has_moved)
         for peer, error in _move(flows, deadline, in_pieces=False).items():
-            raise _gone(peer, error) if isinstance(error, OSError) else error
+            raise _gone(_name(peer, flows[peer].link), error) if isinstance(error, OSError) else error
 
 
 def move_some(flows: Mapping[int, Flow], timeout_s: float) -> _Failed:
@@ -125,7 +125,7 @@ def all_to_all(
         return _all_to_all_natively(native, links, messages, longest, usual, deadline)
     received: dict[int, Tensor] = {}
     flows = {
-        peer: Flow(link, _with_length(messages[peer]), _of_any_length(peer, longest[peer], received))
+        peer: Flow(link, _with_length(messages[peer]), _of_any_length(peer, link, longest[peer], received))
         for peer, link in links.items()
     }
     move(flows, deadline)
@@ -136,19 +136,24 @@ def _with_length(message: Tensor) -> list[memoryview]:
     return [memoryview(bytearray(message.numel().to_bytes(LENGTH_BYTES, "little"))), message.numpy().data]
 
 
-def _of_any_length(peer: int, longest: int, received: dict[int, Tensor]) -> Iterator[memoryview]:
+def _of_any_length(peer: int, link: Connection, longest: int, received: dict[int, Tensor]) -> Iterator[memoryview]:
     """Room for a length, then for as many bytes, which become received[peer]."""
     head = bytearray(LENGTH_BYTES)
     yield memoryview(head)
     length = int.from_bytes(head, "little", signed=True)
-    _check_length(peer, length, longest)
+    _check_length(_name(peer, link), length, longest)
     received[peer] = torch.empty(length, dtype=torch.uint8)
     yield received[peer].numpy().data
 
 
-def _check_length(peer: int, length: int, longest: int) -> None:
+def _check_length(peer: str, length: int, longest: int) -> None:
     if not 0 <= length <= longest:
-        raise FrameError(f"a message from rank {peer} says it has {length} bytes of {longest}; nothing is applied")
+        raise FrameError(f"a message from {peer} says it has {length} bytes of {longest}; nothing is applied")
+
+
+def _name(peer: int, link: Connection) -> str:
+    """A peer as errors name it: by its rank in the world, where that is known."""
+    return f"rank {peer if link.world_rank is None else link.world_rank}"
 
 
 def all_reduce_(vector: Tensor, rank: int, links: Mapping[int, Connection], timeout_s: float) -> bool:
@@ -162,9 +167,9 @@ def all_reduce_(vector: Tensor, rank: int, links: Mapping[int, Connection], time
     ends = [links[peer].fileno() if peer != rank else -1 for peer in range(len(links) + 1)]
     error, failed, has_moved = sockets.all_reduce_(native, vector, rank, ends, Deadline(timeout_s).left_ms)
     if error == OVERDUE:
-        raise _overdue(failed, timeout_s, has_moved=has_moved)
+        raise _overdue(_name(failed, links[failed]), timeout_s, has_moved=has_moved)
     if error:
-        raise _gone(failed, OSError(error, os.strerror(error)))
+        raise _gone(_name(failed, links[failed]), OSError(error, os.strerror(error)))
     return True
 
 
@@ -180,14 +185,15 @@ def _all_to_all_natively(
     ends = [link.fileno() for link in links.values()]
     outgoing, most = [messages[peer] for peer in peers], [longest[peer] for peer in peers]
     moved = sockets.all_to_all(native, ends, outgoing, most, usual, deadline.left_ms)
+    names = [_name(peer, link) for peer, link in links.items()]
     if moved.error == TOO_LONG:
-        _check_length(peers[moved.failed], moved.lengths[moved.failed], most[moved.failed])
+        _check_length(names[moved.failed], moved.lengths[moved.failed], most[moved.failed])
     if moved.error == OVERDUE:
         at = min((peer, at) for at, peer in enumerate(peers) if not moved.is_over(at))[1]
         has_moved = moved.lengths[at] >= 0 or moved.in_left[at] < LENGTH_BYTES
-        raise _overdue(peers[at], deadline.timeout_s, has_moved=has_moved)
+        raise _overdue(names[at], deadline.timeout_s, has_moved=has_moved)
     if moved.error:
-        raise _gone(peers[moved.failed], OSError(moved.error, os.strerror(moved.error)))
+        raise _gone(names[moved.failed], OSError(moved.error, os.strerror(moved.error)))
     return dict(zip(peers, moved.messages, strict=True))
 
 
@@ -232,10 +238,10 @@ def _move_by_poll(flows: Mapping[int, Flow], deadline: Deadline) -> tuple[_Count
     return counts, failed
 
 
-def _overdue(peer: int, timeout_s: float, *, has_moved: bool) -> PeerError:
+def _overdue(peer: str, timeout_s: float, *, has_moved: bool) -> PeerError:
     what = "is not through with a message after" if has_moved else "has sent nothing for"
-    return PeerError(f"rank {peer} {what} {timeout_s:g} s; see its log")
+    return PeerError(f"{peer} {what} {timeout_s:g} s; see its log")
 
 
-def _gone(peer: int, error: OSError) -> PeerError:
-    return PeerError(f"rank {peer} is gone, or gave up this step ({error.strerror or error}); see its log")
+def _gone(peer: str, error: OSError) -> PeerError:
+    return PeerError(f"{peer} is gone, or gave up this step ({error.strerror or error}); see its log")

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from torch import Tensor
 from laconic.errors import FrameError, LaunchError, PeerError
 from laconic.fault_points import fault_point
 from laconic.transport.connection import HEAD_BYTES, Connection, Kind, Message, longest_message
-from laconic.transport.heartbeat import HeartbeatMonitor
 from laconic.transport.rendezvous import open_connections
 from laconic.transport.traffic import Count, Traffic
 from laconic.transport.transport import Collectives
@@ -22,12 +22,95 @@ from laconic.transport.transport import Collectives
 _LOG = logging.getLogger("laconic.transport")
 _LAST_RESORT = 120  # times the patience: when waiting for a leader that is not the first of all is given up
 _GOODBYE_S = 5.0  # for a thread that is still replying
+_SHORTEST_TICK_S = 0.05  # between two heartbeats
 
 Reply = Callable[[int, int, Tensor, int], Tensor]  # (peer, its turn, its request, bytes it awaits) -> those
 OnAnswered = Callable[[int, int], object]  # (peer, its turn)
 Combine = Callable[[list[Tensor]], Tensor]
 
-QUESTION_HEAD_BYTES = HEAD_BYTES  # before a request: its kind, its turn, its length and that of the reply
+REQUEST_HEAD_BYTES = HEAD_BYTES  # before a request: its kind, its turn, its length and that of the reply
+
+
+@dataclass(eq=False)
+class _Wait:
+    peer: int
+    silent_s: float = 0.0  # since it began, or since the peer's last message
+    is_logged: bool = False
+
+
+class HeartbeatMonitor:
+    """A thread that sends this process's heartbeats, and drops peers that are waited for and send nothing.
+
+    A warning after `warn_s`, dropped after `timeout_s`. Only time that this process has lived through counts: where a
+    whole job is stopped and continued, nobody is dropped. A process that stood still alone was: see `stood_still_s`.
+    """
+
+    def __init__(
+        self, rank: int, warn_s: float, timeout_s: float, beat: Callable[[], None], drop: Callable[[int, str], None]
+    ) -> None:
+        self.stood_still_s = 0.0  # the longest that this process did
+        self._rank = rank
+        self._warn_s = warn_s
+        self._timeout_s = timeout_s
+        self._tick_s = max(_SHORTEST_TICK_S, min(warn_s, timeout_s) / 2)
+        self._beat = beat
+        self._drop = drop
+        self._waits: list[_Wait] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="laconic-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @contextmanager
+    def waiting_for(self, peer: int) -> Iterator[None]:
+        """Drop this peer if it sends nothing meanwhile."""
+        wait = _Wait(peer)
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def note_alive(self, peer: int) -> None:
+        """Note that a message of this peer came."""
+        for wait in list(self._waits):
+            if wait.peer == peer:
+                wait.silent_s = 0.0
+                wait.is_logged = False
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether peers that closed their connections may have done so because this process stood still."""
+        return self.stood_still_s > self._timeout_s / 2
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            since = time.monotonic()
+            self._over.wait(self._tick_s)
+            self.stood_still_s = max(self.stood_still_s, time.monotonic() - since - self._tick_s)
+            self._beat()
+            for wait in list(self._waits):
+                self._judge(wait)
+
+    def _judge(self, wait: _Wait) -> None:
+        wait.silent_s += self._tick_s
+        if wait.silent_s >= self._timeout_s:
+            self._drop(wait.peer, f"has sent nothing for {self._timeout_s:g} s")
+        elif wait.silent_s >= self._warn_s and not wait.is_logged:
+            wait.is_logged = True
+            silent = f"rank {wait.peer} has sent nothing for {self._warn_s:g} s"
+            warn(self._rank, f"{silent}; it is waited for, and dropped after {self._timeout_s:g}")
+
+
+def warn(rank: int, message: str) -> None:
+    """Log a warning of one rank's."""
+    _LOG.warning("rank %d: %s", rank, message)
 
 
 class Mailbox(Protocol):
@@ -89,7 +172,7 @@ class TcpMailbox:
         connection = self.of[peer]
         try:
             while True:
-                message = connection.receive({Kind.QUESTION: self.longest, Kind.COMBINE: self.longest, Kind.ECHO: 0})
+                message = connection.receive({Kind.REQUEST: self.longest, Kind.COMBINE: self.longest, Kind.ECHO: 0})
                 self._monitor.note_alive(peer)
                 if message.kind == Kind.ECHO:
                     continue
@@ -115,10 +198,10 @@ class TcpMailbox:
     def ask(self, peer: int, turn: int, request: Tensor, num_bytes: int) -> Tensor:
         fault_point("gossip.request", peer)
         with self._connected(peer) as connection:
-            connection.send(Message(Kind.QUESTION, turn, payload=request, reply_bytes=num_bytes))
+            connection.send(Message(Kind.REQUEST, turn, payload=request, reply_bytes=num_bytes))
             fault_point("gossip.sent", peer)
             reply = connection.receive_bytes(num_bytes)
-        self._count("model", QUESTION_HEAD_BYTES + request.nbytes, num_bytes)
+        self._count("model", REQUEST_HEAD_BYTES + request.nbytes, num_bytes)
         return reply
 
     def combine_all(self, own: Tensor, combine: Combine, kind: str | None) -> Tensor:
@@ -246,7 +329,14 @@ def open_mailbox(
 ) -> TcpMailbox:
     """A mailbox among the workers of a transport, for messages of at most so many bytes; a call that all make."""
     others = [peer for peer in range(transport.num_workers) if peer != transport.rank]
-    to, of = open_connections(transport.rank, transport.tell_all, calls=others, awaits=others)
+    to, of = open_connections(
+        transport.rank,
+        transport.gather_small,
+        calls=others,
+        awaits=others,
+        timeout_s=timeout_s,
+        names=transport.world_ranks,
+    )
     return TcpMailbox(transport.rank, to, of, patience_s, timeout_s, longest)
 
 

@@ -72,6 +72,18 @@ class Mesh:
         self._usual = max(self._usual, *(2 * message.numel() for message in received.values()))
         return [received[rank] for rank in range(len(messages))]
 
+    def sendrecv(self, outgoing: Tensor, incoming: Tensor, peer: int) -> None:
+        """Send a message to one peer, which makes the same call, and fill `incoming` with its own."""
+        flows = {peer: Flow(self._links[peer], [_view(outgoing)], [_view(incoming)])}
+        move(flows, Deadline(self._timeout_s))
+
+    def broadcast(self, message: Tensor, sender: int, longest: int) -> Tensor:
+        """The message of one worker, of at most so many bytes, on all; what the others give is not sent."""
+        num_workers = len(self._links) + 1
+        nothing = message[:0]
+        sent = [message if self.rank == sender else nothing] * num_workers
+        return self.all_to_all_v(sent, [longest * (peer == sender) for peer in range(num_workers)])[sender]
+
     def _fill(self, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
         """Send each other worker its part, and fill the room for what it sends; both by rank."""
         flows = {peer: Flow(self._links[peer], [outgoing[peer]], [incoming[peer]]) for peer in self._ahead()}
@@ -94,9 +106,10 @@ class Mesh:
             link.close()
 
 
-def open_mesh(rank: int, num_workers: int, gather: Gather, timeout_s: float) -> Mesh:
-    """Connections among all workers; a call that all of them make, and LaunchError on all where one cannot."""
-    to, of = open_connections(rank, gather, calls=range(rank), awaits=range(rank + 1, num_workers))
+def open_mesh(rank: int, names: Sequence[int], gather: Gather, timeout_s: float) -> Mesh:
+    """Connections among all workers, whose ranks in the world are `names`; LaunchError on all where one cannot."""
+    calls, awaits = range(rank), range(rank + 1, len(names))
+    to, of = open_connections(rank, gather, calls=calls, awaits=awaits, timeout_s=timeout_s, names=names)
     return Mesh(rank, to | of, timeout_s)
 
 

@@ -1,5 +1,7 @@
 """How processes connect: a caller proves that it knows a secret before anything else of it is read."""
 
+from __future__ import annotations
+
 import errno
 import hmac
 import json
@@ -9,7 +11,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -32,15 +34,22 @@ _PROOF = struct.Struct("<I32s32s")  # who calls, its nonce, its proof
 _CONNECT_TIMEOUT_S = 60.0  # between two that have just exchanged addresses
 _CARD_BYTES = 2048  # of a worker's address, or of the reason why it has none
 _REASON_CHARACTERS = 300  # of which JSON may make six bytes each
+_TLS_CURE = "give all ranks a LACONIC_TLS_CERT that holds, or has signed, those of the others, and LACONIC_TLS_KEY"
 _CURE = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
 
 
 class Address(NamedTuple):
-    """Where a process can be called, and the token that callers were given with it."""
+    """Where a process can be called, the token that callers were given with it, and whether it shows a certificate."""
 
     host: str
     port: int
     token: str
+    has_tls: bool = False
+
+    @classmethod
+    def by_hand(cls, host: str, port: int) -> Address:
+        """One that a user gave: without a token, and under TLS where this process has a certificate."""
+        return cls(host, port, "", certificate(accepts=False) is not None)
 
 
 class Acceptor:
@@ -62,6 +71,10 @@ class Acceptor:
                 family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
                 self._link = socket.create_server(at, family=family, backlog=backlog)
         except OSError as error:
+            if at is not None:
+                raise LaunchError(
+                    f"cannot listen at {at[0]}:{at[1]} ({error.strerror}); give another address"
+                ) from None
             raise LaunchError(
                 f"this process finds no address at which others could call it ({error.strerror or error}); {_CURE}"
             ) from None
@@ -69,7 +82,7 @@ class Acceptor:
     @property
     def address(self) -> Address:
         host, port = self._link.getsockname()[:2]
-        return Address(host, port, self._token)
+        return Address(host, port, self._token, self._context is not None)
 
     def accept(self, ranks: Collection[int], timeout_s: float) -> dict[int, tuple[Connection, str]]:
         """The connection and terms of each of these whose handshake ends within so long; strangers are closed.
@@ -144,16 +157,30 @@ class Acceptor:
         self._link.close()
 
 
-def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str = "") -> Connection:
-    """A connection to an acceptor, after a handshake as `rank` within so long; it has no timeout."""
+def connect(
+    address: Address, rank: int, whom: str, timeout_s: float, terms: str = "", *, caller: str = "", cure: str = _CURE
+) -> Connection:
+    """A connection to an acceptor, after a handshake as `rank` within so long; it has no timeout.
+
+    Errors name the two ends `caller` and `whom`, and say what to do where they do not reach each other.
+    """
+    caller = caller or f"rank {rank}"
     where = f"{whom} at {address.host}:{address.port}"
     until = time.monotonic() + timeout_s
     connection = None
     context = certificate(accepts=False)
+    if address.has_tls != (context is not None):
+        raise LaunchError(f"one of {caller} and {where} has no certificate; {_TLS_CURE}")
     try:
         connection = Connection(socket.create_connection((address.host, address.port), timeout_s), None, context)
         challenge, proof = bytearray(_NONCE_BYTES), bytearray(_PROOF_BYTES)
-        connection.fill(Cursor([memoryview(challenge)]), until - time.monotonic())
+        try:
+            connection.fill(Cursor([memoryview(challenge)]), until - time.monotonic())
+        except ConnectionError:
+            if context is None:
+                raise
+            connection.close()
+            raise LaunchError(f"{caller} and {where} refuse each other's certificate; {_TLS_CURE}") from None
         nonce = secrets.token_bytes(_NONCE_BYTES)
         key = _key(address.token)
         own_proof = _proof(key, b"calls", challenge, nonce, rank)
@@ -162,12 +189,12 @@ def connect(address: Address, rank: int, whom: str, timeout_s: float, terms: str
             connection.fill(Cursor([memoryview(proof)]), until - time.monotonic())
         if not hmac.compare_digest(proof, _proof(key, b"accepts", challenge, nonce, rank)):
             connection.close()
-            raise LaunchError(f"rank {rank} and {where} do not know the same secret; give all ranks one LACONIC_SECRET")
+            raise LaunchError(f"{caller} and {where} do not know the same secret; give all ranks one LACONIC_SECRET")
         connection.send(Message(Kind.HELLO, payload=payload_of(terms.encode())))
     except OSError as error:
         if connection is not None:
             connection.close()
-        raise LaunchError(f"rank {rank} cannot reach {where} ({error.strerror or error}); {_CURE}") from None
+        raise LaunchError(f"{caller} cannot reach {where} ({error.strerror or error}); {cure}") from None
     return connection
 
 
@@ -182,11 +209,18 @@ def _proof(key: bytes, end: bytes, challenge: bytes | bytearray, nonce: bytes, r
 
 
 def open_connections(
-    rank: int, gather: Gather, *, calls: Collection[int], awaits: Collection[int]
+    rank: int,
+    gather: Gather,
+    *,
+    calls: Collection[int],
+    awaits: Collection[int],
+    timeout_s: float,
+    names: Sequence[int],
 ) -> tuple[dict[int, Connection], dict[int, Connection]]:
     """Connections to the ranks that this worker calls, and from those it awaits; a call that all workers make.
 
-    Where one of them cannot, all of them get its LaunchError, and nothing is left open.
+    Where one of them cannot, all of them get its LaunchError as soon as it knows, and nothing is left open. `names`
+    are the ranks in the world, `timeout_s` is how long `gather` waits, in which all of this has its end.
     """
     to: dict[int, Connection] = {}
     of: dict[int, Connection] = {}
@@ -197,26 +231,35 @@ def open_connections(
     except LaunchError as error:
         card = str(error)[:_REASON_CHARACTERS]
     addresses = _gathered(gather, card, rank)
-    failed = ""
     assert acceptor is not None
-    with ThreadPoolExecutor(1) as beside:  # those that are called may be calling, too
-        accepting = beside.submit(acceptor.accept, awaits, _CONNECT_TIMEOUT_S)
-        try:
-            for peer in calls:
-                to[peer] = connect(Address(*addresses[peer]), rank, f"rank {peer}", _CONNECT_TIMEOUT_S)
-        except LaunchError as error:
-            failed = str(error)[:_REASON_CHARACTERS]
-            acceptor.stop()
-        of.update({peer: link for peer, (link, _) in accepting.result().items()})
-    if not failed and (missing := set(awaits) - of.keys()):
-        failed = f"rank {min(missing)} has not called rank {rank} for {_CONNECT_TIMEOUT_S:g} s; {_CURE}"
-    acceptor.close()
+    until = time.monotonic() + min(_CONNECT_TIMEOUT_S, timeout_s / 2)
+    failure = ""
     try:
-        _gathered(gather, failed, rank)
-    except LaunchError:
-        for link in (*to.values(), *of.values()):
+        with ThreadPoolExecutor(1) as beside:  # those that are called may be calling, too
+            accepting = beside.submit(acceptor.accept, awaits, until - time.monotonic())
+            try:
+                for peer in calls:
+                    whom, left_s = f"rank {names[peer]}", max(0.0, until - time.monotonic())
+                    to[peer] = connect(Address(*addresses[peer]), rank, whom, left_s, caller=f"rank {names[rank]}")
+            except LaunchError as error:
+                failure = str(error)[:_REASON_CHARACTERS]
+            try:
+                _gathered(gather, failure, rank)  # callers know first: nobody waits for one that was refused
+            except BaseException:
+                acceptor.stop()
+                raise
+            of.update({peer: link for peer, (link, _) in accepting.result().items()})
+        if missing := set(awaits) - of.keys():
+            failure = f"rank {names[min(missing)]} has not called rank {names[rank]} in time; {_CURE}"
+        _gathered(gather, failure, rank)
+    except BaseException:
+        for link in (*to.values(), *of.values(), *(link for link, _ in accepting.result().values())):
             link.close()
         raise
+    finally:
+        acceptor.close()
+    for peer, link in (*to.items(), *of.items()):
+        link.world_rank = names[peer]
     return to, of
 
 

@@ -16,6 +16,16 @@ from laconic.errors import LaunchError
 _CHUNK_BYTES = 1 << 18
 
 
+def has_tls() -> bool:
+    """Whether the user gave a certificate, so that nothing of ours may travel in clear."""
+    return bool(os.environ.get("LACONIC_TLS_CERT") or os.environ.get("LACONIC_TLS_KEY"))
+
+
+def is_guarded() -> bool:
+    """Whether the user gave a certificate or a secret, so that only those who prove it may take part."""
+    return has_tls() or bool(os.environ.get("LACONIC_SECRET"))
+
+
 def certificate(*, accepts: bool) -> ssl.SSLContext | None:
     """What the end that accepts, or the one that calls, shows and asks for; None where the user gave no certificate.
 
@@ -23,7 +33,7 @@ def certificate(*, accepts: bool) -> ssl.SSLContext | None:
     """
     shown = os.environ.get("LACONIC_TLS_CERT", "")
     key = os.environ.get("LACONIC_TLS_KEY", "")
-    if not shown and not key:
+    if not has_tls():
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

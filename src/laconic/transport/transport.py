@@ -51,6 +51,11 @@ class Transport(Protocol):
         return self.rank
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """The ranks of the workers in the world, by which errors name them."""
+        return range(self.num_workers)
+
+    @property
     def was_late(self) -> bool:
         """Whether the last answer was found without this worker; never where all wait for each other."""
         return False
@@ -73,8 +78,8 @@ class Transport(Protocol):
         """The frame of one worker, of at most so many bytes, on all; the others give None. Empty where it is gone."""
 
     @property
-    def pull_turn(self) -> int:
-        """How many turns after a push its answers are pulled: owners have one to compute theirs in."""
+    def pull_delay(self) -> int:
+        """The number of messages between a push and its pull: owners have one in which to compute their answers."""
         return 2
 
     def push(self, push: Push) -> dict[int, Tensor]:
@@ -87,7 +92,7 @@ class Transport(Protocol):
         """Take what has come, so that a sender need not wait until this worker sends more, or asks for it."""
         return
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Close all connections, since this worker has failed: nobody is to wait for its next message."""
         return
 
@@ -111,13 +116,13 @@ class Collectives(Transport, Protocol):
     def all_gather(self, frame: Tensor, kind: str) -> Tensor:
         """Everyone's frame in rank order, as (num_workers, len(frame)); frames have equal lengths."""
 
-    def tell_all(self, card: Tensor) -> Tensor:
+    def gather_small(self, card: Tensor) -> Tensor:
         """Everyone's few bytes in rank order, on the host, beside what is exchanged."""
         return self.all_gather(card, "addresses")
 
     def total(self, tensor: Tensor) -> Tensor:
         with self.traffic.uncounted():
-            rows = self.tell_all(tensor.contiguous().view(-1).view(torch.uint8))
+            rows = self.gather_small(tensor.contiguous().view(-1).view(torch.uint8))
         return rows.view(tensor.dtype).sum(0).view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
@@ -169,11 +174,15 @@ class Adding(Protocol):
 
 
 def rows_of(workers: Adding, own: Sequence[float]) -> list[list[float]]:
-    """The same numbers of all of them, by place: the sum of tables of which each worker fills its own row."""
-    table = torch.zeros(workers.num_living, len(own), dtype=torch.float64)
-    table[workers.place] = torch.tensor(own, dtype=torch.float64)
+    """The same numbers of all that are there, by place: the sum of tables of which each worker fills its own row.
+
+    A row begins and ends with a mark, since a worker that has died leaves zeros: none is there, or, where it died
+    between its messages to two servers, one of the two.
+    """
+    table = torch.zeros(workers.num_living, len(own) + 2, dtype=torch.float64)
+    table[workers.place] = torch.tensor([1.0, *own, 1.0], dtype=torch.float64)
     rows: list[list[float]] = workers.total(table).tolist()
-    return rows
+    return [row[1:-1] for row in rows if row[0] and row[-1]]
 
 
 def _share(count: int, num_workers: int) -> int:

@@ -8,12 +8,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from laconic.errors import LaunchError
+from laconic.recipes import parse
 from laconic_lab.chaos.mass import keeps_all, mass_lost
 from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case, Outcome
 from laconic_lab.network import Lab
@@ -24,6 +25,7 @@ TIMEOUT_S = 6.0  # that a worker waits for a silent one
 _TIMEOUTS = 10  # after which a process that has neither ended nor gone on is late
 _PAUSE_S = 1.0
 _POLL_S = 0.02
+_RESTART_AT = CHECKPOINT_EVERY + 1  # the step, from 0, before which a run ends that is then resumed
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["laconic_lab.chaos.victim"])
 _CONTINUES = ("pause", "slow", "trickle", "cut")  # after these a run goes on as if nothing had been
@@ -55,6 +57,10 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
     num_ranks = len(lab.hosts) if lab else NUM_WORKERS
     job = _job(case.family, case.scheme, out, num_ranks, timeout_s)
     want = "" if _is_free(case) else _undisturbed(case.family, case.scheme, num_ranks, timeout_s)
+    if case.phase == "resume":
+        _run(job, home, replace(case, fault="restart", phase="training", rank=num_ranks - 1, number=_RESTART_AT), lab)
+        (home / "struck").unlink()
+        job = replace(job, resume=True)
     ended = _run(job, home, case, lab)
     broken = _common(ended, job)
     tallied = keeps_all(case.scheme)
@@ -71,8 +77,9 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
     servers = job.servers
     others = [code for rank, code in enumerate(ended.codes) if rank != case.rank and rank >= servers]
     # Before its second step DDP itself asks all ranks, to agree on its buckets, and ends with one that is gone.
-    is_served = case.family == "dedicated server" and case.rank >= servers and case.number > 0
-    outlives = is_served or _is_free(case)
+    is_past_ddp = parse(case.scheme).of_what == "drift" or (case.number > 0 and case.phase != "resume")
+    is_served = case.family == "dedicated server" and case.rank >= servers and is_past_ddp
+    outlives = is_served or (_is_free(case) and case.phase != "resume")  # gossip resumes with all that began
     if outlives and case.fault in ("kill", "stop", "unplug") and any(others):
         broken.append(f"the others outlive one that is gone: codes {ended.codes}, {_last_words(ended)}")
     if any(code == 0 for code in ended.codes[servers:]):

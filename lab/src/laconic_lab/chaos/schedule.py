@@ -13,7 +13,14 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "all-reduce": ("dense", "bf16", "maxnorm", "multiscale", "randk-maxnorm:rho=0.5", "lowrank"),
     "all-gather": ("topk:rho=0.05", "dgc:rho=0.05", "chunked", "laplace"),
     "sharded server": ("topk:rho=0.05,exchange=server", "overlap:rho=0.05", "sign", "sparse-sign"),
-    "dedicated server": ("topk:rho=0.05,exchange=server", "overlap:rho=0.05", "sign", "sparse-sign"),
+    "dedicated server": (
+        "topk:rho=0.05,exchange=server",
+        "overlap:rho=0.05",
+        "sign",
+        "sparse-sign",
+        "sparseloco:every=2,exchange=server",
+        "scheme:exchange=server,trigger=rounds(every=2),outer=nesterov",
+    ),
     "gossip": ("gossip", "gossip-every", "gossip:rho=0.2", "gossip:mode=matched", "gossip-period:steps=2"),
     "outer": (
         "local:every=2",
@@ -23,7 +30,9 @@ FAMILIES: Mapping[str, Sequence[str]] = {
         "noloco:every=2",
     ),
 }
-PHASES = ("choose", "encode", "talk", "apply", "checkpoint")
+PHASES_OF_STEP = ("choose", "encode", "talk", "apply")
+PHASES_BETWEEN = ("training", "evaluation", "averaging", "checkpoint", "resume")  # in which nothing is exchanged
+PHASES = (*PHASES_OF_STEP, *PHASES_BETWEEN)
 MESSAGE_FAULTS = ("drop", "delay", "truncate", "duplicate", "damage")  # on virtual workers, to what is being said
 PROCESS_FAULTS = ("kill", "stop", "pause", "slow", "trickle", "full disk", "restart")
 LINK_FAULTS = ("cut", "unplug")  # between hosts of a lab, of which the first heals
@@ -75,7 +84,7 @@ def _families_of(scheme: str) -> list[str]:
     if parsed.of_what == "models":
         return ["gossip"]
     if parsed.of_what == "drift":
-        return ["outer"]
+        return ["dedicated server"] if parsed.has_owners else ["outer"]
     if not parsed.talks:
         raise TaskError(f"{scheme} says nothing, so nothing can befall it; give a scheme that talks")
     if parsed.has_owners:

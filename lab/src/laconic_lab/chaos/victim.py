@@ -28,13 +28,17 @@ from laconic_lab.tasks import TASKS, Data
 from laconic_lab.train.job import Job
 from laconic_lab.train.worker import work
 
-# The fault points at which each phase of schedule.PHASES begins, in a step of gradients or of gossip.
+# The fault points at which each phase of schedule.PHASES begins, in a step of gradients or of gossip, and between them.
 POINTS = {
     "choose": ("bucket.begin", "gossip.step"),
     "encode": ("bucket.encoded", "gossip.request"),
     "talk": ("bucket.send", "gossip.sent"),
     "apply": ("bucket.apply", "gossip.apply"),
+    "training": ("train.step",),
+    "evaluation": ("train.evaluate",),
+    "averaging": ("train.average",),
     "checkpoint": ("train.save",),
+    "resume": ("train.resume",),
 }
 _SMALL = 64  # examples: what is looked at here is not what is learned
 _SLOW_S = 1.0
@@ -99,7 +103,7 @@ def _striking(case: Case, struck: Path) -> _Handlers:
     num_rounds = 0
 
     def strike(*_: object) -> None:
-        if not struck.exists() and step >= case.number:
+        if not struck.exists() and (step >= case.number or case.phase == "resume"):
             struck.touch()
             _befall(case)
 

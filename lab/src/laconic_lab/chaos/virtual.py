@@ -41,7 +41,11 @@ _LR = 0.1
 _MASS_ATOL = 1e-3  # some dozen float32 sums of values up to 60
 _KEEPS_ALL = topk(rho=0.05).memory
 _building = threading.Lock()  # torch has one generator for all threads
-_RAW_CALLS = ("all_reduce_", "all_to_all")  # carry numbers without a frame: TCP's own check is all they have
+_RAW_CALLS = (
+    "all_reduce_",
+    "sum_gradients_",
+    "all_to_all",
+)  # carry numbers without a frame: TCP's own check is all they have
 _RAW_KINDS = ("measured", "flags", "pairs", "norms", "scales", "codes")
 
 
@@ -154,6 +158,7 @@ class _FollowingWorker:
         self._follower.step()
         at("apply")
         if number == STEPS - 1:
+            at("averaging")
             self._follower.average_()
 
     def read(self) -> Tensor:
@@ -182,7 +187,7 @@ class _Recorded(FaultyCollectives):
 
     def __init__(self, inner: Collectives, faults: Faults, note: Callable[[str], None]) -> None:
         super().__init__(inner, faults)
-        for call in ("all_reduce_", "all_gather", "all_to_all", "broadcast", "push", "sendrecv"):
+        for call in ("all_reduce_", "sum_gradients_", "all_gather", "all_to_all", "broadcast", "push", "sendrecv"):
             setattr(self, call, self._noting(call, getattr(self, call), note))
 
     def _noting(self, name: str, call: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
@@ -226,17 +231,23 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         end = _Recorded(transport, faults, hit)
         make: Any = _GradientWorker if isinstance(scheme, Scheme) else _FollowingWorker
         worker: _GradientWorker | _FollowingWorker = make(scheme, end)
+        number = first
+
+        def at(phase: str) -> None:
+            if case is None or not is_struck or (case.fault, case.phase) != ("die", phase):
+                return
+            if number >= case.number or phase in ("averaging", "resume"):  # which come once
+                raise WorkerDiedError(f"rank {case.rank} was to die at {phase}")
+
         if states is not None:
             worker.load(copy.deepcopy(states))
+            at("resume")
         for number in range(first, STEPS):
-
-            def at(phase: str, number: int = number) -> None:
-                if case is not None and is_struck and (case.fault, case.phase, case.number) == ("die", phase, number):
-                    raise WorkerDiedError(f"rank {case.rank} was to die at {phase}")
-
+            at("training")
             worker.step(number, at)
             done = number + 1
             if done % CHECKPOINT_EVERY == 0:
+                at("evaluation")
                 at("checkpoint")
                 saved.setdefault(done, {})[transport.rank] = copy.deepcopy(worker.state())
         lost = worker.lost_mass([saved[STEPS][rank] for rank in sorted(saved[STEPS])]) if _whole(saved, STEPS) else 0.0
@@ -272,6 +283,8 @@ def _check_in_step(case: Case) -> Outcome:
     """Workers that meet at every step, or agree: all end with one line, or go on as if nothing had been."""
     want = _undisturbed(case.family, case.scheme)
     run = _run(case, case.family, case.scheme, 0, None)
+    if case.phase == "resume" and case.family != "dedicated server":  # its virtual ones have no state to go on from
+        run = _run(case, case.family, case.scheme, CHECKPOINT_EVERY, run.states[CHECKPOINT_EVERY])
     unpromised = run.hit == "raw" and case.fault not in ("delay", "die")
     struck = bool(run.hit) or isinstance(run.error, WorkerDiedError)
     broken: list[str] = []

@@ -32,7 +32,9 @@ _FOLDER = "checkpoint"
 _MANIFEST = "manifest.json"
 _FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
+_PART = re.compile(r"rank-\d+\.pt")
 _CHECKSUM = struct.Struct("<8I")  # as numbers that workers can tell each other
+_ABOUT = {"step": int, "files": dict, "scheme": str, "num_workers": int, "model": dict}
 _AFRESH = "leave --resume out to start afresh"
 
 
@@ -53,11 +55,11 @@ class Checkpoint:
 
 def save_checkpoint(
     folder: Path, step: int, rank: int, state: Mapping[str, Any], group: WorkerGroup, about: dict[str, Any]
-) -> str:
+) -> tuple[bool, str]:
     """Write this worker's part; all of them call it, and only when all parts are there does the checkpoint count.
 
     Where one dies meanwhile or cannot write it does not, and those before are kept. `about` goes into the manifest.
-    Returns why this worker could not write, in a line; nothing where it could.
+    Returns whether all that live could write, the same on each, and why this one could not, in a line.
     """
     home = folder / _FOLDER
     fresh = home / f"step-{step}.new"
@@ -89,7 +91,7 @@ def save_checkpoint(
         except OSError as error:
             failure = _why(step, home, error)
         shutil.rmtree(fresh, ignore_errors=True)  # of one that does not count
-    return failure
+    return not any(row[0] for row in group.gather([float(bool(failure))])), failure
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -133,14 +135,17 @@ def _damage(checkpoint: Path, about: Mapping[str, Any], group: WorkerGroup | Non
     if about.get("format") != _FORMAT:
         return f"{checkpoint} is of laconic {about.get('laconic')}, whose format this version does not read"
     files = list(about["files"].items())
-    own = range(group.place, len(files), group.num_living) if group else range(len(files))
-    damaged = (number for number in own if not _is_whole(checkpoint / files[number][0], files[number][1]))
-    first = next(damaged, len(files))
-    if group:
-        rows = group.gather([about["step"], first])
+    first, num_sharing = len(files), 0
+    rows: list[list[float]] = []
+    while not rows or len(rows) < num_sharing:  # again where one died meanwhile, with whose files nobody is done
+        place, num_sharing = (group.place, group.num_living) if group else (0, 1)
+        own = range(place, len(files), num_sharing)
+        damaged = (number for number in own if not _is_whole(checkpoint / files[number][0], files[number][1]))
+        row = [about["step"], next(damaged, len(files))]
+        rows = group.gather(row) if group else [row]
         if len(steps := {int(step) for step, _ in rows}) > 1:
             raise other_steps(checkpoint.parent.parent, steps)
-        first = min(int(number) for _, number in rows)
+        first = min(first, *(int(number) for _, number in rows))
     if first == len(files):
         return ""
     part = checkpoint / files[first][0]
@@ -171,13 +176,11 @@ def _keep_two(home: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove the files that a manifest vouches for, and nothing else."""
+    """Remove what has the names that we write, and nothing else, whatever a manifest names."""
     if not (checkpoint / _MANIFEST).is_file():
         return
-    about = _read_manifest(checkpoint)
-    parts = [path.name for path in checkpoint.glob("rank-*.pt")] if about is None else about["files"]
-    for name in (_MANIFEST, *parts):
-        (checkpoint / name).unlink(missing_ok=True)
+    for path in [path for path in checkpoint.iterdir() if path.name == _MANIFEST or _PART.fullmatch(path.name)]:
+        path.unlink(missing_ok=True)
     with suppress(OSError):  # there are strays in it
         checkpoint.rmdir()
 
@@ -224,13 +227,29 @@ def _write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The contents of a manifest; None if it is missing, or not as it was written."""
+    """The contents of a manifest; None if it is missing, or not as this code writes one."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         about: dict[str, Any] = manifest["about"]
-        return about if manifest["sha256"] == _text_hash(json.dumps(about)) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        is_signed = manifest["sha256"] == _text_hash(json.dumps(about))
+        return about if is_signed and (about["format"] != _FORMAT or _is_sound(about)) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _is_sound(about: Mapping[str, Any]) -> bool:
+    """Whether everything in it has the type that it is written with, and files have the names that we give."""
+    facts = about["files"]
+    return (
+        {name: type(about[name]) for name in _ABOUT} == _ABOUT
+        and about["step"] >= 0
+        and about["num_workers"] > 0
+        and all(type(layout) is str for layout in about["model"].values())
+        and bool(facts)
+        and all(_PART.fullmatch(name) for name in facts)
+        and all(type(fact["sha256"]) is str and type(fact["bytes"]) is int for fact in facts.values())
+        and all(fact["bytes"] >= 0 for fact in facts.values())
+    )
 
 
 def _text_hash(text: str) -> str:

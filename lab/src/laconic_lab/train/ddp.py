@@ -16,7 +16,7 @@ from laconic.errors import LaconicError
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
 from laconic.session import Stats
-from laconic.transport import ranks_that_differ, silence_said, world
+from laconic.transport import naming_lost_peers, ranks_that_differ, world
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
 from laconic_lab.train.measured import Spent
@@ -93,7 +93,7 @@ class DdpLearner:
             if isinstance(self.session.error, LaconicError):
                 raise self.session.error from None
             if "gloo" in str(error):  # DDP's own broadcasts of a model's buffers
-                with silence_said(self.course.rank):
+                with naming_lost_peers(self.course.rank):
                     raise
             raise
         if self.updater.grad_scaler is not None or self.session.last_step_finite:

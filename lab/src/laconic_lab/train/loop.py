@@ -22,6 +22,7 @@ FAULT_POINTS |= {
     "train.evaluate": "before an evaluation (loop)",
     "train.average": "after the last step, before models that trained apart are averaged (loop)",
     "train.save": "before a checkpoint is written (loop)",
+    "train.resume": "before a checkpoint is looked for (loop)",
     "train.resumed": "after a run was resumed (loop)",
     "train.end": "after the last evaluation (loop)",
 }
@@ -90,6 +91,7 @@ class TrainingLoop:
         self.last_evaluation: dict[str, Any] = {}
         self.diverged_at: int | None = None  # the step from which on the loss was no number
         self.is_out_of_time = False
+        self.is_saved = True  # whether no worker failed to write the last checkpoint that was due
         self._not_finite_since: int | None = None
 
     def _is_over(self) -> bool:

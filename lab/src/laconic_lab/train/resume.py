@@ -37,8 +37,18 @@ def save(loop: TrainingLoop) -> None:
         state |= {"model": learner.model.state_dict(), **learner.updater.state_dict()}
         state |= {"seconds": loop.seconds, "settings": settings(job)}
     about = {"scheme": job.scheme, "num_workers": loop.course.num_workers, "model": layout_of(learner.model)}
-    if failure := save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group, about):
+    loop.is_saved, failure = save_checkpoint(job.out, loop.steps_done, loop.course.rank, state, loop.group, about)
+    if failure:
         print(f"laconic: {failure}", file=sys.stderr, flush=True)
+
+
+def check_saved(loop: TrainingLoop) -> None:
+    """TaskError, on all workers, where the last checkpoint of a run was not saved: a success would hide that."""
+    if not loop.is_saved:
+        raise TaskError(
+            f"step {loop.steps_done} was trained, but not saved in {loop.job.out}; give --out room enough, in a folder "
+            "that all hosts share, and train again, with --resume where an earlier checkpoint is there"
+        )
 
 
 def resume_(loop: TrainingLoop) -> None:
@@ -47,6 +57,7 @@ def resume_(loop: TrainingLoop) -> None:
     learner = loop.learner
     rank = loop.course.rank
     assert job.out is not None
+    fault_point("train.resume", loop)
     checkpoint = find_checkpoint(job.out, loop.group)
     states = checkpoint.load()
     check_resume(job, loop.course.num_steps, checkpoint, states)

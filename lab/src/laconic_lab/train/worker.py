@@ -36,7 +36,7 @@ from laconic_lab.train.mps import uses_mps
 from laconic_lab.train.planning import Losses, plan_here, probe
 from laconic_lab.train.progress import Progress
 from laconic_lab.train.result import DIVERGED, Result, summarize
-from laconic_lab.train.resume import resume_, save
+from laconic_lab.train.resume import check_saved, resume_, save
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
@@ -77,6 +77,7 @@ def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> 
             learner.session.close()
             if job.servers and not job.asks_servers:
                 dist.barrier()  # lets the servers go, which stood by
+        check_saved(loop)
         return 0 if result.diverged_at is None else DIVERGED
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.transport import Transport, rows_of, silence_said
+from laconic.transport import Transport, naming_lost_peers, rows_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ProcessWorkers(WorkerGroup):
 
     def total(self, tensor: Tensor) -> Tensor:
         summed = tensor.to(self._device)
-        with silence_said(self.place):
+        with naming_lost_peers(self.place):
             dist.all_reduce(summed, group=self._group)
         return summed.cpu()
 
@@ -65,7 +65,7 @@ class ProcessWorkers(WorkerGroup):
         return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
-        with silence_said(self.place):
+        with naming_lost_peers(self.place):
             for buffer in buffers:  # each worker has its own since the last forward; the first one's are looked at
                 dist.broadcast(buffer, group=self._group, group_src=0)
 
