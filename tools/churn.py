@@ -79,7 +79,7 @@ class Trainee:
         run.num_connections += 1
         self.connection = run.num_connections
         run.trainees[self.connection] = self
-        join = Join(id, generation, fingerprint_of(layouts), stated_layouts(layouts))
+        join = Join(id, generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
         run.deliver(run.syncer.on_join(self.connection, join, run.now))
 
     def step(self) -> None:

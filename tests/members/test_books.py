@@ -11,11 +11,12 @@ from laconic.members.messages import Leave
 from tests.members.virtual import VirtualMember, VirtualRun
 
 SCHEMES = (
-    "streaming:every=4,fragments=2,delay=1",
+    "streaming:every=4,fragments=2,delay=1",  # momentum by agreement
     "streaming:every=2,fragments=1,delay=0,bits=2,momentum=0",
     "diloco:every=3",
     "sparseloco:every=3,rho=0.25,decay=1,chunk=8",
     "local:every=2",
+    "muloco:every=4,fragments=2,delay=1",
 )
 
 

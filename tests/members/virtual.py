@@ -44,7 +44,7 @@ class VirtualMember:
         self.connection = self.run.num_connections
         self.up, self.down = deque(), deque()
         layouts = self.replica.layouts
-        join = Join(self.id, self.generation, fingerprint_of(layouts), stated_layouts(layouts))
+        join = Join(self.id, self.generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
         self.run.by_connection[self.connection] = self
         self.run.deliver(self.run.syncer.on_join(self.connection, join, self.run.now))
 

@@ -259,7 +259,7 @@ def test_who_hears_that_another_could_not_write_does_not_count_it(tmp_path: Path
 
     class OneIsFull(FewWorkers):
         def gather(self, own: Sequence[float]) -> list[list[float]]:
-            return [list(mine), [1, 0, *[0] * 8]]
+            return [list(own), [1, 0, *[0] * 8]]
 
     assert save(tmp_path, 20, workers=OneIsFull(0, 2)) == ""
     assert found(tmp_path) == (10, [])
@@ -268,7 +268,7 @@ def test_who_hears_that_another_could_not_write_does_not_count_it(tmp_path: Path
 def test_a_part_on_a_disk_of_another_host_is_missed_at_once(tmp_path: Path) -> None:
     class Elsewhere(FewWorkers):
         def gather(self, own: Sequence[float]) -> list[list[float]]:
-            return [list(mine), [1, *mine[1:]]]
+            return [list(own), [1, *own[1:]]]
 
     said = save(tmp_path, 20, workers=Elsewhere(0, 2))
     assert "No such file or directory" in said and "rank-1.pt" in said and "that all hosts share" in said

@@ -24,6 +24,7 @@ from laconic.members.messages import PROTOCOL, Join, Leave, Offer, Refusal, Repo
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
+from laconic.replicas import Optimizers, inner_momentum, listed
 from laconic.transport import Address, Connection, connect, longest_message
 
 _LOG = logging.getLogger("laconic.members")
@@ -58,7 +59,7 @@ class Member:
     A server that cannot be reached stops nobody: training goes on, and what was learned meanwhile goes when it is back.
     """
 
-    def __init__(self, address: str, model: nn.Module, optimizer: torch.optim.Optimizer, id: str, timeout_s: float):
+    def __init__(self, address: str, model: nn.Module, optimizer: Optimizers, id: str, timeout_s: float):
         self.id = id
         self.error: BaseException | None = None
         self._address = address
@@ -80,7 +81,8 @@ class Member:
         self._offer = offer
         self.replica = Replica(model, check_elastic(parse(offer.scheme)), self._generation, crc32(id.encode()))
         layouts = self.replica.layouts
-        self._join = Join(id, self._generation, fingerprint_of(layouts), stated_layouts(layouts))
+        beta = inner_momentum(optimizer)
+        self._join = Join(id, self._generation, fingerprint_of(layouts), beta, stated_layouts(layouts))
         self._line.send(self._join)
         while not self.replica.is_ready or any(piece.is_asking for piece in self.replica.pieces.values()):
             self._handle(self._next(timeout_s, "its anchors"))
@@ -266,14 +268,13 @@ class Member:
         """Drop the moments of a model that had to go back to its anchor, where they are not finite."""
         if self.replica.num_healed:
             self.replica.num_healed = 0
-            for parameter, kept in list(self._optimizer.state.items()):
-                if any(isinstance(v, torch.Tensor) and not bool(v.isfinite().all()) for v in kept.values()):
-                    del self._optimizer.state[parameter]
+            for optimizer in listed(self._optimizer):
+                for parameter, kept in list(optimizer.state.items()):
+                    if any(isinstance(v, torch.Tensor) and not bool(v.isfinite().all()) for v in kept.values()):
+                        del optimizer.state[parameter]
 
 
-def join(
-    address: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, id: str = "", timeout_s: float = 60.0
-) -> Member:
+def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "", timeout_s: float = 60.0) -> Member:
     """Let a model take part in the run of a server that `laconic serve --listen` started, until it leaves or dies.
 
     The server says what scheme runs. The first member's model begins the run; that of every later one is overwritten
@@ -282,7 +283,7 @@ def join(
     Args:
         address: The server's "host:port".
         model: The bare model, the same on all members.
-        optimizer: The one that trains it; call member.step() after each of its steps.
+        optimizer: The one that trains it, or several; call member.step() after each of its steps.
         id: A name that no other member has, by which this one is known when it comes back; drawn unless given.
         timeout_s: How long the server may take to answer here; in lockstep also for the result of a round.
 

@@ -43,6 +43,7 @@ class Join:
     id: str
     generation: int  # drawn anew by each process: who comes back with the same one has its residual still
     fingerprint: str
+    inner_momentum: float  # of the optimizer that trains it
     layouts: dict[str, Any]  # fragment -> [[name, shape], ...]
 
 

@@ -11,7 +11,7 @@ import math
 import secrets
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,15 @@ from laconic.errors import FrameError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
 from laconic.members.messages import Anchor, Bequest, Call, Drift, Join, Outgoing, Request, Status, Update
-from laconic.outer import OuterSGD
+from laconic.outer import Outer, OuterSGD
+from laconic.replicas import OuterMomentum
 from laconic.scheme import OuterScheme
 
 _LOG = logging.getLogger("laconic.members")
 _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
+_MOST_MOMENTUM = 0.999
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -67,21 +69,27 @@ class Round:
 class FragmentState:
     """A fragment's anchor with its version, the outer optimizer, and what rounding kept back of the last step."""
 
-    def __init__(self, anchor: Tensor, codec: VectorCodec, optimizer: Callable[[Sequence[Tensor]], Any]) -> None:
+    def __init__(self, anchor: Tensor, codec: VectorCodec, then: Outer, momentum: OuterMomentum | None) -> None:
         self.version = 0
         self.tokens = 0  # in drifts that were counted
         self.anchor = anchor
         self.residual = torch.zeros_like(anchor)
         self.codec = codec
         self._step = torch.zeros_like(anchor)  # the outer optimizer's parameter, at zero before each step
-        self._optimizer: torch.optim.Optimizer = optimizer([self._step])
+        self._then = then
+        self._momentum = momentum  # that follows from agreement
+        self._optimizer = then.optimizer([self._step])
         self.round = Round()
         self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
         self.bequeathed_tokens = 0
         self.counted: dict[str, tuple[int, int]] = {}  # id -> (generation, the last version that had its drift)
 
-    def step_(self, mean: Tensor, number: int) -> Tensor:
+    def step_(self, mean: Tensor, number: int, num_drifts: int) -> Tensor:
         """Move the anchor by what the outer optimizer makes of a mean of drifts; the bytes that move all others'."""
+        momentum = self._then.among(num_drifts).momentum
+        if self._momentum is not None:
+            momentum = self._momentum.adapt_(mean, self.anchor)
+        self._optimizer.param_groups[0]["momentum"] = momentum
         self._step.zero_()
         self._step.grad = mean
         self._optimizer.step()
@@ -104,6 +112,10 @@ class FragmentState:
         """Tensors and a number, by name."""
         kept = self._optimizer.state[self._step]
         moments = {f"outer.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+        if self._momentum is not None:
+            kept = self._momentum.state_dict()
+            moments |= {"momentum": torch.tensor(kept["value"])}
+            moments |= {f"momentum.{i}": anchor for i, anchor in enumerate(kept["anchors"])}
         return {
             "version": self.version,
             "tokens": self.tokens,
@@ -122,6 +134,9 @@ class FragmentState:
         self.residual.copy_(state["residual"])
         self.bequeathed.copy_(state["bequeathed"])
         self.bequeathed_tokens = int(state["bequeathed_tokens"])
+        if self._momentum is not None and "momentum" in state:
+            anchors = [state[name] for name in (f"momentum.{i}" for i in range(len(state))) if name in state]
+            self._momentum.load_state_dict({"value": float(state["momentum"]), "anchors": anchors})
         moments = {name.removeprefix("outer."): v for name, v in state.items() if name.startswith("outer.")}
         if moments:
             self._optimizer.state[self._step].update({name: v.clone() for name, v in moments.items()})
@@ -159,6 +174,7 @@ class Syncer:
         self.lost_norms: dict[str, float] = {}  # id and generation -> the residual that ended with a member
         self._founder = ""  # who sends the first anchors
         self._founder_generation = -1
+        self._inner_momentum = 0.0  # of the founder's optimizer
         self._delays: deque[float] = deque(maxlen=_ANSWERS)
         self._save = save
 
@@ -181,6 +197,7 @@ class Syncer:
         member.subscribed = set()
         self.layouts = layouts
         if not self._is_founded and self._founder in ("", join.id):
+            self._inner_momentum = min(join.inner_momentum, _MOST_MOMENTUM)
             self._begin_founding(join.id)
         return [Outgoing(connection, self.status())]
 
@@ -362,7 +379,7 @@ class Syncer:
                 continue
             tokens += drift.tokens
             drifts[id] = drift
-        payload = fragment.step_(total.div_(max(1, tokens)), number)
+        payload = fragment.step_(total.div_(max(1, tokens)), number, max(1, len(drifts)))
         fragment.tokens += tokens
         self.rounds += 1
         for id, drift in drifts.items():
@@ -385,11 +402,12 @@ class Syncer:
 
     def _add_fragment(self, number: int, anchor: Tensor) -> FragmentState:
         layout = self.layouts[number]
-        if number < self.scheme.when.fragments:
-            codec, optimizer = codec_for(self.scheme.exchanged, layout), self.scheme.then.optimizer
-        else:  # buffers of norms, which are averaged
-            codec, optimizer = exact_codec(layout), OuterSGD().optimizer
-        self.fragments[number] = FragmentState(anchor, codec, optimizer)
+        scheme = self.scheme
+        is_buffers = number == scheme.when.fragments  # of norms, which are averaged
+        codec = exact_codec(layout) if is_buffers else codec_for(scheme.exchanged, layout)
+        then = OuterSGD() if is_buffers else scheme.then
+        momentum = OuterMomentum.of(then, anchor, scheme.when.every, self._inner_momentum)
+        self.fragments[number] = FragmentState(anchor, codec, then, momentum)
         return self.fragments[number]
 
     def _saved(self, number: int) -> dict[str, Any]:
@@ -400,6 +418,7 @@ class Syncer:
             "scheme": str(self.scheme),
             "run": self.run,
             "founder": self._founder_generation,
+            "inner_momentum": self._inner_momentum,
             "layout": spans,
             "fragments": sorted(self.layouts),
             "rounds": self.rounds,
@@ -420,6 +439,7 @@ class Syncer:
         if missing := set(latest["fragments"]) - states.keys():
             raise StateError(f"the state has no fragment {min(missing)}; restore its file, or begin in an empty folder")
         self.run, self._founder_generation = str(latest["run"]), int(latest["founder"])
+        self._inner_momentum = float(latest["inner_momentum"])
         self.rounds = int(latest["rounds"])
         for number, state in sorted(states.items()):
             self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.layout import Bucket, Layout, Span
-from laconic.outer import Agreement
+from laconic.outer import Agreement, Outer
 from laconic.replicas.policy import Optimizers, State, listed, on_host
 from laconic.replicas.vector import ModelVector, Part
 
@@ -84,6 +84,11 @@ class OuterMomentum:
             draw = torch.Generator().manual_seed(0)
             self._entries = torch.randint(anchor.numel(), (_SAMPLE_ENTRIES,), generator=draw).to(anchor.device)
         self._anchors: deque[Tensor] = deque(maxlen=lag + 1)  # before each of the last rounds
+
+    @classmethod
+    def of(cls, then: Outer, anchor: Tensor, every: int, inner_momentum: float) -> OuterMomentum | None:
+        """That of an outer step for one fragment; None where its momentum does not adapt."""
+        return cls(then, anchor, every, inner_momentum) if isinstance(then, Agreement) else None
 
     def adapt_(self, gradient: Tensor, anchor: Tensor) -> float:
         """Move the momentum by the agreement of D with the step of `lag` rounds ago, once there is one; return it."""

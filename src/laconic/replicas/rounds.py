@@ -15,7 +15,7 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket, local
-from laconic.outer import Agreement, Outer
+from laconic.outer import Outer
 from laconic.replicas.fragments import OuterMomentum, PendingRound, fragments_of, inner_momentum
 from laconic.replicas.policy import Optimizers, Policy, State, listed, on_host
 from laconic.replicas.vector import ModelVector
@@ -85,10 +85,10 @@ class OuterRounds(Policy):
         self._agreed = self._read_buffers()  # what all had after their last round
         self._optimizer = (outer_optimizer or then.optimizer)(list(self._anchors.values()))
         self._momenta: dict[int, OuterMomentum] = {}  # by fragment, where they follow from agreement
-        if isinstance(then, Agreement) and outer_optimizer is None:
-            beta = inner_momentum(optimizer)
-            for number, fragment in self.fragments.items():
-                self._momenta[number] = OuterMomentum(then, fragment.anchor, scheme.when.every, beta)
+        for number, fragment in self.fragments.items() if outer_optimizer is None else ():
+            momentum = OuterMomentum.of(then, fragment.anchor, scheme.when.every, inner_momentum(optimizer))
+            if momentum is not None:
+                self._momenta[number] = momentum
         # Residuals are as before a round that is skipped: the drift goes again, since the anchor has not moved.
         self._session = Session(scheme.exchanged, transport, undoes=True)
         every = 0 if scheme.exchange.in_pairs else check_replicas_every
