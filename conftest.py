@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _early_forkserver() -> None:
+    """Start what forks workers before any test sets a variable of the environment, which it would keep."""
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

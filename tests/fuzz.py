@@ -311,7 +311,8 @@ def _checkpoints() -> Reader:
     in_memory = "/dev/shm"  # what a disk would take is no part of a reader
     home = tempfile.TemporaryDirectory(prefix="laconic-fuzz-", dir=in_memory if os.path.isdir(in_memory) else None)
     state = {"model": {"w": torch.arange(20.0)}, "step": 3, "names": ["a"], "held": {"x": torch.zeros(4, 5).half()}}
-    save_checkpoint(Path(home.name), 3, 0, state, FewWorkers(), {"scheme": "topk"})
+    about = {"scheme": "topk", "num_workers": 1, "model": {}}
+    save_checkpoint(Path(home.name), 3, 0, state, FewWorkers(), about)
     there = find_checkpoint(Path(home.name)).folder
     whole = {path: path.read_bytes() for path in there.iterdir()}
     manifest, part = sorted(whole, key=lambda path: len(whole[path]))

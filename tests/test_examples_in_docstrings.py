@@ -24,6 +24,7 @@ NEEDS_ONE = {
     *(name for name, part in PARTS_BY_NAME.items() if inspect.signature(part).parameters),
     "attach",
     "follow",
+    "join",
     "parse",
     *(name for name in DOCUMENTED if name.startswith("recipe")),
 }
@@ -37,9 +38,14 @@ def names() -> Iterator[dict[str, Any]]:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = {name: part for name, part in PARTS_BY_NAME.items() if inspect.isclass(part)}
-    yield {"laconic": laconic, "torch": torch, "model": model, "optimizer": optimizer, **parts} | {
-        "DistributedDataParallel": DistributedDataParallel
-    }
+    yield {
+        "laconic": laconic,
+        "MemberServer": laconic.MemberServer,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        **parts,
+    } | {"DistributedDataParallel": DistributedDataParallel}
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ def test_the_page_is_short() -> None:
 
 
 def test_what_the_page_says_is_green(tmp_path: Path) -> None:
-    for folder in ("src", "tests"):
+    for folder in ("src", "tests", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("conftest.py", "pyproject.toml", "CONTRIBUTING.md"):
         shutil.copy(ROOT / file, tmp_path)

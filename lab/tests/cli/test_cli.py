@@ -87,20 +87,20 @@ SMALL = ["--workers", "2", "--steps", "6", "--batch", "4", "--eval-every", "3"]
 ENDLESS = ["train", "--workers", "2", "--steps", "100000", "--batch", "2"]
 
 
-def laconic(*words: str) -> subprocess.CompletedProcess[str]:
+def laconic(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`laconic WORDS` to its end, with workers of its own that have torch already."""
     with TemporaryDirectory() as folder:
-        return Started(Path(folder), *words).end()
+        return Started(Path(folder), *words, **variables).end()
 
 
 class Started:
     """`laconic WORDS` in the background, in a session of its own."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, **variables: str) -> None:
         self._words = words
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._err.touch()
-        self._process = start_laconic(*words, out=self._out, err=self._err)
+        self._process = start_laconic(*words, out=self._out, err=self._err, **variables)
         self.pid: int = self._process.pid
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -364,7 +364,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path: Path, capsys: pyt
 
     def save(saved: Job) -> None:
         state = {"settings": resume.settings(saved), "session": {"scheme": "dense"}}
-        save_checkpoint(tmp_path, 5, 0, state, FewWorkers(), {"scheme": "dense"})
+        save_checkpoint(tmp_path, 5, 0, state, FewWorkers(), {"scheme": "dense", "num_workers": 1, "model": {}})
 
     save(Job(task="chars", scheme="dense"))
     assert "was made with --task chars; give that" in _main(capsys, *words)
@@ -384,13 +384,11 @@ def test_a_gpu_that_is_missing_is_said_once(
     assert _main(capsys, *command, "--device", "cuda") == said
 
 
-def test_ports_that_are_all_taken_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_that_are_all_taken_are_said_once() -> None:
     """All ranks learn of it; rank 0 says it, and the launcher that the run has ended."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setenv("LACONIC_PORTS", f"{port}-{port}")
-        ran = laconic("train", *SMALL, "--scheme", "gossip")
+        ran = laconic("train", *SMALL, "--scheme", "gossip", LACONIC_PORTS=f"{port}-{port}", GLOO_SOCKET_IFNAME="lo")
     reason, verdict = ran.stderr.splitlines()
     assert f"rank 0: all ports of LACONIC_PORTS={port}-{port} are taken at 127.0.0.1; name more of them" in reason
     assert ran.returncode and "all were stopped" in verdict

@@ -62,6 +62,7 @@ class MemberServer:
     Example:
         >>> with MemberServer("streaming:every=64", "127.0.0.1:0") as server:
         ...     member = laconic.join(server.address, model, optimizer)
+        ...     member.leave()
     """
 
     def __init__(

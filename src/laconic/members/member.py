@@ -295,8 +295,9 @@ def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "",
         PeerError: The server refuses this member; the text says why.
 
     Example:
-        >>> member = laconic.join("host:7700", model, optimizer)
-        >>> optimizer.step(); member.step(tokens=batch.numel())
+        >>> server = laconic.MemberServer("streaming", "127.0.0.1:0")
+        >>> member = laconic.join(server.address, model, optimizer)
+        >>> optimizer.step(); member.step(tokens=4096)
         >>> member.leave()
     """
     if not 0 < timeout_s < math.inf:
