@@ -131,7 +131,7 @@ def test_the_page_of_a_comparison_is_loaded_again_until_its_end(
     def fails(job: Job, *_: object) -> int:
         raise TaskError("no more")
 
-    monkeypatch.setattr("laconic_lab.cli.launching.work_in_process", fails)
+    monkeypatch.setattr("laconic_lab.cli.jobs.work_in_process", fails)
     assert cli.main(["compare", *SMALL, "--scheme", "dense", "--out", str(tmp_path / "broken")]) == 2
     assert REFRESH not in pages[-1] and "Broken off: dense (1 of 1, round 1 of 1)." in pages[-1]
 
