@@ -80,7 +80,7 @@ class VirtualMember:
         syncer, now = self.run.syncer, self.run.now
         if isinstance(word, Drift):
             values = self.replica.pieces[word.fragment].codec.decode(word.payload, torch.device("cpu"))
-            self.run.in_hand[self.id, self.generation, word.fragment, word.version] = self, values.double()
+            self.run.in_hand[f"{self.id}/{self.generation}", word.fragment, word.version] = self, values.double()
             self.run.deliver(syncer.on_drift(self.id, word, now))
         elif isinstance(word, Anchor):
             self.run.deliver(syncer.on_anchor(self.id, word, now))
@@ -110,7 +110,7 @@ class VirtualRun:
         self.options = options
         self.scheme = scheme
         self.anchors: dict[tuple[int, int], torch.Tensor] = {}  # fragment and version -> the server's
-        self.in_hand: dict[tuple[str, int, int, int], tuple[VirtualMember, torch.Tensor]] = {}
+        self.in_hand: dict[tuple[str, int, int], tuple[VirtualMember, torch.Tensor]] = {}
         self.syncer = self._server()
 
     def _server(self) -> Syncer:
@@ -133,8 +133,8 @@ class VirtualRun:
     def deliver(self, outgoing: list[Any]) -> None:
         """Put messages on their way, and note whose drifts were counted."""
         for number, fragment in self.syncer.fragments.items():
-            for id, (generation, version) in fragment.counted.items():
-                member, values = self.in_hand.pop((id, generation, number, version), (None, None))
+            for process, version in fragment.counted.items():
+                member, values = self.in_hand.pop((process, number, version), (None, None))
                 if member is not None and values is not None:
                     member.counted[number] += values
                     member.counted_versions[number] = version

@@ -1,6 +1,6 @@
 """The server's half of elastic outer steps as a state machine: it is told what came and when, and says what to send.
 
-It opens nothing and waits for nothing, so a test drives thousands of schedules through it, and a tape replays one.
+It opens nothing and waits for nothing, so a test drives thousands of schedules through it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class MemberRecord:
     seen_at: float = 0.0
 
     @property
+    def process(self) -> str:
+        """The process that has its residual, among all that ever joined."""
+        return f"{self.id}/{self.generation}"
+
+    @property
     def residual_norm(self) -> float:
         """What would be lost with it, as it last stated that."""
         return math.hypot(*self.residual_norms.values())
@@ -62,7 +67,7 @@ class MemberRecord:
 class Round:
     """What came for one version of a fragment."""
 
-    drifts: dict[str, Drift] = field(default_factory=dict)
+    drifts: dict[str, Drift] = field(default_factory=dict)  # by process
     called_at: float = math.inf
 
 
@@ -82,7 +87,7 @@ class FragmentState:
         self.round = Round()
         self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
         self.bequeathed_tokens = 0
-        self.counted: dict[str, tuple[int, int]] = {}  # id -> (generation, the last version that had its drift)
+        self.counted: dict[str, int] = {}  # process -> the last version that had its drift
 
     def step_(self, mean: Tensor, number: int, num_drifts: int) -> Tensor:
         """Move the anchor by what the outer optimizer makes of a mean of drifts; the bytes that move all others'."""
@@ -102,11 +107,6 @@ class FragmentState:
         self.bequeathed.zero_()
         self.bequeathed_tokens = 0
         return payload
-
-    def last_counted(self, member: MemberRecord) -> int:
-        """The last version whose round had a drift of this member's process; -1: none."""
-        generation, version = self.counted.get(member.id, (-1, -1))
-        return version if generation == member.generation else -1
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and a number, by name."""
@@ -183,14 +183,15 @@ class Syncer:
     def on_join(self, connection: int, join: Join, now: float, address: str = "") -> list[Outgoing]:
         """Let a member in, or back, and tell it where the run stands; FrameError where it cannot take part."""
         layouts = _layouts_of(join)
-        if fingerprint_of(layouts) != join.fingerprint or (self.layouts and layouts != self.layouts):
+        has_model = self._is_founded or self._founder
+        if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
         known = self.members.get(join.id)
         is_back = known is not None and known.generation == join.generation
         if known is not None and not is_back:
             if known.connection is not None:
                 raise FrameError(f"a member called {join.id!r} is there already; give each member an id of its own")
-            self.lost_norms[f"{join.id}/{known.generation}"] = known.residual_norm
+            self.lost_norms[known.process] = known.residual_norm
         member = known if known is not None and is_back else MemberRecord(join.id, join.generation)
         self.members[join.id] = member
         member.connection, member.address, member.seen_at, member.num_missed = connection, address, now, 0
@@ -265,6 +266,8 @@ class Syncer:
         values = anchor.values()
         if values.numel() != layout.num_entries:
             raise FrameError(f"sent an anchor of {values.numel()} entries, not {layout.num_entries}")
+        if not bool(values.isfinite().all()):
+            raise FrameError("its model is not finite; begin a run with one that is")
         self._add_fragment(anchor.fragment, values)
         if not self._is_founded:
             return []
@@ -284,8 +287,8 @@ class Syncer:
             request.fragment,
             fragment.version,
             values,
-            fragment.last_counted(member),
-            is_held=id in fragment.round.drifts,
+            fragment.counted.get(member.process, -1),
+            is_held=member.process in fragment.round.drifts,
         )
         return [Outgoing(self._connection(id), anchor)]
 
@@ -304,7 +307,7 @@ class Syncer:
             member.num_late += 1
             return []
         member.residual_norms[drift.fragment] = drift.residual_norm
-        fragment.round.drifts[id] = drift
+        fragment.round.drifts[member.process] = drift
         if fragment.round.called_at < now:
             self._delays.append(now - fragment.round.called_at)
         return self._close_due(now)
@@ -313,7 +316,8 @@ class Syncer:
         """Take what a member that leaves has not sent, to be added to the next mean."""
         fragment = self.fragments.get(bequest.fragment)
         values = bequest.payload.view(torch.float32) if bequest.payload.numel() % 4 == 0 else bequest.payload
-        if fragment is None or values.shape != fragment.anchor.shape or not bool(values.isfinite().all()):
+        fits = fragment is not None and values.shape == fragment.anchor.shape and bequest.tokens > 0
+        if fragment is None or not fits or not bool(values.isfinite().all()):
             raise FrameError(f"left something of fragment {bequest.fragment} that is none")
         fragment.bequeathed.add_(values, alpha=float(bequest.tokens))
         fragment.bequeathed_tokens += bequest.tokens
@@ -345,7 +349,7 @@ class Syncer:
         round = fragment.round
         if len(round.drifts) < max(1, self.quorum):
             return
-        awaited = [member for member in self._awaited(number) if member.id not in round.drifts]
+        awaited = [member for member in self._awaited(number) if member.process not in round.drifts]
         if awaited and self.is_lockstep:
             return
         if awaited and round.called_at == math.inf:
@@ -371,28 +375,28 @@ class Syncer:
         drifts: dict[str, Drift] = {}
         total = fragment.bequeathed.clone()
         tokens = fragment.bequeathed_tokens
-        for id, drift in sorted(fragment.round.drifts.items()):
+        for process, drift in sorted(fragment.round.drifts.items()):
             try:
                 total.add_(fragment.codec.decode(drift.payload, total.device), alpha=float(drift.tokens))
             except FrameError as error:
-                _LOG.warning("the drift of member %r is left out: it %s", id, error)
+                _LOG.warning("the drift of member %r is left out: it %s", process, error)
                 continue
             tokens += drift.tokens
-            drifts[id] = drift
+            drifts[process] = drift
+            fragment.counted[process] = fragment.version
         payload = fragment.step_(total.div_(max(1, tokens)), number, max(1, len(drifts)))
         fragment.tokens += tokens
         self.rounds += 1
-        for id, drift in drifts.items():
-            member = self.members[id]
-            fragment.counted[id] = member.generation, fragment.version - 1
-            member.rounds += 1
-            if number == min(self.fragments):  # tokens are in the drifts of all fragments
-                member.tokens += drift.tokens
-                member.steps += drift.steps
+        for member in self.members.values():
+            if counted := drifts.get(member.process):
+                member.rounds += 1
+                if number == min(self.fragments):  # tokens are in the drifts of all fragments
+                    member.tokens += counted.tokens
+                    member.steps += counted.steps
         self._save(number, self._saved(number))
         for member in self.members.values():
             if member.connection is not None and number in member.subscribed:
-                is_counted = member.id in drifts
+                is_counted = member.process in drifts
                 update = Update(
                     number, fragment.version, is_counted, self.tokens, self.rounds, self.num_members, payload
                 )
@@ -422,7 +426,7 @@ class Syncer:
             "layout": spans,
             "fragments": sorted(self.layouts),
             "rounds": self.rounds,
-            "counted": {id: list(last) for id, last in self.fragments[number].counted.items()},
+            "counted": self.fragments[number].counted,
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -444,9 +448,7 @@ class Syncer:
         for number, state in sorted(states.items()):
             self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])
             self._add_fragment(number, torch.empty_like(state["anchor"])).load_state_dict(state)
-            self.fragments[number].counted = {
-                id: (int(generation), int(version)) for id, (generation, version) in state["counted"].items()
-            }
+            self.fragments[number].counted = {process: int(last) for process, last in state["counted"].items()}
 
 
 def _layouts_of(join: Join) -> dict[int, Layout]:
