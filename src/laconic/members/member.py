@@ -28,7 +28,7 @@ from laconic.replicas import Optimizers, inner_momentum, listed
 from laconic.transport import Address, Connection, connect, longest_message
 
 _LOG = logging.getLogger("laconic.members")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # between two attempts to reach a server that is gone
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between two attempts to reach a server that is gone
 _CONNECT_S = 10.0
 _REPORT_BYTES = 1 << 24
 _REMIND_S = 30.0  # between two lines about a server that is waited for
@@ -59,6 +59,8 @@ class Member:
     A server that cannot be reached stops nobody: training goes on, and what was learned meanwhile goes when it is back.
     """
 
+    _line: Line
+
     def __init__(self, address: str, model: nn.Module, optimizer: Optimizers, id: str, timeout_s: float):
         self.id = id
         self.error: BaseException | None = None
@@ -72,7 +74,7 @@ class Member:
         self._is_open = True
         self._waited_s = 0.0
         self._num_connections = 0
-        self._ended_bytes = (0, 0)
+        self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
         self._join: Join | None = None
         self._dial()
         offer = self._next(timeout_s, "its offer")
@@ -153,8 +155,8 @@ class Member:
             scheme=self._offer.scheme,
             waited_s=self._waited_s,
             reconnects=self._num_connections - 1,
-            bytes_out=self._ended_bytes[0] + self._line.bytes_out,
-            bytes_in=self._ended_bytes[1] + self._line.bytes_in,
+            bytes_out=self._ended_bytes_out + self._line.bytes_out,
+            bytes_in=self._ended_bytes_in + self._line.bytes_in,
             run_tokens=progress.tokens,
             run_rounds=progress.rounds,
             num_members=progress.num_members,
@@ -173,6 +175,9 @@ class Member:
     def _dial(self) -> None:
         connection = _connected(self._address, min(_CONNECT_S, self._timeout_s))
         self._num_connections += 1
+        if self._num_connections > 1:
+            self._ended_bytes_out += self._line.bytes_out
+            self._ended_bytes_in += self._line.bytes_in
         self._line = Line(connection, self._on_word, self._on_end, self._longest)
         self._line.start()  # its first word may come before this returns
 
@@ -192,9 +197,7 @@ class Member:
         """Try until the server is back, less often with time."""
         pause_s = _FIRST_PAUSE_S
         begun = reminded = time.monotonic()
-        ended = self._line
-        self._ended_bytes = (self._ended_bytes[0] + ended.bytes_out, self._ended_bytes[1] + ended.bytes_in)
-        ended.close()
+        self._line.close()
         while self._is_open and self.error is None:
             try:
                 self._dial()
