@@ -8,8 +8,11 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import get_args
 
+import pytest
+
 import laconic
-from laconic import exchange, memory, quantize, select, trigger
+from files_passed import functions_passed
+from laconic import exchange, kernels, memory, quantize, select, trigger
 
 SOURCE = Path(laconic.__file__).parent
 PARTS = (select, quantize, memory, trigger, exchange)
@@ -137,3 +140,13 @@ def test_no_path_and_no_transport_is_half_a_class() -> None:
 
 def _is_typing_cast(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "cast" and _end(node.value) == "typing"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"), [("topk", 20), ("overlap", 32), ("streaming", 22), ("gossip:rate=0.3,mode=matched", 20)]
+)
+def test_a_bucket_passes_few_files(scheme: str, most: int) -> None:
+    if kernels.backend() != "cpu":
+        pytest.skip("counted with native kernels")
+    files = {code.co_filename for code in functions_passed(scheme)}
+    assert len(files) <= most, sorted(files)

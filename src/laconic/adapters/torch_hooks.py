@@ -20,7 +20,7 @@ from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import Observed, Stats, StepMeter
+from laconic.session import Observed, Stats, metrics_of, step_ends
 from laconic.transport import CountedGroup, Everyone, backend_for, ring_bytes
 
 _WRAPPED = ("_orig_mod", "_forward_module")  # by torch.compile; by Fabric
@@ -99,7 +99,7 @@ class TorchHookSession(Observed):
         self._last_end = 0.0
         self._received: list[Tensor] = []  # in this step
         self._step_is_whole = True
-        self._meter = StepMeter()
+        self._step_ends = step_ends()
         self._lock = threading.Lock()
         self._power = self._power_state(ddp, group) if scheme.hook == "powersgd" else None
         self._switch = HookSwitch.of(ddp)
@@ -121,7 +121,7 @@ class TorchHookSession(Observed):
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         if self._step_is_whole:
             self._received = []
-            self._meter.end_step(self._totals())
+            self._step_ends.append(self._totals())
         self._num_entries += bucket.buffer().numel()
         self._steps += bucket.is_last()
         self._step_is_whole = bucket.is_last()
@@ -165,7 +165,7 @@ class TorchHookSession(Observed):
         )
 
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
-        return self._meter.metrics(self._totals(), step=self._steps, members=self._group.size())
+        return metrics_of(self._step_ends, self._totals(), step=self._steps, members=self._group.size())
 
     def _totals(self) -> dict[str, float]:
         stats = self.stats()

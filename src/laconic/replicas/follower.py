@@ -15,7 +15,7 @@ from laconic.replicas.gossip import GossipPolicy, MatchedGossip
 from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
-from laconic.session import PHASES, Observed, Stats, StepMeter
+from laconic.session import PHASES, Observed, Stats, metrics_of, step_ends
 from laconic.transport import ring_bytes
 
 _GOSSIP: dict[str, type[GossipPolicy]] = {
@@ -85,7 +85,7 @@ class Follower(Observed):
         self._steps = 0
         self._first_step = 0  # since a state was loaded: what is counted begins there
         self._seconds = 0.0  # of the training thread
-        self._meter = StepMeter()
+        self._step_ends = step_ends()
 
     @property
     def error(self) -> BaseException | None:
@@ -101,7 +101,7 @@ class Follower(Observed):
             self.policy.apply_due_(self._steps)
             self.policy.send_due(self._steps)
             self.policy.apply_due_(self._steps)  # results that nobody trains on without
-        self._meter.end_step(self._totals())
+        self._step_ends.append(self._totals())
 
     def settle(self) -> None:
         """Wait until no update is pending anywhere, and apply them now; a call that all workers make."""
@@ -142,7 +142,7 @@ class Follower(Observed):
         `training_ms` is what the training thread spent in step(), `waited_ms` what of that it waited; ms by phase are
         of exchanges that ended meanwhile in the background.
         """
-        return self._meter.metrics(step=self._steps, members=self.policy.num_members)
+        return metrics_of(self._step_ends, step=self._steps, members=self.policy.num_members)
 
     def _totals(self) -> dict[str, float]:
         dense = ring_bytes(4 * self.policy.num_dense, self.num_workers) * (self._steps - self._first_step)

@@ -16,7 +16,7 @@ from laconic.memory import Account, Ledger, Nothing, SetAside, Undo
 from laconic.paths import PHASES, Exchange, Path, PhaseClock, Work, dense_path, path_for
 from laconic.scheme import Scheme
 from laconic.session import state
-from laconic.session.stats import Stats, StepMeter
+from laconic.session.stats import Stats, metrics_of, step_ends
 from laconic.transport import Transport, ring_bytes, rows_of
 
 _log = logging.getLogger("laconic.session")
@@ -73,7 +73,7 @@ class Session:
         self._scale = 1.0
         self._target = scheme.select.density_among(transport.num_workers)  # share of entries that it aims to send
         self._dense_bytes_out = 0
-        self._meter = StepMeter()
+        self._step_ends = step_ends()
         self._layouts: list[Layout] = []  # of the last whole step
         self._seen: list[Layout] = []  # of this one, as far as its buckets have come
         self._is_whole = False  # whether all of them have
@@ -220,7 +220,7 @@ class Session:
         self._seen = []
         self._is_whole = False
         self._num_ended = 0
-        self._meter.end_step(self.totals())
+        self._step_ends.append(self.totals())
 
     def discard_if_(self, unused: bool) -> None:
         """Take the last step back where its gradients were not used; a call that all workers make, and agree on."""
@@ -275,10 +275,12 @@ class Session:
     def metrics(self, **others: float) -> dict[str, float]:
         """The numbers of the last step, without a pass over anything; see `Attached.metrics`."""
         skipped = float(self._last_overflowed)
-        return self._meter.metrics(step=self._step, skipped=skipped, members=self.transport.num_living, **others)
+        return metrics_of(
+            self._step_ends, step=self._step, skipped=skipped, members=self.transport.num_living, **others
+        )
 
     def totals(self) -> dict[str, float]:
-        """What was counted so far, for a StepMeter: numbers that the host has, so that nothing waits for a device."""
+        """What was counted so far, for metrics: numbers that the host has, so that nothing waits for a device."""
         traffic = self.transport.traffic
         return {
             "bytes_out": traffic.bytes_out,
@@ -300,7 +302,7 @@ class Session:
         for phase, seconds in before._clock.seconds.items():
             self._clock.seconds[phase] += seconds
         self._first_step -= before._step - before._first_step
-        self._meter.end_step(self.totals())
+        self._step_ends.append(self.totals())
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's state as plain tensors and numbers, keyed by parameter name; save one per rank.

@@ -1,6 +1,7 @@
 """What a session did so far, and in its last step: bytes, seconds, steps."""
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -82,27 +83,24 @@ def summary(stats: Stats, *, lost: str = "", exchanges: str = "", bits: str = ""
     )
 
 
-class StepMeter:
-    """Totals at the ends of the last two steps, so that their difference is what the last step took."""
+def step_ends() -> deque[Mapping[str, float]]:
+    """Room for what was counted until the ends of the last two steps, which `metrics_of` takes the difference of."""
+    return deque([{}, {}], maxlen=2)
 
-    def __init__(self) -> None:
-        self._ends: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
 
-    def end_step(self, totals: Mapping[str, float]) -> None:
-        """Note what was counted until now."""
-        self._ends = self._ends[1], totals
-
-    def metrics(self, now: Mapping[str, float] | None = None, /, **others: float) -> dict[str, float]:
-        """The numbers of the last step, or of what came after it until `now`, and what follows from them."""
-        before, after = self._ends if now is None else (self._ends[1], now)
-        last = {name: float(total - before.get(name, 0.0)) for name, total in after.items()}
-        dense, pushed, answered = (last.pop(name, 0.0) for name in ("dense_bytes_out", "pushed", "answered"))
-        if last.get("bytes_out"):
-            last["ratio"] = dense / last["bytes_out"]
-        if pushed:
-            last["union"] = answered / pushed
-        totals = {f"{name}_total": float(after[name]) for name in ("bytes_out", "bytes_in") if name in after}
-        return {**last, **totals, **others}
+def metrics_of(
+    ends: deque[Mapping[str, float]], now: Mapping[str, float] | None = None, /, **others: float
+) -> dict[str, float]:
+    """The numbers of the last step, or of what came after it until `now`, and what follows from them."""
+    before, after = ends if now is None else (ends[1], now)
+    last = {name: float(total - before.get(name, 0.0)) for name, total in after.items()}
+    dense, pushed, answered = (last.pop(name, 0.0) for name in ("dense_bytes_out", "pushed", "answered"))
+    if last.get("bytes_out"):
+        last["ratio"] = dense / last["bytes_out"]
+    if pushed:
+        last["union"] = answered / pushed
+    totals = {f"{name}_total": float(after[name]) for name in ("bytes_out", "bytes_in") if name in after}
+    return {**last, **totals, **others}
 
 
 class Observed(SavedTogether):
