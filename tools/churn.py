@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import parse
-from laconic.members.messages import Anchor, Bequest, Drift, Join, Leave, Outgoing, Request, Word
+from laconic.members.messages import Join, Outgoing, Word
 from laconic.members.replica import Replica
 from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 
@@ -93,22 +93,14 @@ class Trainee:
 
     def send(self, words: list[Word]) -> None:
         """Let the server have messages at once."""
-        syncer, now = self.run.syncer, self.run.now
         for word in words:
-            if isinstance(word, Drift):
-                self.run.deliver(syncer.on_drift(self.id, word, now))
-            elif isinstance(word, Anchor):
-                self.run.deliver(syncer.on_anchor(self.id, word, now))
-            elif isinstance(word, Request):
-                self.run.deliver(syncer.on_request(self.id, word))
-            elif isinstance(word, Bequest):
-                self.run.deliver(syncer.on_bequest(self.id, word))
+            self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
 
     def go(self, *, leaves: bool) -> None:
         """Leave, or die."""
         if leaves:
             self.send(self.replica.requests())
-            self.send([*self.replica.bequests(), Leave()])
+            self.send(self.replica.bequests())
         del self.run.trainees[self.connection]
         self.run.deliver(self.run.syncer.on_lost(self.id, self.connection, self.run.now))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from laconic import parse
-from laconic.members.messages import Anchor, Bequest, Drift, Join, Leave, Request, Word, read, write
+from laconic.members.messages import Bequest, Drift, Join, Word, read, write
 from laconic.members.replica import Replica
 from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 
@@ -77,20 +77,12 @@ class VirtualMember:
         if self.connection is None or not self.up:
             return
         word = read(write(self.up.popleft()))
-        syncer, now = self.run.syncer, self.run.now
         if isinstance(word, Drift):
             values = self.replica.pieces[word.fragment].codec.decode(word.payload, torch.device("cpu"))
             self.run.in_hand[f"{self.id}/{self.generation}", word.fragment, word.version] = self, values.double()
-            self.run.deliver(syncer.on_drift(self.id, word, now))
-        elif isinstance(word, Anchor):
-            self.run.deliver(syncer.on_anchor(self.id, word, now))
-        elif isinstance(word, Request):
-            self.run.deliver(syncer.on_request(self.id, word))
         elif isinstance(word, Bequest):
             self.bequeathed[word.fragment] += word.payload.view(torch.float32).double()
-            self.run.deliver(syncer.on_bequest(self.id, word))
-        else:
-            assert isinstance(word, Leave)
+        self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
 
     def pass_down(self) -> None:
         """The oldest message of the server reaches this member."""

@@ -19,16 +19,11 @@ from torch import Tensor
 from laconic.errors import FrameError, SchemeError, StateError
 from laconic.members.line import Line
 from laconic.members.messages import (
-    Anchor,
-    Bequest,
-    Drift,
     Join,
-    Leave,
     Offer,
     Outgoing,
     Refusal,
     Report,
-    Request,
     Word,
 )
 from laconic.members.replica import check_elastic
@@ -223,18 +218,7 @@ class MemberServer:
             return answers
         if number not in self._ids:
             raise FrameError("sent something before it joined")
-        id = self._ids[number]
-        if isinstance(word, Drift):
-            return self.syncer.on_drift(id, word, now)
-        if isinstance(word, Request):
-            return self.syncer.on_request(id, word)
-        if isinstance(word, Anchor):
-            return self.syncer.on_anchor(id, word, now)
-        if isinstance(word, Bequest):
-            return self.syncer.on_bequest(id, word)
-        if isinstance(word, Leave):
-            return [*self.syncer.on_lost(id, number, now), Outgoing(number, Leave())]
-        raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
+        return self.syncer.on_word(self._ids[number], number, word, now)
 
     def _on_end(self, number: int, why: str) -> None:
         with self._lock:

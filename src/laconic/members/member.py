@@ -24,7 +24,7 @@ from laconic.members.messages import PROTOCOL, Join, Leave, Offer, Refusal, Repo
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
-from laconic.replicas import Optimizers, inner_momentum, listed
+from laconic.replicas import Optimizers, drop_nonfinite_moments_, inner_momentum
 from laconic.transport import Address, Connection, connect, longest_message
 
 _LOG = logging.getLogger("laconic.members")
@@ -271,10 +271,7 @@ class Member:
         """Drop the moments of a model that had to go back to its anchor, where they are not finite."""
         if self.replica.num_healed:
             self.replica.num_healed = 0
-            for optimizer in listed(self._optimizer):
-                for parameter, kept in list(optimizer.state.items()):
-                    if any(isinstance(v, torch.Tensor) and not bool(v.isfinite().all()) for v in kept.values()):
-                        del optimizer.state[parameter]
+            drop_nonfinite_moments_(self._optimizer)
 
 
 def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "", timeout_s: float = 60.0) -> Member:

@@ -21,7 +21,7 @@ from torch import Tensor
 from laconic.errors import FrameError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
-from laconic.members.messages import Anchor, Bequest, Call, Drift, Join, Outgoing, Request, Status, Update
+from laconic.members.messages import Anchor, Bequest, Call, Drift, Join, Leave, Outgoing, Request, Status, Update, Word
 from laconic.outer import Outer, OuterSGD
 from laconic.replicas import OuterMomentum
 from laconic.scheme import OuterScheme
@@ -110,12 +110,12 @@ class FragmentState:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and a number, by name."""
-        kept = self._optimizer.state[self._step]
-        moments = {f"outer.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+        outer_state = self._optimizer.state[self._step]
+        moments = {f"outer.{name}": value for name, value in outer_state.items() if isinstance(value, Tensor)}
         if self._momentum is not None:
-            kept = self._momentum.state_dict()
-            moments |= {"momentum": torch.tensor(kept["value"])}
-            moments |= {f"momentum.{i}": anchor for i, anchor in enumerate(kept["anchors"])}
+            agreement = self._momentum.state_dict()
+            moments |= {"momentum": torch.tensor(agreement["value"])}
+            moments |= {f"momentum.{i}": anchor for i, anchor in enumerate(agreement["anchors"])}
         return {
             "version": self.version,
             "tokens": self.tokens,
@@ -212,7 +212,7 @@ class Syncer:
             present = [other.id for other in self.members.values() if other.connection is not None]
             self._begin_founding(present[0] if present else "")
             return self._statuses()
-        return self._close_due(now)
+        return self.on_time(now)
 
     def status(self) -> Status:
         """Where the run stands."""
@@ -258,7 +258,21 @@ class Syncer:
 
     # What comes
 
-    def on_anchor(self, id: str, anchor: Anchor, now: float) -> list[Outgoing]:
+    def on_word(self, id: str, connection: int, word: Word, now: float) -> list[Outgoing]:
+        """Do what a message of a member says; FrameError where that is not a member's to send."""
+        if isinstance(word, Drift):
+            return self.on_drift(id, word, now)
+        if isinstance(word, Request):
+            return self.on_request(id, word)
+        if isinstance(word, Anchor):
+            return self.on_anchor(id, word)
+        if isinstance(word, Bequest):
+            return self.on_bequest(id, word)
+        if isinstance(word, Leave):
+            return [*self.on_lost(id, connection, now), Outgoing(connection, Leave())]
+        raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
+
+    def on_anchor(self, id: str, anchor: Anchor) -> list[Outgoing]:
         """Take a founder's fragment for the first anchor."""
         layout = self.layouts.get(anchor.fragment)
         if id != self._founder or layout is None or anchor.fragment in self.fragments:
@@ -310,7 +324,7 @@ class Syncer:
         fragment.round.drifts[member.process] = drift
         if fragment.round.called_at < now:
             self._delays.append(now - fragment.round.called_at)
-        return self._close_due(now)
+        return self.on_time(now)
 
     def on_bequest(self, id: str, bequest: Bequest) -> list[Outgoing]:
         """Take what a member that leaves has not sent, to be added to the next mean."""
@@ -328,8 +342,8 @@ class Syncer:
     # Rounds
 
     def on_time(self, now: float) -> list[Outgoing]:
-        """Close the rounds that have waited long enough."""
-        return self._close_due(now)
+        """Call members for the rounds that wait for them, and close those that are complete or have waited enough."""
+        return [message for number in sorted(self.fragments) for message in self._advance(number, now)]
 
     @property
     def wait_budget_s(self) -> float:
@@ -339,9 +353,6 @@ class Syncer:
         usual = statistics.median(self._delays)
         spread = statistics.median(abs(delay - usual) for delay in self._delays)
         return min(self.longest_wait_s, usual + _MAD * spread)
-
-    def _close_due(self, now: float) -> list[Outgoing]:
-        return [message for number in sorted(self.fragments) for message in self._advance(number, now)]
 
     def _advance(self, number: int, now: float) -> Iterator[Outgoing]:
         """Call the members that a round waits for, or close it."""

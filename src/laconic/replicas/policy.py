@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import StateError
+from laconic.layout import local
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import GossipScheme, OuterScheme
 
@@ -19,6 +20,15 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 def listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     """The optimizers of a model, which may be one for its matrices and one for the rest."""
     return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]  # type: ignore[list-item]
+
+
+def drop_nonfinite_moments_(optimizers: Optimizers) -> None:
+    """Let optimizers begin anew with the parameters of which they keep something that is not finite."""
+    for state in (optimizer.state for optimizer in listed(optimizers)):
+        for parameter, moments in list(state.items()):
+            tensors = [value for value in moments.values() if isinstance(value, Tensor)]
+            if not all(bool(local(tensor).isfinite().all()) for tensor in tensors):
+                del state[parameter]
 
 
 def header(scheme: object, step: int, rank: int, num_workers: int, shard: int) -> dict[str, Any]:

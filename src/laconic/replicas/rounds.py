@@ -14,10 +14,10 @@ from torch.futures import Future
 
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
-from laconic.layout import Bucket, local
+from laconic.layout import Bucket
 from laconic.outer import Outer
 from laconic.replicas.fragments import OuterMomentum, PendingRound, fragments_of, inner_momentum
-from laconic.replicas.policy import Optimizers, Policy, State, listed, on_host
+from laconic.replicas.policy import Optimizers, Policy, State, drop_nonfinite_moments_, listed, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
@@ -289,11 +289,7 @@ class OuterRounds(Policy):
         has_bad_buffers = not kernels.all_finite(self._read_buffers())
         if has_bad_buffers:
             self.vector.write_(self._agreed, self.vector.buffers)
-        for state in (optimizer.state for optimizer in self._inner):
-            for parameter, kept in list(state.items()):
-                tensors = [value for value in kept.values() if isinstance(value, Tensor)]
-                if not all(bool(local(tensor).isfinite().all()) for tensor in tensors):
-                    del state[parameter]
+        drop_nonfinite_moments_(self._inner)
         if nonfinite or has_bad_buffers:
             _log.warning(f"the model of rank {self.rank} is not finite; it goes back to the anchor")
 
