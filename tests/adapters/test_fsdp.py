@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 import laconic
-from laconic.adapters.fsdp import FsdpAdapter
+from laconic.adapters.fsdp import units_of
 from laconic.layout import local
 from laconic.paths import bytes_out
 from tests.logs import logged
@@ -92,7 +92,8 @@ class Run:
         if not whole:
             self.rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
             self.mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
-            for module in (self.model.body, self.model.middle, self.model.spare, self.model):
+            units: list[Any] = [self.model.body, self.model.middle, self.model.spare, self.model]
+            for module in units:
                 fully_shard(module, mesh=self.mesh["shard"], **options)
                 if device == "cuda":
                     module.set_custom_all_gather(GatherOverHost())
@@ -195,11 +196,11 @@ def test_what_gets_no_gradient_is_left_out(fresh_workers: WorkerPool, used: dict
 
 def _trained(text: str, steps: int, device: str = "cpu") -> dict[str, Any]:
     run = Run(device=device)
+    units, _ = units_of(run.model)
+    layouts = [unit.trained for unit in units]
     session = laconic.attach(run.model, text, group=run.replicas)
     losses = [run.step(number) for number in range(steps)]
     stats = session.stats()
-    assert isinstance(session, FsdpAdapter)
-    layouts = [unit.trained for unit in session._units]
     scheme = laconic.parse(text)
     assert isinstance(scheme, laconic.Scheme)
     return {

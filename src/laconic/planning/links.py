@@ -25,12 +25,12 @@ _REPEATS = 5
 _ALL_PAIRS_RANKS = 8  # beyond, 28 pairs become too many
 _ECHOES = 9
 _ECHOES_S = 0.3  # after which so many echoes are enough, though at least one is timed
-_FIRST_BYTES = 1 << 14
-_MOST_BYTES = 1 << 24
+FIRST_BYTES = 1 << 14
+MOST_BYTES = 1 << 24
 _GROWTH = 4
 _TRANSFER_S = 0.1  # a transfer so long is told from latency
 _STARTING = 4  # round trips, in whose time TCP may still be opening its window
-_PAIRS_S = 6.0  # for all pairs together; a round that has begun is ended
+PAIRS_S = 6.0  # for all pairs together; a round that has begun is ended
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
     collective uses them. After some seconds no more are begun: on slow links the last pairs are left out.
     """
     probe = PairProbe(group)
-    rounds = _rounds(_some_pairs(group.size()) if pairs is None else pairs)
+    rounds = rounds_of(some_pairs(group.size()) if pairs is None else pairs)
     start = time.perf_counter()
-    most_s = _PAIRS_S / max(1, 2 * len(rounds))
+    most_s = PAIRS_S / max(1, 2 * len(rounds))
     links: list[PairLink] = []
     for one in rounds:
         begun = time.perf_counter()
@@ -206,7 +206,7 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
             for _, _, source, target, latency_s, bytes_per_s, settled in rows
             if source >= 0
         ]
-        if max(row[0] for row in rows) + max(row[1] for row in rows) > _PAIRS_S:
+        if max(row[0] for row in rows) + max(row[1] for row in rows) > PAIRS_S:
             break
     return tuple(sorted(links, key=lambda link: (link.source, link.target)))
 
@@ -258,7 +258,7 @@ class PairProbe:
         Each is four times as long as the one before, and its first byte says whether another follows: the source
         sends no more where there is no time for another, or where this one is foreseen to take long enough.
         """
-        length = _FIRST_BYTES
+        length = FIRST_BYTES
         if self.rank == target:
             while self._receive_(self._bytes(length), source)[0].item():
                 self._send(self._bytes(1), source)
@@ -272,7 +272,7 @@ class PairProbe:
             foreseen_s = _GROWTH * taken_s
             this_and_next_s = 2 * round_trip_s + (1 + _GROWTH) * foreseen_s
             is_last = (
-                length >= _MOST_BYTES
+                length >= MOST_BYTES
                 or foreseen_s > _TRANSFER_S + opening_s
                 or time.perf_counter() + this_and_next_s > end
             )
@@ -283,7 +283,7 @@ class PairProbe:
             self._receive_(self._bytes(1), target)
             taken_s = max(time.perf_counter() - start - round_trip_s, 1e-6)
             if is_last:
-                settled = length >= _MOST_BYTES or taken_s > opening_s
+                settled = length >= MOST_BYTES or taken_s > opening_s
                 return PairLink(source, target, round_trip_s / 2, length / taken_s, settled)
             length *= _GROWTH
 
@@ -314,7 +314,7 @@ class PairProbe:
         return torch.zeros(length, dtype=torch.uint8, device=self._device)
 
 
-def _some_pairs(num_ranks: int) -> list[tuple[int, int]]:
+def some_pairs(num_ranks: int) -> list[tuple[int, int]]:
     """All of few ranks; of many, neighbours on a ring and those across it."""
     if num_ranks <= _ALL_PAIRS_RANKS:
         return [(a, b) for a in range(num_ranks) for b in range(a + 1, num_ranks)]
@@ -322,7 +322,7 @@ def _some_pairs(num_ranks: int) -> list[tuple[int, int]]:
     return sorted({tuple(sorted((a, (a + hop) % num_ranks))) for a in range(num_ranks) for hop in hops})  # type: ignore[misc]
 
 
-def _rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """The pairs in rounds in which no rank is twice; the same on all ranks."""
     rounds: list[list[tuple[int, int]]] = []
     for pair in pairs:

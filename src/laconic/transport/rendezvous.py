@@ -25,7 +25,7 @@ from laconic.transport.tls import certificate
 
 Gather = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
 
-_HANDSHAKE_S = 10.0  # for a caller to show who it is; strangers may send anything, or nothing
+HANDSHAKE_S = 10.0  # for a caller to show who it is; strangers may send anything, or nothing
 _MOST_HANDSHAKES = 256  # at once: beyond, the oldest is closed
 _LOOK_S = 0.2  # at most between two looks at the clock
 _HELLO_BYTES = 65_536
@@ -101,7 +101,7 @@ class Acceptor:
                 if self._link in ready:
                     with suppress(OSError):  # it has hung up already
                         caller = Connection(self._link.accept()[0], 0, self._context)
-                        handshakes[caller] = Cursor(self._handshake(caller)), now + _HANDSHAKE_S
+                        handshakes[caller] = Cursor(self._handshake(caller)), now + HANDSHAKE_S
                         waiting.register(caller, selectors.EVENT_READ)
                 for connection, (cursor, end) in list(handshakes.items()):
                     try:
@@ -127,11 +127,11 @@ class Acceptor:
         """The next caller, before its handshake, and where it calls from; OSError once this is closed."""
         self._link.settimeout(None)
         link, (host, port, *_) = self._link.accept()
-        return Connection(link, _HANDSHAKE_S, self._context), f"{host}:{port}"
+        return Connection(link, HANDSHAKE_S, self._context), f"{host}:{port}"
 
     def shake_hands(self, connection: Connection) -> None:
         """Let a caller show that it knows the key; OSError or FrameError where it does not, in time."""
-        connection.fill(Cursor(self._handshake(connection)), _HANDSHAKE_S)
+        connection.fill(Cursor(self._handshake(connection)), HANDSHAKE_S)
         connection.set_timeout(None)
 
     def _handshake(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
