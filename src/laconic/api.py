@@ -79,25 +79,20 @@ def attach(
         "on_nonfinite": on_nonfinite,
         "on_mismatch": on_mismatch,
         "check_replicas_every": check_replicas_every,
+        "unused_steps": unused_steps,
     }
     if hasattr(ddp, "set_all_reduce_hook"):
         if is_auto:
             raise SchemeError("auto does not choose for FSDP2 yet; plan by hand, or give a scheme like bf16")
         if servers or pipeline:
             raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
-        if unused_steps == "discard":
-            raise SchemeError(
-                "steps of FSDP2 cannot be taken back; leave unused_steps= out, and step after each backward pass"
-            )
         return attach_to_shards(ddp, scheme, group, timeout_s=timeout_s, **looks)
     if group is not None:
         raise SchemeError("DDP knows its ranks; leave group= out")
     if is_auto:
         check_auto(servers)
-        return AutoSession(ddp, timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks)
-    return attach_to_ddp(
-        ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks
-    )
+        return AutoSession(ddp, timeout_s, pipeline=pipeline, **looks)
+    return attach_to_ddp(ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, **looks)
 
 
 def follow(

@@ -282,6 +282,22 @@ def _one_shard_a_node(text: str) -> dict[str, Any]:
     return {"first": losses[0], "last": sum(losses[-8:]) / 8, "equal": equal_everywhere(weights)}
 
 
+def _gloo_on_cuda() -> str:
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(Net().cuda(), mesh=mesh["shard"])
+    try:
+        laconic.attach(model, "dense", group=mesh.get_group("replicate"))
+    except laconic.SchemeError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+@NO_GPU
+def test_shards_on_cuda_over_gloo_are_refused(fresh_workers: WorkerPool) -> None:
+    """There a forward pass ends the process without a word, also without laconic."""
+    assert all("shard over NCCL" in line for line in fresh_workers.run(_gloo_on_cuda))
+
+
 @NO_GPU
 @pytest.mark.parametrize("text", ["bf16", "topk:rho=0.05"])
 def test_shards_over_nccl(fresh_workers: WorkerPool, text: str) -> None:
@@ -486,7 +502,7 @@ def _after_close(text: str) -> tuple[bool, bool]:
     apart = not equal_everywhere(run.weights())
     other = laconic.attach(run.model, text, group=run.replicas)  # which lets replicas begin alike
     run.step(2)
-    with pytest.raises(laconic.StateError, match="cannot take a step back here; attach a DistributedDataParallel"):
+    with pytest.raises(laconic.StateError, match="a step can be taken back if attach\\(\\) is given unused_steps="):
         other.discard_()
     other.close()
     return apart, other.last_step_finite
@@ -495,6 +511,49 @@ def _after_close(text: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("text", ["dense", "topk:rho=0.1", "maxnorm:bits=4"])
 def test_a_closed_session_gives_the_model_back(fresh_workers: WorkerPool, text: str) -> None:
     assert fresh_workers.run(_after_close, text) == [(True, True)] * 4
+
+
+def _thrown_away(how: str) -> tuple[Tensor, list[str]]:
+    """The weights after four steps, before some of which gradients are made that nobody uses, and what was logged."""
+    run = Run()
+    session = laconic.attach(
+        run.model, "topk:rho=0.05", group=run.replicas, unused_steps="warn" if how == "warned" else "discard"
+    )
+    with logged() as lines:
+        for number in range(4):
+            if how != "none" and number in (1, 2):
+                _backward(run.loss(100 + number))
+                if how == "by hand":
+                    session.discard_()
+            run.step(number)
+    return run.weights(), [line for line in lines if "no optimizer had used" in line]
+
+
+def test_steps_that_nobody_uses_are_taken_back(fresh_workers: WorkerPool) -> None:
+    plain = fresh_workers.run(_thrown_away, "none")
+    for how in ("by hand", "by itself"):
+        for (want, _), (got, lines) in zip(plain, fresh_workers.run(_thrown_away, how), strict=True):
+            assert torch.equal(want, got) and not lines
+    warned = fresh_workers.run(_thrown_away, "warned")
+    assert [len(lines) for _, lines in warned] == [1, 0, 0, 0]
+    assert not torch.equal(warned[0][0], plain[0][0])
+
+
+def _one_shard_takes_back() -> str:
+    run = Run()
+    session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas, unused_steps="discard")
+    run.step(0)
+    if dist.get_rank() % 2:
+        session.discard_()
+    try:
+        run.step(1)
+    except laconic.LaconicError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def test_a_step_that_some_shards_take_back_is_an_error_on_all(fresh_workers: WorkerPool) -> None:
+    assert all("let all ranks do so" in line for line in fresh_workers.run(_one_shard_takes_back))
 
 
 def _begun_apart(on_mismatch: Any) -> tuple[bool, bool, str]:
@@ -537,7 +596,6 @@ def _refusals() -> list[str]:
         lambda: laconic.attach(everyone, "dense", group=group),
         lambda: laconic.attach(part.body, "torch-fp16", group=group),
         lambda: laconic.attach(model, "dense", group=group, pipeline=True),
-        lambda: laconic.attach(model, "topk:rho=0.1", group=group, unused_steps="discard"),
         lambda: laconic.follow(model, run.optimizer, "local"),
         lambda: laconic.follow(model, run.optimizer, "gossip", group=group),
         lambda: [laconic.attach(model, "dense", group=group) for _ in range(2)],
@@ -559,7 +617,6 @@ def test_wrong_use_is_one_line_with_the_cure(fresh_workers: WorkerPool) -> None:
         "write fully_shard(..., mesh=mesh['shard'])",
         "is a hook of DDP's",
         "leave servers= and pipeline= out",
-        "steps of FSDP2 cannot be taken back; leave unused_steps= out",
         "group=mesh.get_group('replicate')",
         "takes whole models",
         "attach once",

@@ -50,6 +50,8 @@ _log = logging.getLogger("laconic.adapters")
 # Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
 WORTH_A_PIPELINE = 1 << 22
 
+UnusedSteps = Literal["warn", "discard", "ignore"]
+
 
 @runtime_checkable
 class Attached(Protocol):
@@ -121,7 +123,7 @@ class SessionOptions(TypedDict, total=False):
     on_nonfinite: Literal["nan", "zero"]
     on_mismatch: OnMismatch
     check_replicas_every: int
-    unused_steps: Literal["warn", "discard", "ignore"]
+    unused_steps: UnusedSteps
 
 
 def attach_to_ddp(
@@ -247,7 +249,72 @@ def residual_of(session: Session, parameters: Iterable[Tensor]) -> dict[str, flo
     return {"residual": session.residual_norm() / norm} if norm else {}
 
 
-class DdpAdapter(Observed):
+class SessionAdapter(Observed):
+    """A session that is fed by a framework: what its user asks of it, and what becomes of the gradients it leaves."""
+
+    everyone: Everyone
+
+    def __init__(
+        self,
+        session: Session,
+        everyone: Everyone,
+        replicas: Replicas | None,
+        parameters: Sequence[Tensor],
+        unused_steps: UnusedSteps,
+    ) -> None:
+        keeps = bool(session.scheme.memory.kinds)  # so that what is thrown away would come back
+        self.session = session
+        self.transport = session.transport
+        self.everyone = everyone
+        self._replicas = replicas
+        self._unused_steps = unused_steps
+        self._watch = UseWatch(parameters) if keeps and unused_steps != "ignore" and parameters else None
+        self._advice = AdamAdvice.where_due(session.scheme, parameters, everyone.rank)
+
+    def _follows_unused(self) -> bool:
+        """Whether the last step's gradients are gone, and no optimizer used them; a warning says so once."""
+        unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
+        if unused and self._unused_steps == "warn":
+            self._stop_watching()
+            if self.everyone.rank == 0:
+                _log.warning(
+                    "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to "
+                    "send it later; leave such a backward pass out of the exchange (ddp.no_sync()), or "
+                    "attach(..., unused_steps='discard')",
+                    self.session.scheme,
+                )
+        return unused
+
+    def discard_(self) -> None:
+        if self._unused_steps != "discard":
+            raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
+        self.session.discard_if_(True)
+        if self._watch is not None:
+            self._watch.note_discarded()
+
+    @property
+    def last_step_finite(self) -> bool:
+        return self.session.last_step_finite
+
+    def check_replicas_(self) -> None:
+        if self._replicas is not None:
+            self._replicas.check_()
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _take_hooks_off(self) -> None:
+        self._stop_watching()
+        if self._advice is not None:
+            self._advice.close()
+
+
+class DdpAdapter(SessionAdapter):
     """Feeds a session with DDP's buckets through a background thread.
 
     `named` are the model's parameters as far as they are known; others get names by their place in DDP's first buckets.
@@ -267,38 +334,31 @@ class DdpAdapter(Observed):
         on_nonfinite: Literal["nan", "zero"] = "nan",
         on_mismatch: OnMismatch = "warn",
         check_replicas_every: int = 100,
-        unused_steps: Literal["warn", "discard", "ignore"] = "warn",
+        unused_steps: UnusedSteps = "warn",
     ) -> None:
-        keeps = bool(scheme.memory.kinds)  # so that what is thrown away would come back
-        self._unused_steps = unused_steps if keeps else "ignore"
-        self.session = Session(
+        session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=holds_idle,
             zeroes=on_nonfinite == "zero",
-            discards=self._unused_steps == "discard",
+            discards=unused_steps == "discard" and bool(scheme.memory.kinds),
         )
-        self.transport = transport
-        self.everyone = everyone
         self._device = device
         self._named = dict(named)
         self._names = {p: plain_name(name) for name, p in named.items()}
         trained = [p for p in self._names if p.requires_grad]
+        replicas = None  # who is silent has a model of its own
+        if scheme.talks:
+            replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
+        super().__init__(session, everyone, replicas, trained, unused_steps)
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         if pipeline is None:
             pipeline = self._model.num_entries >= WORTH_A_PIPELINE
-        self._replicas = None  # who is silent has a model of its own
-        if scheme.talks:
-            self._replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
-        self._background = Background(
-            self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
-        )
+        self._background = Background(session, device, on_host=self._on_host, pipelined=pipeline, replicas=replicas)
         self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
         self._waited_s = 0.0  # by the last one, for them
-        self._watch = UseWatch(trained) if self._unused_steps != "ignore" and trained else None
-        self._advice = AdamAdvice.where_due(scheme, trained, everyone.rank)
         self._switch: HookSwitch | None = None
 
     def listen(self, switch: HookSwitch) -> None:
@@ -329,23 +389,13 @@ class DdpAdapter(Observed):
         """What went wrong in the session's thread."""
         return self._background.error
 
-    @property
-    def last_step_finite(self) -> bool:
-        return self.session.last_step_finite
-
-    def check_replicas_(self) -> None:
-        if self._replicas is not None:
-            self._replicas.check_()
-
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""
         follows_unused = False
         if not self._pending:
             # Before DDP's own, which would wrap what went wrong in a RuntimeError.
             Variable._execution_engine.queue_callback(self._end_backward)
-            follows_unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
-            if follows_unused and self._unused_steps == "warn":
-                self._warn_unused()
+            follows_unused = self._follows_unused()
         layout = self._layout(bucket.parameters())
         averaged = self._background.submit(
             Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last(), follows_unused=follows_unused)
@@ -366,32 +416,12 @@ class DdpAdapter(Observed):
         if self._watch is not None:
             Variable._execution_engine.queue_callback(self._watch.note_exchanged)  # after DDP's own
 
-    def _warn_unused(self) -> None:
-        """Say once that a step was thrown away, which this session will send all the same."""
-        self._stop_watching()
-        if self.transport.rank == 0:
-            _log.warning(
-                "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to send "
-                "it later; put such a backward pass into ddp.no_sync(), or attach(..., unused_steps='discard')",
-                self.session.scheme,
-            )
-
-    def discard_(self) -> None:
-        if self._unused_steps != "discard":
-            raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
-        self.session.discard_if_(True)
-        if self._watch is not None:
-            self._watch.note_discarded()
-
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
             if parameter not in self._names:
                 self._names[parameter] = f"parameter {len(self._names)}"
                 self._named[self._names[parameter]] = parameter
         return Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        return self.session.stats(ages=ages)
 
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         residual = residual_of(self.session, self._named.values()) if norms else {}
@@ -404,16 +434,9 @@ class DdpAdapter(Observed):
         check_names([saved] if isinstance(saved, Mapping) else saved, self._names.values())
         self.session.load_state_dict(saved)
 
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
     def stop(self) -> None:
         """End the session's thread; the transport stays open."""
-        self._stop_watching()
-        if self._advice is not None:
-            self._advice.close()
+        self._take_hooks_off()
         self._background.close()
 
     def close(self) -> None:

@@ -12,13 +12,12 @@ from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks, get_rank
 
 from laconic.adapters.alike import begin_alike_, check_common, check_names
-from laconic.adapters.ddp import GradScaler, residual_of
-from laconic.adapters.optimizers import AdamAdvice
+from laconic.adapters.ddp import GradScaler, SessionAdapter, UnusedSteps, residual_of
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
-from laconic.session import Observed, OnMismatch, Replicas, Session, Stats
-from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
+from laconic.session import OnMismatch, Replicas, Session
+from laconic.transport import Everyone, Group, ProcessGroup, backend_for, own_group, world
 
 
 class Unit:
@@ -61,6 +60,12 @@ class Unit:
         """Where shards of gradients are; offloaded parameters are elsewhere."""
         device: torch.device = self._group.device
         return device
+
+    @property
+    def has_own_collectives(self) -> bool:
+        """Whether the user gave FSDP2 a reduce-scatter, instead of the backend's."""
+        own = getattr(self._group, "_reduce_scatter_comm", None)  # torch 2.7 has none
+        return own is not None and not type(own).__module__.startswith("torch.")
 
     @property
     def is_last_backward(self) -> bool:
@@ -161,6 +166,7 @@ def attach_to_shards(
     on_nonfinite: str = "nan",
     on_mismatch: OnMismatch = "warn",
     check_replicas_every: int = 100,
+    unused_steps: UnusedSteps = "warn",
 ) -> "FsdpAdapter":
     """What laconic.attach() does for a model under fully_shard(), each of whose shards meets its replicas, `group`."""
     if scheme.is_torch_hook:
@@ -172,13 +178,26 @@ def attach_to_shards(
     check_common(model, scheme, group, device)  # or ranks would wait for each other until the group's timeout
     transport = Group(own_group(group, device, timeout_s), device)
     begin_alike_(model, group, transport, device)
-    loss_scale = grad_scaler.get_scale if grad_scaler else None
-    session = Session(scheme, transport, loss_scale=loss_scale, zeroes=on_nonfinite == "zero")
+    shards: ProcessGroup = mesh.get_group()
+    if device.type == "cuda" and backend_for(shards, device) == "gloo" and not units[0].has_own_collectives:
+        # pytorch/pytorch#132471
+        raise SchemeError(
+            "torch's Gloo takes shards on a GPU for memory of the host, and ends the process; shard over NCCL: "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    session = Session(
+        scheme,
+        transport,
+        loss_scale=grad_scaler.get_scale if grad_scaler else None,
+        zeroes=on_nonfinite == "zero",
+        discards=unused_steps == "discard" and bool(scheme.memory.kinds),
+        warns=shards.rank() == 0,
+    )
     replicas = Replicas(dict(model.named_parameters()), transport, every=check_replicas_every, on_mismatch=on_mismatch)
-    return FsdpAdapter(session, units, mesh.get_group(), device, replicas if scheme.talks else None)
+    return FsdpAdapter(session, units, shards, device, replicas if scheme.talks else None, unused_steps)
 
 
-class FsdpAdapter(Observed):
+class FsdpAdapter(SessionAdapter):
     """Feeds a session with the shard of each unit's gradient, which waits for the others' in the backward pass.
 
     FSDP2 has then reduced it inside the node, and goes on with what the session made of it: it divides, converts,
@@ -193,19 +212,17 @@ class FsdpAdapter(Observed):
         shards: ProcessGroup,
         device: torch.device,
         replicas: Replicas | None,
+        unused_steps: UnusedSteps,
     ) -> None:
-        self.session = session
-        self.transport = session.transport
-        self.everyone = Everyone(world())
+        self._parameters = [p.sharded_param for unit in units for p in unit.names]
+        super().__init__(session, Everyone(world()), replicas, self._parameters, unused_steps)
         self.error: BaseException | None = None
         self._units = units
         self._shards = shards
         self._device = device
-        self._replicas = replicas
-        self._num_heard = 0  # units that took part in the step that is under way
+        self._num_received = 0  # units that took part in the step that is under way
+        self._num_discarded = 0
         self._waited_s = self._last_waited_s = 0.0  # by the backward pass, in this step and the last
-        self._parameters = [p.sharded_param for unit in units for p in unit.names]
-        self._advice = AdamAdvice.where_due(session.scheme, self._parameters, self.everyone.rank)
         for unit in units:
             unit.call(partial(self._or_fail, self._take_, unit))
 
@@ -232,13 +249,19 @@ class FsdpAdapter(Observed):
             unit.kept |= {span.name: shard[span.start : span.stop].clone() for span in layout.spans}
             shard.zero_()
             return
-        if not self._num_heard:
+        follows_unused = False
+        if not self._num_received:
+            if self._watch is not None:
+                self._watch.look()
+            follows_unused = self._follows_unused()
+            self._num_discarded += follows_unused
             # After FSDP2's own, which reduces what is left.
             Variable._execution_engine.queue_callback(partial(self._or_fail, self._end_step_))
         start = time.perf_counter()
-        self.session.exchange_(Bucket(self._num_heard, layout, shard, is_last=False))
+        bucket = Bucket(self._num_received, layout, shard, is_last=False, follows_unused=follows_unused)
+        self.session.exchange_(bucket)
         self._waited_s += time.perf_counter() - start
-        self._num_heard += 1
+        self._num_received += 1
         if unit.sums:
             shard *= self.transport.num_workers
 
@@ -249,24 +272,23 @@ class FsdpAdapter(Observed):
                     f"{min(unit.kept)!r} got a gradient in the first micro-batches alone; accumulate with "
                     "set_requires_gradient_sync(False)"
                 )
-        finite = torch.tensor(int(self.session.finite_so_far), device=self._device)
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._shards)
-        self._num_heard = 0
+        counts = int(self.session.finite_so_far), self._num_discarded, -self._num_discarded
+        least = torch.tensor(counts, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._shards)
+        finite, fewest, most = least.tolist()
+        if fewest != -most:
+            raise LaconicError("some shards of this model took a step back, and others did not; let all ranks do so")
+        self._num_received = 0
         self._last_waited_s, self._waited_s = self._waited_s, 0.0
         self.session.end_step_(finite=bool(finite))
+        if self._watch is not None:
+            self._watch.note_exchanged()
         if self._replicas is not None and self._replicas.are_due():
             self._replicas.check_()
 
-    @property
-    def last_step_finite(self) -> bool:
-        return self.session.last_step_finite
-
-    def check_replicas_(self) -> None:
-        if self._replicas is not None:
-            self._replicas.check_()
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        return self.session.stats(ages=ages)
+    def discard_(self) -> None:
+        super().discard_()
+        self._num_discarded += 1
 
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         residual = residual_of(self.session, self._parameters) if norms else {}
@@ -288,6 +310,5 @@ class FsdpAdapter(Observed):
         """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""
         for unit in self._units:
             unit.release()
-        if self._advice is not None:
-            self._advice.close()
+        self._take_hooks_off()
         self.transport.close()

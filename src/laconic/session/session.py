@@ -36,6 +36,7 @@ class Session:
     `zeroes` makes a bucket zero, not NaN, in which some worker saw Inf or NaN, and ten such steps in a row an error.
     `discards` copies to the host, before each step, everything that outlives one, so that discard_() can take the step
     back.
+    `warns` lets the first worker advise where steps in a row are not finite, as one of several sessions may for all.
     `executor` runs what a path computes: by default it captures CUDA graphs where it can.
     """
 
@@ -49,6 +50,7 @@ class Session:
         undoes: bool = False,
         zeroes: bool = False,
         discards: bool = False,
+        warns: bool = True,
         executor: Executor | None = None,
     ) -> None:
         if discards and transport.has_servers:
@@ -66,7 +68,7 @@ class Session:
         )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=transport.rank == 0)
+        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=warns and transport.rank == 0)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
         self._first_step = 0  # as of Stats
