@@ -42,7 +42,6 @@ class Seen:
     facts: tuple[HostFacts, ...]
     links: tuple[PairLink, ...] = ()
     clocks: Mapping[int, EchoTimes] = field(default_factory=dict)  # by rank, as the first one sees them
-    narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
     nominal_bits_per_s: float | None = None  # of every link, where somebody says so
 
     @cached_property
@@ -134,7 +133,7 @@ def slow_link(seen: Seen) -> Reports:
 
 
 def mtu(seen: Seen) -> Reports:
-    """Packets must be shorter than usual, or than another host's, or get lost on the way."""
+    """Packets must be shorter than usual, or than another host's."""
     used = [(facts.host, facts.used.mtu) for facts in seen.hosts if facts.used and facts.used.mtu]
     most = max((size for _, size in used), default=0)
     for host, size in used:
@@ -143,10 +142,6 @@ def mtu(seen: Seen) -> Reports:
         elif size < _USUAL_MTU:
             cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
             yield host, f"{size}", f"{_USUAL_MTU}", cure
-    for source, target, size in seen.narrow_paths:
-        path = f"{seen.facts[source].host} to {seen.facts[target].host}"
-        cure = "lower the MTU of the interface to what the way takes, or raise that of the switch or tunnel"
-        yield path, f"packets of {size} bytes get lost", "they arrive as short ones do", cure
 
 
 def congestion_control(seen: Seen) -> Reports:

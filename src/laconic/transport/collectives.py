@@ -432,7 +432,7 @@ def check_connected(failure: str, *, is_server: bool) -> None:
 
 def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
     try:
-        return _texts(world(), place_of_texts(world()), own, _CARD_BYTES)
+        return texts(world(), place_of_texts(world()), own, _CARD_BYTES)
     except PeerError:
         if not is_server:
             raise
@@ -457,7 +457,7 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
     different = ranks_that_differ(group, device, "\n".join(facts))
     if not different:
         return
-    theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
+    theirs = texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
     pairs = zip_longest(facts, theirs, fillvalue="nothing more")
     own, other = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
     rank = dist.get_process_group_ranks(group)[different[0]]
@@ -467,11 +467,11 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
     """The ranks that made this call with another text; a call that all ranks of the group make."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    everyone = _texts(group, device, digest, len(digest))
+    everyone = texts(group, device, digest, len(digest))
     return [rank for rank, other in enumerate(everyone) if other != digest]
 
 
-def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:
+def texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:
     """The text of each rank of a group, of so many bytes at most."""
     padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in range(group.size())]
