@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import connect_to_servers
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
+    Attached,
     Background,
-    Observed,
     OnMismatch,
     Replicas,
     Session,
@@ -51,62 +51,6 @@ _log = logging.getLogger("laconic.adapters")
 WORTH_A_PIPELINE = 1 << 22
 
 UnusedSteps = Literal["warn", "discard", "ignore"]
-
-
-@runtime_checkable
-class Attached(Protocol):
-    """What attach() returns, whatever the scheme."""
-
-    @property
-    def transport(self) -> Transport | None:
-        """What the workers talk through; None where PyTorch's own hook does it."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong while the backward pass went on, if anything did."""
-
-    @property
-    def last_step_finite(self) -> bool:
-        """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
-
-    def check_replicas_(self) -> None:
-        """Compare the parameters of all ranks now, as every so many steps; a call that all make between steps."""
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
-
-    def metrics(self, *, norms: bool = False) -> dict[str, float]:
-        """The numbers of the last step: step, bytes_out, bytes_in, ratio, union, skipped, members, ms by phase.
-
-        `bytes_out_total` and `bytes_in_total` are of all steps; `waited_ms` is how long the backward pass waited. With
-        `norms`, which waits for the device and wants the gradients to be there, also `residual`: the norm of what is
-        kept over that of the gradient, on this rank.
-        """
-
-    def discard_(self) -> None:
-        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
-
-        Raises:
-            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state, to be saved per rank."""
-
-    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from a list of all ranks' states."""
-
-    def gather_state(self) -> list[dict[str, Any]] | None:
-        """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
-
-    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make."""
-
-    def close(self) -> None:
-        """End the session and give the model back as it was: from the next backward pass on DDP averages by itself.
-
-        Another session may then be attached, and go on from this one's state_dict() if both keep the same.
-        """
 
 
 class GradScaler(Protocol):
@@ -249,9 +193,10 @@ def residual_of(session: Session, parameters: Iterable[Tensor]) -> dict[str, flo
     return {"residual": session.residual_norm() / norm} if norm else {}
 
 
-class SessionAdapter(Observed):
+class SessionAdapter(Attached):
     """A session that is fed by a framework: what its user asks of it, and what becomes of the gradients it leaves."""
 
+    transport: Transport
     everyone: Everyone
 
     def __init__(

@@ -205,6 +205,8 @@ class FsdpAdapter(SessionAdapter):
     other whether all was finite, since a step that one of them leaves out is left out by all.
     """
 
+    error: BaseException | None = None
+
     def __init__(
         self,
         session: Session,
@@ -216,7 +218,6 @@ class FsdpAdapter(SessionAdapter):
     ) -> None:
         self._parameters = [p.sharded_param for unit in units for p in unit.names]
         super().__init__(session, Everyone(world()), replicas, self._parameters, unused_steps)
-        self.error: BaseException | None = None
         self._units = units
         self._shards = shards
         self._device = device

@@ -24,7 +24,7 @@ from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, Optimizers, bucket_layouts
-from laconic.session import Observed, Stats
+from laconic.session import Attached, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
 _log = logging.getLogger("laconic.planning")
@@ -39,8 +39,10 @@ _RECENT = 50  # steps whose times are kept
 _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow(model, optimizer, 'auto')"
 
 
-class AutoSession(Observed):
+class AutoSession(Attached):
     """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
+
+    transport: Group
 
     def __init__(self, module: nn.Module, timeout_s: float | None, **options: Unpack[SessionOptions]) -> None:
         ddp, named, device = ready(module, "auto")
