@@ -282,22 +282,6 @@ def _one_shard_a_node(text: str) -> dict[str, Any]:
     return {"first": losses[0], "last": sum(losses[-8:]) / 8, "equal": equal_everywhere(weights)}
 
 
-def _gloo_on_cuda() -> str:
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = fully_shard(Net().cuda(), mesh=mesh["shard"])
-    try:
-        laconic.attach(model, "dense", group=mesh.get_group("replicate"))
-    except laconic.SchemeError as error:
-        return str(error)
-    return "nobody noticed"
-
-
-@NO_GPU
-def test_shards_on_cuda_over_gloo_are_refused(fresh_workers: WorkerPool) -> None:
-    """There a forward pass ends the process without a word, also without laconic."""
-    assert all("shard over NCCL" in line for line in fresh_workers.run(_gloo_on_cuda))
-
-
 @NO_GPU
 @pytest.mark.parametrize("text", ["bf16", "topk:rho=0.05"])
 def test_shards_over_nccl(fresh_workers: WorkerPool, text: str) -> None:

@@ -17,7 +17,7 @@ from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
 from laconic.session import OnMismatch, Replicas, Session
-from laconic.transport import Everyone, Group, ProcessGroup, backend_for, own_group, world
+from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
 
 
 class Unit:
@@ -60,12 +60,6 @@ class Unit:
         """Where shards of gradients are; offloaded parameters are elsewhere."""
         device: torch.device = self._group.device
         return device
-
-    @property
-    def has_own_collectives(self) -> bool:
-        """Whether the user gave FSDP2 a reduce-scatter, instead of the backend's."""
-        own = getattr(self._group, "_reduce_scatter_comm", None)  # torch 2.7 has none
-        return own is not None and not type(own).__module__.startswith("torch.")
 
     @property
     def is_last_backward(self) -> bool:
@@ -179,12 +173,6 @@ def attach_to_shards(
     transport = Group(own_group(group, device, timeout_s), device)
     begin_alike_(model, group, transport, device)
     shards: ProcessGroup = mesh.get_group()
-    if device.type == "cuda" and backend_for(shards, device) == "gloo" and not units[0].has_own_collectives:
-        # pytorch/pytorch#132471
-        raise SchemeError(
-            "torch's Gloo takes shards on a GPU for memory of the host, and ends the process; shard over NCCL: "
-            "init_process_group('cpu:gloo,cuda:nccl')"
-        )
     session = Session(
         scheme,
         transport,
