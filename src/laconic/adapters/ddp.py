@@ -54,7 +54,7 @@ UnusedSteps = Literal["warn", "discard", "ignore"]
 
 
 class GradScaler(Protocol):
-    """What is asked of a torch.amp.GradScaler."""
+    """A torch.amp.GradScaler, as far as it is used."""
 
     def get_scale(self) -> float: ...
 
@@ -78,7 +78,7 @@ def attach_to_ddp(
     timeout_s: float | None = None,
     **options: Unpack[SessionOptions],
 ) -> Attached:
-    """What laconic.attach() does for a DistributedDataParallel, whose options it takes."""
+    """Attach to a DistributedDataParallel, with the options of laconic.attach()."""
     ddp, named, device = ready(ddp, scheme)
     ranks: ProcessGroup = ddp.process_group
     transport: Transport
@@ -173,7 +173,7 @@ def _checked(ddp: nn.Module) -> DistributedDataParallel:
 
 
 def only_device(named: Mapping[str, Tensor]) -> torch.device:
-    """Where the gradients are; an error where laconic cannot work on them."""
+    """The device of the gradients; an error where laconic cannot work on them."""
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
@@ -217,7 +217,7 @@ class SessionAdapter(Attached):
         self._advice = AdamAdvice.where_due(session.scheme, parameters, everyone.rank)
 
     def _follows_unused(self) -> bool:
-        """Whether the last step's gradients are gone, and no optimizer used them; a warning says so once."""
+        """Return whether the last step's gradients are gone, and no optimizer used them; a warning says so once."""
         unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
         if unused and self._unused_steps == "warn":
             self._stop_watching()
@@ -312,7 +312,7 @@ class DdpAdapter(SessionAdapter):
         self._switch = switch
 
     def remarks(self) -> list[str]:
-        """What a user should know before training."""
+        """Remarks that a user should know before training."""
         scheme = self.session.scheme
         num_workers = self.transport.num_workers
         here = bytes_out(scheme, self._model, num_workers)
@@ -331,7 +331,7 @@ class DdpAdapter(SessionAdapter):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong in the session's thread."""
+        """The error of the session's thread."""
         return self._background.error
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:

@@ -57,18 +57,18 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where shards of gradients are; offloaded parameters are elsewhere."""
+        """The device of shards of gradients; offloaded parameters are elsewhere."""
         device: torch.device = self._group.device
         return device
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether this backward pass is the last of its step, as the user told FSDP2."""
+        """Return whether this backward pass is the last of its step, as the user told FSDP2."""
         return bool(self._group.all_reduce_grads and self._module._get_fsdp_state()._state_ctx.is_last_backward)
 
     @property
     def sums(self) -> bool:
-        """Whether FSDP2 divides by a factor of the user's, which then stands for all ranks, replicas too."""
+        """Return whether FSDP2 divides by a factor of the user's, which then stands for all ranks, replicas too."""
         return getattr(self._group, "gradient_divide_factor", None) is not None  # torch 2.7 has none
 
     @property
@@ -77,7 +77,7 @@ class Unit:
         return self._layout([p for p in self.names if p.sharded_param.requires_grad])
 
     def layout(self, num_entries: int) -> Layout:
-        """What is in a shard of so many entries; to be asked once for each."""
+        """The layout of a shard of so many entries; to be asked once for each."""
         given = self._layout([p for p in self.names if p in self._given])
         self._given.clear()
         for layout in (self.trained, given):
@@ -90,7 +90,7 @@ class Unit:
 
 
 def check_replicas(model: nn.Module, group: ProcessGroup | None) -> bool:
-    """Whether a model is sharded; SchemeError if so and `group` is not this rank with the replicas of its shard."""
+    """Return whether a model is sharded; SchemeError if so and `group` is not that of this shard's replicas."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]  # a forward pass may have left it whole
@@ -162,7 +162,7 @@ def attach_to_shards(
     check_replicas_every: int = 100,
     unused_steps: UnusedSteps = "warn",
 ) -> "FsdpAdapter":
-    """What laconic.attach() does for a model under fully_shard(), each of whose shards meets its replicas, `group`."""
+    """Attach to a model under fully_shard(), each of whose shards meets its replicas, `group`."""
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is a hook of DDP's; give FSDP2 a scheme like 'topk:rho=0.01'")
     check_replicas(model, group)

@@ -1,4 +1,4 @@
-"""What optimizers make of gradients that were exchanged: nothing at all, or less than they could."""
+"""Optimizers use gradients that were exchanged: not at all, or less than they could."""
 
 import logging
 import weakref
@@ -53,7 +53,7 @@ class UseWatch:
         self._before = self._smallest.clone()
 
     def was_unused(self) -> bool:
-        """Whether the last exchange changed no parameter, and its gradients are gone; ask in the next backward pass."""
+        """Return whether the last exchange changed no parameter, and its gradients are gone; ask in the next pass."""
         if self._stepped or not self._cleared:
             return False
         versions = [parameter._version for parameter in self._watched]
@@ -146,7 +146,7 @@ class AdamAdvice:
 
 
 def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
-    """What is known of this optimizer on sparse gradients; see docs/slow.md for the figures."""
+    """The advice for this optimizer on sparse gradients; see docs/slow.md for the figures."""
     if scheme.memory.momentum:  # in the place of Adam's own: the one remedy that worked
         beta = group.get("betas", (0.0,))[0]
         return f"{scheme} carries momentum, and so does {name}; give it betas=(0.0, ...)" if beta else ""

@@ -1,4 +1,4 @@
-"""What may be slow or wrong, one function each: findings from what was seen, and nothing else."""
+"""Checks of things that may be slow or wrong, one function each: findings from what was seen, and nothing else."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Seen:
         ]
 
     def nominal(self, pair: PairLink) -> float | None:
-        """What a link is said to carry: the lesser of its ends."""
+        """The nominal rate of a link: the lesser of its ends."""
         if self.nominal_bits_per_s is not None:
             return self.nominal_bits_per_s
         ends = [self.facts[rank].used for rank in (pair.source, pair.target)]
@@ -222,12 +222,12 @@ CHECKS: dict[str, Callable[[Seen], Reports]] = {
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """What all checks report."""
+    """The reports of all checks."""
     return [Finding(name, *report) for name, check in CHECKS.items() for report in check(seen)]
 
 
 def _differ(used: Interface, towards: Interface) -> bool:
-    """Whether they are two, and neither is the loopback, by which a host only reaches itself."""
+    """Return whether they are two, and neither is the loopback, by which a host only reaches itself."""
     return used.name != towards.name and "lo" not in (used.name, towards.name)
 
 
@@ -237,7 +237,7 @@ def _name_it(towards: Interface | None) -> str:
 
 
 def _between(used: Interface) -> str:
-    """Which of the two it is, or nothing."""
+    """The one of the two that it is, or nothing."""
     if used.kind in _TUNNELS or _TUNNEL_NAMES.match(used.name):
         return "tunnel"
     if used.kind in _BRIDGES or _BRIDGE_NAMES.match(used.name):

@@ -26,7 +26,7 @@ def examine(
     work: Callable[[], object] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
-    """What is slow or wrong, the same on all ranks, in under 30 seconds; without a group, on this host alone.
+    """Find what is slow or wrong, the same on all ranks, in under 30 seconds; without a group, on this host alone.
 
     A call that all ranks of the group make. `nominal_bits_per_s` is what links should carry, where interfaces do not
     say; `work` is what hosts are compared by, and `clock` what is compared.
@@ -60,5 +60,5 @@ def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, cl
 
 
 def gather_all(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """What each rank has, in JSON and by rank; a call that all make."""
+    """The object of each rank, in JSON and by rank; a call that all make."""
     return [json.loads(text) for text in texts(group, place_of_texts(group), json.dumps(own), _FACT_BYTES)]

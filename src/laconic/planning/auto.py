@@ -40,7 +40,7 @@ _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow
 
 
 class AutoSession(Attached):
-    """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
+    """The result of attach(ddp, "auto"): an adapter under bf16, and after some steps another, if that pays."""
 
     transport: Group
 
@@ -203,7 +203,7 @@ class AutoSession(Attached):
 
 
 class AutoFollower(Follower):
-    """What follow(model, optimizer, "auto") returns: averages at first, and after the first of them what pays."""
+    """The result of follow(model, optimizer, "auto"): averages at first, and after the first of them what pays."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class AutoFollower(Follower):
         self._turn_to(self.plan.pick)
 
     def _drifts(self) -> list[tuple[Layout, Tensor]]:
-        """How far the model came since the beginning, in buckets."""
+        """The way of the model since the beginning, in buckets."""
         drift = (self._begin_at - self.vector.read()).to(self._device)
         drifts = []
         start = 0
@@ -284,7 +284,7 @@ class AutoFollower(Follower):
 def _compute(
     step_s: float, arrivals_s: Sequence[float], vectors: Sequence[tuple[Layout, Tensor]], device: torch.device
 ) -> Compute:
-    """What is known of a step in the midst of training: how long it is, not what work beside it would cost."""
+    """The parts of a step that are known in the midst of training: its length, not the cost of work beside it."""
     num_entries = tuple(layout.num_entries for layout, _ in vectors)
     return Compute(
         alone_s=step_s,

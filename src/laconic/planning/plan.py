@@ -151,7 +151,7 @@ class OwnSteps:
         self._gradient: dict[Tensor, Tensor] = {}
 
     def measure(self) -> tuple[Compute, list[tuple[Layout, Tensor]]]:
-        """What steps cost, and the last one's gradient in buckets."""
+        """The cost of steps, and the last one's gradient in buckets."""
         own: list[float] = []
         arrivals: list[list[float]] = []
         with self._listening():
@@ -287,7 +287,7 @@ class OwnSteps:
         return buckets
 
     def _everyone(self, own: Sequence[float]) -> list[list[float]]:
-        """By step, the seconds of each worker."""
+        """The seconds of each worker, by step."""
         card = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
         rows: Tensor = self._transport.gather_small(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
@@ -295,7 +295,7 @@ class OwnSteps:
 
 
 def step_counts(step_s: float, left_s: float) -> tuple[int, int, int]:
-    """How many steps to take alone, with all workers at once, and beside a busy thread: fewer where they take long."""
+    """The numbers of steps alone, with all workers at once, and beside a busy thread: fewer where they take long."""
     number = max(2, min(_MOST_STEPS, round(_MEASURED_S / step_s)))
     for numbers in ((max(3, number // 2), number, max(2, number // 3)), (2, 1, 1)):
         if sum(numbers) * step_s <= left_s:

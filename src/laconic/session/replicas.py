@@ -1,4 +1,4 @@
-"""Whether all workers still have the same parameters: eight bytes of each, compared now and then."""
+"""Replicas stay equal: eight bytes of each parameter, compared now and then."""
 
 import logging
 from collections import Counter
@@ -39,7 +39,7 @@ class Replicas:
         self._num_steps = 0
 
     def are_due(self) -> bool:
-        """Whether they are to be compared in this step; to be called once in each."""
+        """Return whether they are to be compared in this step; to be called once in each."""
         self._num_steps += 1
         return self._every > 0 and self._num_steps % self._every == 0
 

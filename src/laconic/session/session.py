@@ -197,12 +197,12 @@ class Session:
 
     @property
     def last_step_finite(self) -> bool:
-        """Whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
+        """Return whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
         return not self._last_overflowed and all(map(kernels.all_finite, self._last_unchecked))
 
     @property
     def finite_so_far(self) -> bool:
-        """Whether no worker gave Inf or NaN to the step that is under way."""
+        """Return whether no worker gave Inf or NaN to the step that is under way."""
         return not self._overflow.overflowed and all(map(kernels.all_finite, self._unchecked))
 
     def end_step_(self, *, finite: bool) -> None:
@@ -239,7 +239,7 @@ class Session:
 
     @property
     def wants_whole_step(self) -> bool:
-        """Whether the next step must come in one piece, to `exchange_step_`."""
+        """Return whether the next step must come in one piece, to `exchange_step_`."""
         return bool(self._resumed_layouts)
 
     def exchange_step_(self, buckets: Sequence[Bucket]) -> None:
@@ -282,7 +282,7 @@ class Session:
         )
 
     def totals(self) -> dict[str, float]:
-        """What was counted so far, for metrics: numbers that the host has, so that nothing waits for a device."""
+        """The counts so far, for metrics: numbers that the host has, so that nothing waits for a device."""
         traffic = self.transport.traffic
         return {
             "bytes_out": traffic.bytes_out,

@@ -1,4 +1,4 @@
-"""What a session did so far, and in its last step: bytes, seconds, steps."""
+"""The bytes, seconds and steps of a session, so far and in its last step."""
 
 from abc import abstractmethod
 from collections import deque
@@ -38,7 +38,7 @@ class Stats:
 
     @property
     def ratio(self) -> float | None:
-        """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
+        """The bytes of a float32 all-reduce over those that left this worker; None if none did."""
         return self.dense_bytes_out / self.bytes_out if self.bytes_out else None
 
     @property
@@ -127,19 +127,19 @@ class Observed(SavedTogether):
 
 
 class Attached(Observed):
-    """What attach() returns, whatever the scheme."""
+    """The result of attach(), whatever the scheme."""
 
     transport: Transport | None  # what the workers talk through; None where PyTorch's own hook does it
 
     @property
     @abstractmethod
     def error(self) -> BaseException | None:
-        """What went wrong while the backward pass went on, if anything did."""
+        """The error that came up while the backward pass went on, if any."""
 
     @property
     @abstractmethod
     def last_step_finite(self) -> bool:
-        """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
+        """Return whether no worker gave the last step Inf or NaN: optimizer.step() is safe; ask before zero_grad()."""
 
     @abstractmethod
     def check_replicas_(self) -> None:

@@ -71,7 +71,7 @@ class Group(Collectives):
 
     @cached_property
     def _mesh(self) -> Mesh | None:
-        """What frames and small sums go through instead of the group; opened with the first of them, by all workers."""
+        """The connections that carry frames and small sums; opened with the first of them, by all workers."""
         if not self._over_gloo:
             return None
         try:
@@ -95,7 +95,7 @@ class Group(Collectives):
         self._add_up_(tensor, kind, self._mesh if self._encrypts else None)
 
     def _add_up_(self, tensor: Tensor, kind: str, mesh: Mesh | None) -> None:
-        """By the mesh, or else by the backend."""
+        """Sum by the mesh, or else by the backend."""
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
         total = self._on_wire(tensor)
         if mesh is not None:
@@ -372,7 +372,7 @@ def _group_of(
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long its calls wait; None where the backend does not say."""
+    """The time that its calls wait; None where the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -412,7 +412,7 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def exchange_addresses(servers: Sequence[int], own: Address | None) -> list[Address]:
-    """Where each server is; a call that all ranks make, servers with where they are themselves."""
+    """The address of each server; a call that all ranks make, servers with their own."""
     everyone = _texts_of_world(json.dumps([release(), own]), is_server=own is not None)
     cards = [json.loads(card) for card in everyone]
     for rank, (theirs, _) in enumerate(cards):
@@ -440,13 +440,13 @@ def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
 
 
 def place_of_texts(group: dist.ProcessGroup) -> torch.device:
-    """Where a group takes tensors from that are nobody's gradients."""
+    """The device from which a group takes tensors that are nobody's gradients."""
     cpu = torch.device("cpu")
     return cpu if backend_for(group, cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
 def release() -> str:
-    """What must be the same on all ranks, as what they send each other may change from one to the next."""
+    """The release, the same on all ranks: what they send each other may change from one to the next."""
     from laconic import __version__  # which imports this
 
     return f"laconic {__version__}"
@@ -481,7 +481,7 @@ def texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: i
 
 
 def spans_world(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks are in it."""
+    """Return whether all ranks are in it."""
     return dist.is_initialized() and group.size() == dist.get_world_size()
 
 

@@ -57,7 +57,7 @@ def address_towards(peer: str = "") -> str:
 
 
 def address_to_be_used() -> str:
-    """Where Gloo will listen: at the interface that is named, or at the address of the host's name."""
+    """The address at which Gloo will listen: of the interface that is named, or of the host's name."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return _address_or_none(named)
     with suppress(OSError):
@@ -113,7 +113,7 @@ def _address_or_none(name: str) -> str:
 
 
 def _nominal_bits_per_s(name: str) -> float | None:
-    """What a device says of itself; a virtual one, like a veth, says 10 Gbit/s whatever it carries."""
+    """The rate that a device claims; a virtual one, like a veth, says 10 Gbit/s whatever it carries."""
     if not (SYS / name / "device").exists():
         return None
     with suppress(OSError, ValueError):

@@ -24,7 +24,7 @@ _LEVELS = (
 
 
 class Facts(ctypes.Structure):
-    """What a withdrawal found out."""
+    """The facts that a withdrawal notes."""
 
     _fields_ = (
         ("mean", ctypes.c_double),
