@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 
-.PHONY: install run test test-frameworks test-slow test-wheel fuzz lint results docs clean
+.PHONY: install run test pytest test-frameworks test-slow test-wheel fuzz lint results docs clean
 
 install: .venv/installed
 
@@ -17,7 +17,10 @@ install: .venv/installed
 run: install
 	$(PY) -m laconic demo
 
-test: lint
+test: install
+	$(MAKE) --jobs 2 --no-print-directory lint pytest
+
+pytest: install
 	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup
 
 test-frameworks: .venv/frameworks

@@ -373,7 +373,7 @@ def main() -> int:
             environment = sanitized_environment(Path(folder))
             return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
     if _FUZZED in os.environ:
-        library._path = lambda name: Path(os.environ[_FUZZED])
+        library.path_of = lambda name: Path(os.environ[_FUZZED])
     torch.set_num_threads(1)
     for reader in readers():
         if asked.only in (None, reader.name):

@@ -29,6 +29,8 @@ TABLES = (
 )
 ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part
 MOST_QUESTIONS = 20
+MOST_PRIVATE_NAMES = 20
+OF_OTHERS = {"_dynamo", "_exit", "_replace"}  # torch's, and Python's own
 
 WHOLE = ("paths", "transport", "server", "session")
 
@@ -140,6 +142,37 @@ def test_no_path_and_no_transport_is_half_a_class() -> None:
 
 def _is_typing_cast(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "cast" and _end(node.value) == "typing"
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    """The names with an underscore that are asked of something else than self, imported, or set by name."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and _end(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.Call) and _end(node.func) == "setattr":
+            names = [arg.value.rpartition(".")[2] for arg in node.args if isinstance(getattr(arg, "value", 0), str)]  # type: ignore[attr-defined]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_tests_reach_into_few_private_names() -> None:
+    root = SOURCE.parents[1]
+    ours = {
+        node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else node.name
+        for path in [*_files(), *(root / "lab/src").rglob("*.py"), *(root / "tools").glob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.Attribute | ast.FunctionDef | ast.ClassDef)
+    }
+    reached = [
+        f"{path.relative_to(root)}: {name}"
+        for folder in ("tests", "lab/tests")
+        for path in sorted((root / folder).rglob("*.py"))
+        for name in _private_names(ast.parse(path.read_text()))
+        if name in ours - OF_OTHERS
+    ]
+    assert len(reached) <= MOST_PRIVATE_NAMES, "\n".join(reached)
 
 
 @pytest.mark.parametrize(

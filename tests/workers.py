@@ -28,6 +28,8 @@ from torch import Tensor
 from laconic import cli
 from laconic_lab.train.worker_group import WorkerGroup
 
+# Who counts GPUs by the CUDA runtime has begun to use it, and its forks cannot.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 CONTEXT: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "laconic_lab.cli", "tests.workers"])
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,7 +2,8 @@
 
     python tools/compare_checkouts.py ../before . --link 1gbit | python tools/results.py add step-times ...
 
-Each checkout's own Python runs its own code, or the one that --python names, with the checkout's src before all else.
+Each checkout's own Python runs its own code, or the one that --python names, with the checkout's src before all else;
+an editable install of another checkout would come before that.
 Without --link the workers are processes, not hosts of a lab. Ratios are what counts: a machine that others use too has
 no times of its own.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--python", default=".venv/bin/python", help="from a checkout's folder")
     parser.add_argument("--steps", default="40")
     parser.add_argument("--scheme", action="append")
+    parser.add_argument("--options", default="", help="more words for `laconic compare`, as '--task chars'")
     args = parser.parse_args()
     schemes = args.scheme or list(SCHEMES)
     times: dict[tuple[str, str], list[float]] = {}
@@ -53,8 +56,9 @@ def _round(checkout: Path, schemes: list[str], args: argparse.Namespace) -> dict
     """The median step of each scheme, in ms."""
     where = ["--hosts", args.workers, "--link", args.link] if args.link else ["--workers", args.workers]
     command = [args.python, "-m", "laconic", "compare", *where, "--steps", args.steps, "--eval-every", args.steps]
-    command += ["--json", *(word for scheme in schemes for word in ("--scheme", scheme))]
-    env = {**os.environ, "PYTHONPATH": str((checkout / "src").resolve())}
+    command += [*shlex.split(args.options), "--json", *(word for scheme in schemes for word in ("--scheme", scheme))]
+    sources = [str((checkout / folder).resolve()) for folder in ("src", "lab/src")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources)}
     ran = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
     rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
     return {row["scheme"]: row["step_ms"] for row in rows}

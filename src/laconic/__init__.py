@@ -4,7 +4,7 @@ session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
 from laconic import exchange, memory, optim, outer, quantize, recipes, select, trigger
-from laconic.adapters import Attached, HookSession, hook
+from laconic.adapters import HookSession, hook
 from laconic.api import attach, follow
 from laconic.errors import (
     FrameError,
@@ -22,7 +22,7 @@ from laconic.recipes import parse
 from laconic.replicas import Follower, FollowerStats
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
-from laconic.session import PerRankState, RankZeroState, Session, Stats
+from laconic.session import Attached, PerRankState, RankZeroState, Session, Stats
 
 __version__ = "0.1.0"
 

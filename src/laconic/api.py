@@ -6,7 +6,6 @@ from typing import Any, Literal
 from torch import nn
 
 from laconic.adapters import (
-    Attached,
     GradScaler,
     attach_to_ddp,
     attach_to_shards,
@@ -20,7 +19,7 @@ from laconic.planning import AutoFollower, AutoSession, check_auto
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, Optimizers
 from laconic.scheme import AnyScheme
-from laconic.session import OnMismatch, check_on_mismatch
+from laconic.session import Attached, OnMismatch, check_on_mismatch
 from laconic.transport import ProcessGroup, world
 
 
@@ -53,7 +52,7 @@ def attach(
             so it is on for large ones unless given.
         on_nonfinite: "nan" leaves a bucket with Inf or NaN of some worker NaN on all ranks; "zero" makes it zero, and
             ten such steps in a row an error.
-        on_mismatch: What to do where the ranks' parameters differ: "warn", "raise", or "heal", which takes over what
+        on_mismatch: What to do where the ranks' parameters differ: "warn", "error", or "heal", which takes over what
             most ranks have.
         check_replicas_every: Steps between two such comparisons, of eight bytes each; 0: never.
         unused_steps: What to do where gradients are cleared that no optimizer used, while the scheme keeps a part of
@@ -79,25 +78,20 @@ def attach(
         "on_nonfinite": on_nonfinite,
         "on_mismatch": on_mismatch,
         "check_replicas_every": check_replicas_every,
+        "unused_steps": unused_steps,
     }
     if hasattr(ddp, "set_all_reduce_hook"):
         if is_auto:
             raise SchemeError("auto does not choose for FSDP2 yet; plan by hand, or give a scheme like bf16")
         if servers or pipeline:
             raise SchemeError("FSDP2 goes without servers and a pipeline; leave servers= and pipeline= out")
-        if unused_steps == "discard":
-            raise SchemeError(
-                "steps of FSDP2 cannot be taken back; leave unused_steps= out, and step after each backward pass"
-            )
         return attach_to_shards(ddp, scheme, group, timeout_s=timeout_s, **looks)
     if group is not None:
         raise SchemeError("DDP knows its ranks; leave group= out")
     if is_auto:
         check_auto(servers)
-        return AutoSession(ddp, timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks)
-    return attach_to_ddp(
-        ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, unused_steps=unused_steps, **looks
-    )
+        return AutoSession(ddp, timeout_s, pipeline=pipeline, **looks)
+    return attach_to_ddp(ddp, scheme, servers=servers, timeout_s=timeout_s, pipeline=pipeline, **looks)
 
 
 def follow(

@@ -391,8 +391,8 @@ def _compiled(text: str) -> tuple[bool, bool]:
     return names == {name for name, _ in Net().named_parameters()}, equal_everywhere(flat_parameters(run.ddp))
 
 
-def test_compiled_models_keep_their_names(four_workers: WorkerPool) -> None:
-    assert four_workers.run(_compiled, SPARSE) == [(True, True)] * 4
+def test_compiled_models_keep_their_names(two_workers: WorkerPool) -> None:
+    assert two_workers.run(_compiled, SPARSE) == [(True, True)] * 2
 
 
 def _after_close(text: str, bucket_mb: float) -> tuple[bool, int, bool]:

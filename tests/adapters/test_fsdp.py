@@ -11,15 +11,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 import laconic
-from laconic.adapters.fsdp import FsdpAdapter
+from laconic.adapters.fsdp import units_of
 from laconic.layout import local
 from laconic.paths import bytes_out
 from tests.logs import logged
-from tests.workers import WorkerPool, equal_everywhere, run_script
+from tests.workers import DEVICES, NO_GPU, WorkerPool, equal_everywhere, run_script
 
 
 class Spoiled(torch.autograd.Function):
@@ -56,18 +58,47 @@ class Net(nn.Module):
         return result
 
 
+class OverHost:
+    """What FSDP2 shards and reduces on a GPU, by way of the host: Gloo reads a CUDA tensor as if it lay there."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherOverHost(OverHost, AllGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        gathered = torch.empty(output_tensor.shape, dtype=output_tensor.dtype)
+        dist.all_gather_into_tensor(gathered, input_tensor.cpu(), group=group)
+        output_tensor.copy_(gathered)
+
+
+class ReduceOverHost(OverHost, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        reduced = torch.empty(output_tensor.shape, dtype=output_tensor.dtype)
+        dist.reduce_scatter_tensor(reduced, input_tensor.cpu(), op=op, group=group)
+        output_tensor.copy_(reduced)
+
+
 class Run:
     """A model in shards over this rank's node, and its optimizer; a whole one trains alone, on what all ranks have."""
 
-    def __init__(self, *, whole: bool = False, freezes: bool = False, **options: Any) -> None:
-        self.model: Any = Net()
+    def __init__(self, *, whole: bool = False, freezes: bool = False, device: str = "cpu", **options: Any) -> None:
+        self.device = device
+        self.model: Any = Net().to(device)
         self.model.middle.weight.requires_grad_(not freezes)
         self.rows = slice(0, 16)
         if not whole:
             self.rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-            self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            for module in (self.model.body, self.model.middle, self.model.spare, self.model):
+            self.mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
+            units: list[Any] = [self.model.body, self.model.middle, self.model.spare, self.model]
+            for module in units:
                 fully_shard(module, mesh=self.mesh["shard"], **options)
+                if device == "cuda":
+                    module.set_custom_all_gather(GatherOverHost())
+                    module.set_custom_reduce_scatter(ReduceOverHost())
+                    module.set_force_sum_reduction_for_comms(True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
 
     @property
@@ -78,7 +109,8 @@ class Run:
         draw = torch.Generator().manual_seed(number)
         x = torch.randn(16, 9, generator=draw)
         y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-        return nn.functional.cross_entropy(self.model(x[self.rows], **used), y[self.rows])
+        x, y = (each[self.rows].to(self.device) for each in (x, y))
+        return nn.functional.cross_entropy(self.model(x, **used), y)
 
     def step(self, number: int, **used: bool) -> float:
         self.optimizer.zero_grad()
@@ -89,12 +121,13 @@ class Run:
 
     def weights(self) -> Tensor:
         """The whole model, as this rank's node has it."""
-        return torch.cat([_whole(p).reshape(-1) for p in self.model.parameters()])
+        return torch.cat([_whole(p.detach()).reshape(-1) for p in self.model.parameters()])
 
 
 def _whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach()
+    on_host: Any = tensor.cpu()
+    whole: Tensor = on_host.full_tensor() if isinstance(on_host, DTensor) else on_host
+    return whole
 
 
 def _backward(loss: Tensor) -> None:
@@ -161,13 +194,13 @@ def test_what_gets_no_gradient_is_left_out(fresh_workers: WorkerPool, used: dict
         torch.testing.assert_close(weights, alone.weights(), atol=1e-6, rtol=1e-6)  # one float32 rounding
 
 
-def _trained(text: str, steps: int) -> dict[str, Any]:
-    run = Run()
+def _trained(text: str, steps: int, device: str = "cpu") -> dict[str, Any]:
+    run = Run(device=device)
+    units, _ = units_of(run.model)
+    layouts = [unit.trained for unit in units]
     session = laconic.attach(run.model, text, group=run.replicas)
     losses = [run.step(number) for number in range(steps)]
     stats = session.stats()
-    assert isinstance(session, FsdpAdapter)
-    layouts = [unit.trained for unit in session._units]
     scheme = laconic.parse(text)
     assert isinstance(scheme, laconic.Scheme)
     return {
@@ -188,9 +221,12 @@ def control(fresh_workers: WorkerPool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["topk:rho=0.05", "maxnorm", pytest.param("lowrank", marks=pytest.mark.slow)])
-def test_shards_meet_their_replicas(fresh_workers: WorkerPool, control: list[dict[str, Any]], text: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_shards_meet_their_replicas(
+    fresh_workers: WorkerPool, control: list[dict[str, Any]], device: str, text: str
+) -> None:
     """Loss as with bf16, replicas equal bit for bit, and as many bytes as its scheme foretells."""
-    results = fresh_workers.run(_trained, text, 30)
+    results = fresh_workers.run(_trained, text, 30, device)
     assert _mean(results, "last") < 1.1 * _mean(control, "last") < 0.8 * _mean(control, "first")
     for plain, result in zip(control, results, strict=True):
         assert plain["equal"] and result["equal"]
@@ -229,6 +265,30 @@ def test_accumulated_gradients_go_once_a_step(fresh_workers: WorkerPool, how: st
         torch.testing.assert_close(result["weights"], alone.weights(), atol=1e-6, rtol=1e-6)  # one float32 rounding
 
 
+def _one_shard_a_node(text: str) -> dict[str, Any]:
+    """Each node is one process, which NCCL serves, as it cannot several of one GPU; replicas meet over Gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([each], backend="nccl") for each in range(size)]
+    replicas = dist.new_group(list(range(size)), backend="gloo")
+    mesh = DeviceMesh.from_group(groups[rank], "cuda", mesh=[rank])
+    run = Run(whole=True, device="cuda")
+    run.rows = slice(4 * rank, 4 * rank + 4)
+    for module in (run.model.body, run.model):
+        fully_shard(module, mesh=mesh)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.2, momentum=0.5)
+    laconic.attach(run.model, text, group=replicas)
+    losses = [run.step(number) for number in range(30)]
+    weights = torch.cat([local(p).detach().reshape(-1).cpu() for p in run.model.parameters()])
+    return {"first": losses[0], "last": sum(losses[-8:]) / 8, "equal": equal_everywhere(weights)}
+
+
+@NO_GPU
+@pytest.mark.parametrize("text", ["bf16", "topk:rho=0.05"])
+def test_shards_over_nccl(fresh_workers: WorkerPool, text: str) -> None:
+    for result in (results := fresh_workers.run(_one_shard_a_node, text)):
+        assert result["equal"] and _mean(results, "last") < 0.8 * _mean(results, "first")
+
+
 def _first_micro_batch_alone() -> str:
     run = Run()
     laconic.attach(run.model, "dense", group=run.replicas)
@@ -249,13 +309,13 @@ def test_a_gradient_of_the_first_micro_batch_alone_is_not_lost_in_silence(fresh_
 
 def _kept(session: laconic.Attached) -> Tensor:
     kept = session.state_dict()["memory"]["residual"]
-    return torch.cat([torch.zeros(0), *kept.values()])
+    return torch.cat([torch.zeros(0), *(each.cpu() for each in kept.values())])
 
 
-def _overflow(scales: bool) -> dict[str, Any]:
+def _overflow(scales: bool, device: str) -> dict[str, Any]:
     """Rank 3 sees an Inf in a parameter of which the first shard alone has entries: ranks 0 and 2 hear of it."""
-    run = Run()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    run = Run(device=device)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=100)
     session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas, grad_scaler=scaler if scales else None)
     found: list[bool] = []
     for number in range(6):
@@ -281,21 +341,22 @@ def _overflow(scales: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_an_overflow_in_one_shard_is_one_of_all(fresh_workers: WorkerPool, scales: bool) -> None:
-    for result in fresh_workers.run(_overflow, scales):
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_in_one_shard_is_one_of_all(fresh_workers: WorkerPool, device: str, scales: bool) -> None:
+    for result in fresh_workers.run(_overflow, scales, device):
         # With a GradScaler, which skips the step, what is kept is as before it, in shards that were finite too.
         assert result["found"] == [False, scales, True]
         assert result["finite"] and result["equal"] and result["skipped"] == 1
         assert result["scale"] == (4.0 if scales else 8.0)
 
 
-def _rounds(text: str, steps: int, whole: bool = False) -> dict[str, Any]:
+def _rounds(text: str, steps: int, whole: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Outer steps between two nodes; where the model is whole each process has all of it, and its node's data."""
-    run = Run(whole=whole)
+    run = Run(whole=whole, device=device)
     if whole:
         node = dist.get_rank() // 2
         run.rows = slice(8 * node, 8 * node + 8)
-    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")).get_group("replicate")
+    group = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")).get_group("replicate")
     follower = laconic.follow(run.model, run.optimizer, text, group=group)
     assert isinstance(follower, laconic.Follower)
     losses = []
@@ -318,8 +379,11 @@ def _rounds(text: str, steps: int, whole: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", ["local:every=5", "streaming:every=6,fragments=2,delay=1"])
-def test_outer_steps_between_replicas(fresh_workers: WorkerPool, control: list[dict[str, Any]], text: str) -> None:
-    results = fresh_workers.run(_rounds, text, 32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_outer_steps_between_replicas(
+    fresh_workers: WorkerPool, control: list[dict[str, Any]], device: str, text: str
+) -> None:
+    results = fresh_workers.run(_rounds, text, 32, False, device)
     # Five rounds of streaming are few: its outer momentum has only begun to carry it.
     bound = 1.15 * _mean(control, "last") if "local" in text else 0.9 * _mean(results, "first")
     assert _mean(results, "last") < bound
@@ -422,7 +486,7 @@ def _after_close(text: str) -> tuple[bool, bool]:
     apart = not equal_everywhere(run.weights())
     other = laconic.attach(run.model, text, group=run.replicas)  # which lets replicas begin alike
     run.step(2)
-    with pytest.raises(laconic.StateError, match="cannot take a step back here; attach a DistributedDataParallel"):
+    with pytest.raises(laconic.StateError, match="a step can be taken back if attach\\(\\) is given unused_steps="):
         other.discard_()
     other.close()
     return apart, other.last_step_finite
@@ -431,6 +495,49 @@ def _after_close(text: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("text", ["dense", "topk:rho=0.1", "maxnorm:bits=4"])
 def test_a_closed_session_gives_the_model_back(fresh_workers: WorkerPool, text: str) -> None:
     assert fresh_workers.run(_after_close, text) == [(True, True)] * 4
+
+
+def _thrown_away(how: str) -> tuple[Tensor, list[str]]:
+    """The weights after four steps, before some of which gradients are made that nobody uses, and what was logged."""
+    run = Run()
+    session = laconic.attach(
+        run.model, "topk:rho=0.05", group=run.replicas, unused_steps="warn" if how == "warned" else "discard"
+    )
+    with logged() as lines:
+        for number in range(4):
+            if how != "none" and number in (1, 2):
+                _backward(run.loss(100 + number))
+                if how == "by hand":
+                    session.discard_()
+            run.step(number)
+    return run.weights(), [line for line in lines if "no optimizer had used" in line]
+
+
+def test_steps_that_nobody_uses_are_taken_back(fresh_workers: WorkerPool) -> None:
+    plain = fresh_workers.run(_thrown_away, "none")
+    for how in ("by hand", "by itself"):
+        for (want, _), (got, lines) in zip(plain, fresh_workers.run(_thrown_away, how), strict=True):
+            assert torch.equal(want, got) and not lines
+    warned = fresh_workers.run(_thrown_away, "warned")
+    assert [len(lines) for _, lines in warned] == [1, 0, 0, 0]
+    assert not torch.equal(warned[0][0], plain[0][0])
+
+
+def _one_shard_takes_back() -> str:
+    run = Run()
+    session = laconic.attach(run.model, "topk:rho=0.05", group=run.replicas, unused_steps="discard")
+    run.step(0)
+    if dist.get_rank() % 2:
+        session.discard_()
+    try:
+        run.step(1)
+    except laconic.LaconicError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def test_a_step_that_some_shards_take_back_is_an_error_on_all(fresh_workers: WorkerPool) -> None:
+    assert all("let all ranks do so" in line for line in fresh_workers.run(_one_shard_takes_back))
 
 
 def _begun_apart(on_mismatch: Any) -> tuple[bool, bool, str]:
@@ -473,7 +580,6 @@ def _refusals() -> list[str]:
         lambda: laconic.attach(everyone, "dense", group=group),
         lambda: laconic.attach(part.body, "torch-fp16", group=group),
         lambda: laconic.attach(model, "dense", group=group, pipeline=True),
-        lambda: laconic.attach(model, "topk:rho=0.1", group=group, unused_steps="discard"),
         lambda: laconic.follow(model, run.optimizer, "local"),
         lambda: laconic.follow(model, run.optimizer, "gossip", group=group),
         lambda: [laconic.attach(model, "dense", group=group) for _ in range(2)],
@@ -495,7 +601,6 @@ def test_wrong_use_is_one_line_with_the_cure(fresh_workers: WorkerPool) -> None:
         "write fully_shard(..., mesh=mesh['shard'])",
         "is a hook of DDP's",
         "leave servers= and pipeline= out",
-        "steps of FSDP2 cannot be taken back; leave unused_steps= out",
         "group=mesh.get_group('replicate')",
         "takes whole models",
         "attach once",

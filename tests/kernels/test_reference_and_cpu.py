@@ -132,7 +132,7 @@ def test_several_threads_give_the_bits_of_one(one_then_two_threads: tuple[int, i
 @needs_native
 @pytest.mark.parametrize("guess", [0.0, 0.5, 2.0, 1e30, float("inf")])
 def test_no_first_threshold_changes_the_result(guess: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "_FROM_A_SAMPLE", guess)
+    monkeypatch.setattr(sparse, "FIRST_THRESHOLD", guess)
     for name, x in vectors(100_001).items():
         for k in (1, 1000, 50_000):
             expected, balance, memory = x.clone(), x.clone(), search(x, k)
@@ -496,7 +496,7 @@ def test_without_native_kernels_the_reference_runs_and_how_to_get_them_is_said(m
 
 @pytest.mark.skipif(not library.levels(), reason="no native kernels were built")
 def test_kernels_built_from_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_INTERFACE", -1)
+    monkeypatch.setattr(library, "INTERFACE", -1)
     with pytest.raises(KernelError, match="reinstall laconic"):
         library.load.__wrapped__(library.levels()[0])
 

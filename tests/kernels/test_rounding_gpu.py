@@ -144,7 +144,7 @@ def test_means_of_rows(num_rows: int, lane_bits: int, dtype: torch.dtype) -> Non
 
 def test_a_product_divides() -> None:
     for group in (2, 3, 5, 7, 512, 641, 1000, 1023, 1025, 65_537, 6_700_417, 2**30 - 1, 2**30, 2**30 + 1):
-        magic, shift, _ = gpu._division("scales", torch.ones(2), group, group + 1)
+        magic, shift, _ = gpu.division("scales", torch.ones(2), group, group + 1)
         assert 2**31 <= magic + 2**32 < 2**32
         last = (2**31 - 1) // group * group
         for position in (0, 1, group - 1, group, 2 * group - 1, last - 1, last, 2**31 - 1):

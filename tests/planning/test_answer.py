@@ -33,8 +33,8 @@ from laconic.planning import (
 )
 from laconic.planning import candidates as room
 from laconic.planning.links import PairLink
-from laconic.planning.plan import _ALONE_S, _numbers
-from laconic.planning.rehearsal import _messages
+from laconic.planning.plan import ALONE_S, step_counts
+from laconic.planning.rehearsal import equal_messages
 from laconic_lab.train import Job
 from laconic_lab.train.planning import factor_of, probe
 
@@ -102,7 +102,7 @@ def test_who_keeps_an_appointment_waits_for_what_crosses() -> None:
 def test_short_messages_have_no_ramp() -> None:
     """Of norms and codes the codes alone take as long as TCP takes to speed up."""
     link = LinkCost(latency_s=0.02, busy_latency_s=0.02, bytes_per_s=1e6, ramp=((100_000, 0.1),))
-    said = _messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
+    said = equal_messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
     assert said.count == 2 and said.long == pytest.approx(1, abs=1e-3)
     assert link.seconds(200_000, said) == pytest.approx(2 * 0.02 + 0.1 + 0.2, abs=1e-3)
     assert link.seconds(200_000, Messages(2, 2)) == pytest.approx(2 * 0.02 + 2 * 0.1 + 0.2)
@@ -141,7 +141,7 @@ def test_a_part_is_of_the_larger_parameters_cut_to_their_first_rows() -> None:
 
 @pytest.mark.parametrize(("step_s", "numbers"), [(0.1, (5, 10, 3)), (3.0, (2, 1, 1)), (10.0, (0, 0, 0))])
 def test_of_long_steps_fewer_are_taken(step_s: float, numbers: tuple[int, int, int]) -> None:
-    assert _numbers(step_s, _ALONE_S - 2 * step_s) == numbers
+    assert step_counts(step_s, ALONE_S - 2 * step_s) == numbers
 
 
 def test_a_row_can_be_asked_for_again_and_its_text_makes_it() -> None:

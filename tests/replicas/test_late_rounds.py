@@ -23,7 +23,17 @@ from laconic.server import listener as listening
 from laconic.server.client import ServerClient
 from laconic.server.listener import Listener
 from laconic.server.serve import check_wait
-from laconic.transport import Faults, FaultyCollectives, InProcess, Push, in_process
+from laconic.transport import (
+    Connection,
+    Faults,
+    FaultyCollectives,
+    InProcess,
+    Kind,
+    Message,
+    Push,
+    connect,
+    in_process,
+)
 from tests.gossiping import Learner, Small
 from tests.logs import logged
 from tests.replicas.test_rounds import outer, trained, wander
@@ -229,8 +239,14 @@ def test_a_late_worker_that_is_not_finite_heals_in_its_next_round(text: str) -> 
     assert finite[LATE] == [False] + [True] * 5 and all(all(finite[rank]) for rank in range(M) if rank != LATE)
 
 
-def _talk(work: Callable[[ServerClient], None], *, wait_budget_s: float = 0.05, timeout_s: float = 20) -> Listener:
-    """The listener afterwards of two workers who add up in rounds."""
+def _talk(
+    work: Callable[[ServerClient], None],
+    *,
+    wait_budget_s: float = 0.05,
+    timeout_s: float = 20,
+    other: Callable[[Connection], object] | None = None,
+) -> Listener:
+    """The listener afterwards of two workers who add up in rounds, the second by `other` if that is given."""
     listener = Listener(2, timeout_s, wait_budget_s=wait_budget_s)
     listener.longest = 1 << 25
     server = serve_totals(listener)
@@ -238,6 +254,11 @@ def _talk(work: Callable[[ServerClient], None], *, wait_budget_s: float = 0.05, 
 
     def one(rank: int) -> None:
         try:
+            if other is not None and rank == 1:
+                link = connect(listener.address, rank, "server 0", timeout_s)
+                other(link)
+                link.close()
+                return
             client = ServerClient(rank, 2, [listener.address], "", timeout_s, 1 << 23)
             work(client)
             client.close()
@@ -309,22 +330,19 @@ def test_who_is_slow_to_take_an_answer_holds_up_nobody() -> None:
     sums: dict[int, list[float]] = {0: [], 1: []}
 
     def work(client: ServerClient) -> None:
-        if client.rank == 0:
-            sums[0] = [_sum(client, num_entries) for _ in range(3)]
-            others_went_on.set()
-            return
-        send = client._send
+        sums[0] = [_sum(client, num_entries) for _ in range(3)]
+        others_went_on.set()
 
-        def and_wait(*said: Any) -> int:
-            client._send = send  # type: ignore[method-assign]
-            bytes_out = send(*said)
+    def slow(link: Connection) -> None:
+        for _ in range(3):
+            link.send(Message(Kind.SUM, payload=torch.ones(num_entries)))
             others_went_on.wait(20)
-            return bytes_out
+            reply = link.receive({Kind.SUM: 1 << 23, Kind.LATE: 1 << 23}, 20)
+            sums[1].append(float(reply.payload[-1]) * 2 / reply.living)
+        link.send(Message(Kind.CLOSE))
+        link.receive({Kind.CLOSE: 0}, 20)
 
-        client._send = and_wait  # type: ignore[assignment, method-assign]
-        sums[1] = [_sum(client, num_entries) for _ in range(3)]
-
-    listener = _talk(work)
+    listener = _talk(work, other=slow)
     assert sums[0] == sums[1] == [2, 1, 1]
     assert listener.late == {1: 2} and not listener.lost
 
@@ -335,16 +353,11 @@ def test_who_is_late_and_then_silent_is_lost() -> None:
     sums: list[float] = []
 
     def work(client: ServerClient) -> None:
-        if client.rank == 0:
-            sums.extend(_sum(client) for _ in range(2))
-            sums.append(float(client.total(torch.ones(1))))
-            others_went_on.set()
-        else:
-            others_went_on.wait(20)
-            client._servers[0].link.close()
-            client._servers = []
+        sums.extend(_sum(client) for _ in range(2))
+        sums.append(float(client.total(torch.ones(1))))
+        others_went_on.set()
 
-    listener = _talk(work, timeout_s=0.5)
+    listener = _talk(work, timeout_s=0.5, other=lambda link: others_went_on.wait(20))
     assert sums in ([1, 1, 1], [1, 2, 1])  # of one living, as many as there were
     assert listener.lost == {1: "was silent for 0.5 s before the first step"} and not listener.late
 

@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 import pytest
 
 from laconic.planning import PairLink, links
-from laconic.planning.links import _rounds, _some_pairs, measure_pairs
+from laconic.planning.links import measure_pairs, rounds_of, some_pairs
 from laconic.transport import world
 from laconic_lab.errors import LabError
 from laconic_lab.network import Lab, LabSpec, Link, netlink, noted_signals, run
@@ -39,8 +39,8 @@ os._exit(0)
 
 def _measured(seconds: float) -> tuple[PairLink, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_MOST_BYTES", 4 * links._FIRST_BYTES)
-        patch.setattr(links, "_PAIRS_S", seconds)
+        patch.setattr(links, "MOST_BYTES", 4 * links.FIRST_BYTES)
+        patch.setattr(links, "PAIRS_S", seconds)
         return measure_pairs(world())
 
 
@@ -59,11 +59,11 @@ def test_pairs_that_there_is_no_time_for_are_left_out(four_workers: WorkerPool) 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 8, 9, 32])
 def test_each_rank_is_measured_and_in_a_round_once(num_ranks: int) -> None:
-    pairs = _some_pairs(num_ranks)
+    pairs = some_pairs(num_ranks)
     if num_ranks <= 8:
         assert pairs == list(combinations(range(num_ranks), 2))
     assert {rank for pair in pairs for rank in pair} == set(range(num_ranks)) or num_ranks == 1
-    rounds = _rounds(pairs)
+    rounds = rounds_of(pairs)
     assert sorted(pair for one in rounds for pair in one) == sorted(set(pairs))
     assert all(len({rank for pair in one for rank in pair}) == 2 * len(one) for one in rounds)
     assert len(rounds) <= 9

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from torch.distributed import TCPStore
 from laconic.errors import FrameError, ServerLostError
 from laconic.layout import Layout
 from laconic.replicas import Follower, OuterRounds, consensus, gather
-from laconic.server.client import ServerClient, sum_over, with_layout
+from laconic.server.client import ServerClient, sum_over, with_layout, without_layout
 from laconic.server.listener import Listener
 from laconic.server.owner import Owner
 from laconic.server.serve import _RequestHandler
-from laconic.transport import Push, sockets
+from laconic.transport import Push, connect, sockets
 from laconic.transport.connection import Connection, Kind, Message, payload_of, views_of
 from laconic.wire import FrameShape
 from laconic_lab.train import Job, verdict
@@ -42,14 +41,9 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _link(served: ServerClient) -> Connection:
-    """A worker's connection to its first server, on which it may misbehave."""
-    return served._servers[0].link
-
-
-def _socket(served: ServerClient) -> Any:
-    """The socket under it."""
-    return _link(served)._link
+def _socket(link: Connection) -> socket.socket:
+    """The socket under a connection, without our framing."""
+    return socket.socket(fileno=os.dup(link.fileno()))
 
 
 def _talk(
@@ -58,8 +52,10 @@ def _talk(
     work: Callable[[ServerClient], None],
     longest: int = 1 << 20,
     wait_budget_s: float = math.inf,
+    rude: Callable[[Connection], None] | None = None,
+    rude_rank: int = 0,
 ) -> tuple[Listener, dict[int, str]]:
-    """(the listener afterwards, what went wrong by rank) of workers that only add up."""
+    """(the listener afterwards, what went wrong by rank) of workers that only add up; one may misbehave."""
     listener = Listener(num_workers, timeout_s, wait_budget_s=wait_budget_s)
     listener.longest = longest
     wrong: dict[int, str] = {}
@@ -67,6 +63,11 @@ def _talk(
 
     def one(rank: int) -> None:
         try:
+            if rude is not None and rank == rude_rank:
+                link = connect(listener.address, rank, "server 0", timeout_s)
+                rude(link)
+                link.close()
+                return
             served = ServerClient(rank, num_workers, [listener.address], "", timeout_s, longest)
             work(served)
             served.close()
@@ -82,6 +83,10 @@ def _talk(
     return listener, wrong
 
 
+def _without_layout(message: Message) -> Tensor:
+    return without_layout(message.payload, 8)[1] if message.kind == Kind.LAYOUT else message.payload
+
+
 def serve_totals(listener: Listener) -> threading.Thread:
     """A server that adds up until its workers are done."""
 
@@ -89,8 +94,8 @@ def serve_totals(listener: Listener) -> threading.Thread:
         listener.accept()
         while heard := listener.receive_round(lambda rank, message: None):
             about = next(iter(heard.values()))
-            adds = about.kind in (Kind.SUM, Kind.TOTAL, Kind.PARTS)
-            said = [message.payload for message in heard.values()]
+            adds = about.kind in (Kind.SUM, Kind.TOTAL, Kind.LAYOUT, Kind.PARTS)
+            said = [_without_layout(message) for message in heard.values()]
             listener.reply(torch.stack(said).sum(0, dtype=said[0].dtype) if adds else payload_of(b""), about)
             if about.kind == Kind.CLOSE:
                 break
@@ -124,15 +129,15 @@ def test_who_trickles_is_lost_and_not_who_waits(slow: int) -> None:
     stop = threading.Event()
     sums: list[float] = []
 
-    def work(served: ServerClient) -> None:
-        if served.rank == slow:
-            said = b"".join(bytes(view) for view in views_of(Message(Kind.TOTAL, payload=torch.ones(100))))
-            trickle(_socket(served), said, stop)
-        else:
-            sums.extend(float(served.total(torch.ones(1))) for _ in range(2))
-            stop.set()
+    def rude(link: Connection) -> None:
+        message = b"".join(bytes(view) for view in views_of(Message(Kind.TOTAL, payload=torch.ones(100))))
+        trickle(_socket(link), message, stop)
 
-    listener, wrong = _talk(2, 0.4, work)
+    def work(served: ServerClient) -> None:
+        sums.extend(float(served.total(torch.ones(1))) for _ in range(2))
+        stop.set()
+
+    listener, wrong = _talk(2, 0.4, work, rude=rude, rude_rank=slow)
     assert not wrong and sums == [1, 1]
     assert listener.lost == {slow: "was slow to send for 0.4 s before the first step"}
 
@@ -141,16 +146,17 @@ def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() ->
     others_go_on = threading.Event()
     sums: list[float] = []
 
-    def work(served: ServerClient) -> None:
-        ones = torch.ones(2_000_000)
-        if served.rank == 0:
-            _link(served).send(Message(Kind.TOTAL, payload=ones))
-            others_go_on.wait(20)
-        else:
-            sums.extend(float(served.total(ones)[-1]) for _ in range(2))
-            others_go_on.set()
+    ones = torch.ones(2_000_000)
 
-    listener, wrong = _talk(2, 1.5, work, longest=1 << 23)
+    def rude(link: Connection) -> None:
+        link.send(Message(Kind.TOTAL, payload=ones))
+        others_go_on.wait(20)
+
+    def work(served: ServerClient) -> None:
+        sums.extend(float(served.total(ones)[-1]) for _ in range(2))
+        others_go_on.set()
+
+    listener, wrong = _talk(2, 1.5, work, longest=1 << 23, rude=rude)
     assert not wrong and sums == [2, 1]
     assert listener.lost == {0: "was slow to take a reply for 1.5 s before the first step"}
 
@@ -158,15 +164,14 @@ def test_who_takes_nothing_of_its_answer_is_lost_and_the_others_have_theirs() ->
 def test_who_says_a_length_that_cannot_be_is_lost_in_one_line() -> None:
     sums: list[float] = []
 
-    def work(served: ServerClient) -> None:
-        if served.rank == 0:
-            link = _socket(served)
-            link.sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, 1 << 45, 0))
-            assert link.recv(1) == b""
-        else:
-            sums.append(float(served.total(torch.ones(1))))
+    def rude(link: Connection) -> None:
+        _socket(link).sendall(struct.pack("<2sBBHHiiqq", b"LC", Kind.PARTS, 0, 0, 0, 0, 0, 1 << 45, 0))
+        assert _socket(link).recv(1) == b""
 
-    listener, wrong = _talk(2, 20, work)
+    def work(served: ServerClient) -> None:
+        sums.append(float(served.total(torch.ones(1))))
+
+    listener, wrong = _talk(2, 20, work, rude=rude)
     assert not wrong and sums == [1]
     assert listener.lost == {
         0: f"sent parts of {1 << 45} bytes, of at most {listener.longest} before the first step",
@@ -210,24 +215,27 @@ def test_a_malformed_message_is_a_refusal_that_names_its_sender(kind: Kind, good
     good_arrived = threading.Event()
 
     def work(rank: int, said: Tensor) -> None:
-        served = ServerClient(rank, 2, [listener.address], "", 20)
+        link = connect(listener.address, rank, "server 0", 20)
         if rank == 1:
             good_arrived.wait(20)
-        _link(served).send(Message(kind, 0, 0, said))
-        told[rank] = _link(served).receive({Kind.ERROR: 1 << 16}, 20).text.decode()
-        _link(served).close()
+        link.send(Message(kind, 0, 0, said))
+        told[rank] = link.receive({Kind.ERROR: 1 << 16}, 20).text.decode()
+        link.close()
 
     with ThreadPoolExecutor(4) as pool:
         working = [pool.submit(work, rank, said) for rank, said in enumerate([good, bad])]
         listener.accept()
         handler = _RequestHandler(listener, OWNER, dict, pool)
-        arrived = handler._on_arrival
+        receive = listener.receive_round
 
-        def note_arrived(rank: int, message: Message) -> None:
-            arrived(rank, message)
-            good_arrived.set()
+        def receive_and_note(on_arrival: Callable[[int, Message], None]) -> dict[int, Message]:
+            def note_arrived(rank: int, message: Message) -> None:
+                on_arrival(rank, message)
+                good_arrived.set()
 
-        handler._on_arrival = note_arrived  # type: ignore[method-assign]
+            return receive(note_arrived)
+
+        listener.receive_round = receive_and_note  # type: ignore[method-assign]
         with pytest.raises(FrameError, match="sent"):
             handler.handle_round()
         listener.close()
@@ -268,7 +276,6 @@ def test_who_closes_early_leaves_the_others_to_go_on(early: set[int]) -> None:
 
 def _push(served: ServerClient, step: int, said: Tensor) -> Push:
     push = Push(Layout.of(["w"], [8]), step, 0, [said], [said.nbytes])
-    served._layouts[0] = push.layout
     served.push(push)
     return push
 
@@ -299,11 +306,11 @@ def test_who_has_sent_more_hears_what_went_wrong_before_that() -> None:
     part = torch.zeros(75_000, dtype=torch.uint8)  # of which some waits in the server's kernel, as on a slow link
     failed = threading.Event()
     listener = Listener(2, 20)
-    listener.longest = part.nbytes
+    listener.longest = part.nbytes + 100  # of a layout
 
     def work(rank: int) -> None:
         served = ServerClient(rank, 2, [listener.address], "", 20, listener.longest)
-        _socket(served).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        _socket(served._servers[0].link).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         pushed = [_push(served, step, part) for step in range(3)]
         failed.wait(20)
         with pytest.raises(FrameError, match="server 0: nobody may say that"):
@@ -347,8 +354,7 @@ def test_who_fails_between_two_servers_hangs_up_without_a_word() -> None:
         served = ServerClient(0, 1, [listener.address for listener in listeners], "", 20)
         with pytest.raises(ServerLostError, match="server 0 is gone"):
             served.push(Push(Layout.of(["w"], [8]), 0, 0, [part, part], [part.nbytes] * 2))
-        assert served._servers[1].flow.out.view  # which a server would take a goodbye for
-        served.close()
+        served.close()  # without a goodbye, which the second server would take for a piece of its part
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -369,17 +375,19 @@ def test_who_takes_its_answer_in_drops_holds_up_nobody(wait_budget_s: float) -> 
     stop = threading.Event()
     sums: list[float] = []
 
-    def work(served: ServerClient) -> None:
-        ones = torch.ones(4_000_000)
-        if served.rank == 0:
-            served._send(Message(Kind.SUM), [ones], [ones.nbytes])
-            while not stop.wait(0.05):
-                _socket(served).recv(10_000)
-        else:
-            sums.append(float(served._request(Message(Kind.SUM), "dense", [ones])[0].payload[-1]))
-            stop.set()
+    ones = torch.ones(4_000_000)
 
-    listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_budget_s=wait_budget_s)
+    def rude(link: Connection) -> None:
+        link.send(Message(Kind.SUM, payload=ones))
+        while not stop.wait(0.05):
+            _socket(link).recv(10_000)
+
+    def work(served: ServerClient) -> None:
+        served.sum_gradients_(total := ones.clone(), "dense")
+        sums.append(float(total[-1]))
+        stop.set()
+
+    listener, wrong = _talk(2, 1, work, longest=1 << 24, wait_budget_s=wait_budget_s, rude=rude)
     assert not wrong and sums == [2]
     assert listener.lost == {0: "was slow to take a reply for 1 s before the first step"}
 
@@ -407,12 +415,14 @@ def test_nobody_is_lost_while_its_answer_waits_for_those_of_others() -> None:
     listener.longest = large.nbytes
 
     def work(rank: int) -> None:
-        served = ServerClient(rank, 2, [listener.address], "", 20, large.nbytes)
-        served._send(Message(Kind.TOTAL), [large], [large.nbytes])
+        link = connect(listener.address, rank, "server 0", 20)
+        link.send(Message(Kind.TOTAL, payload=large))
         if rank == 0:  # whose answer leaves first
             others_wait.wait(20)
-        served.pull(Push(Layout.of(["w"], [8]), -1, -1, [], []), None)
-        served.close()
+        link.receive({Kind.TOTAL: large.nbytes}, 20)
+        link.send(Message(Kind.CLOSE))
+        link.receive({Kind.CLOSE: 0}, 20)
+        link.close()
 
     with ThreadPoolExecutor(2) as pool:
         working = [pool.submit(work, rank) for rank in range(2)]
@@ -478,7 +488,7 @@ def test_workers_that_are_all_here_meet_on_the_loopback_alone(monkeypatch: pytes
 
 
 def test_a_launcher_does_not_wait_for_a_server_whose_workers_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["laconic_lab.train.launch"], "_LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(sys.modules["laconic_lab.train.launch"], "LAST_LINES_S", 0.2)
     scripts = ["import time; time.sleep(60)", "raise SystemExit(1)", "raise SystemExit(1)"]
     processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
     job = Job(scheme="overlap", servers=1, workers=2)

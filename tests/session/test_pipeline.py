@@ -16,11 +16,11 @@ from torch import Tensor
 
 from laconic import Session, parse
 from laconic.layout import Bucket, Layout
-from laconic.paths import Messages, Path, Work
+from laconic.paths import Messages, Path, PhaseClock, Work
 from laconic.session import Background
 from laconic.session.pipeline import Flight, Pipeline
 from laconic.session.replicas import Replicas
-from laconic.transport import InProcess, in_process, silent_end
+from laconic.transport import InProcess, Transport, in_process, silent_end
 from tests import golden
 from tests.virtual import LAYOUTS, buckets_of, gradients, pipelined_step
 
@@ -73,9 +73,14 @@ def _step(work: Callable[[Pipeline, list[BaseException | None]], None], session:
 
 def _session_of_rounds(said: list[tuple[str, int]], offsets: Sequence[int] = (0, 1, 2)) -> Session:
     transport = silent_end(1)
-    session = Session(parse("dense"), transport)  # type: ignore[arg-type]
-    session._path = session._dense = _Rounds(transport, session._clock, said, offsets)
-    return session
+
+    def rounds(_: object, transport: Transport, clock: PhaseClock, *__: object, **___: object) -> _Rounds:
+        return _Rounds(transport, clock, said, offsets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("path_for", "dense_path"):
+            patch.setattr(f"laconic.session.session.{name}", rounds)
+        return Session(parse("dense"), transport)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("offsets", [(0, 1, 2), (0, 2, 3), (0, 1, 4)])

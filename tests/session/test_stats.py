@@ -11,6 +11,7 @@ from torch import nn
 import laconic
 from laconic import Scheme, Session, parse
 from laconic.adapters import hook
+from laconic.paths.frames import Gathering
 from laconic.session import Stats
 from laconic.transport import InProcess, in_process
 from tests.ddp_training import start
@@ -71,7 +72,7 @@ def test_nothing_is_asked_of_a_device_until_someone_asks(monkeypatch: pytest.Mon
         raise AssertionError("this takes a look at tensors")
 
     def work(session: Session, rank: int) -> None:
-        monkeypatch.setattr(type(session._path), "figures", refuse)
+        monkeypatch.setattr(Gathering, "figures", refuse)
         one_step(session, gradients(rank, 0))
         session.metrics()
 

@@ -27,12 +27,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="no mkdocs here; `make docs` installs it"
 )
-# All pages in frames of one width: a page may not be wider than its frame, and its scripts must have run.
+WIDTHS = (390, 1280)  # pixels, of a phone and of a screen
+# All pages in frames of these widths: a page may not be wider than its frame, and its scripts must have run.
 BROWSE = """<!doctype html><pre id="found"></pre><script>
 onload = () => {
   const found = [...document.querySelectorAll("iframe")].map((frame) => {
     const page = frame.contentDocument.documentElement;
-    return [frame.getAttribute("src"), page.scrollWidth - page.clientWidth, page.classList.contains("js")];
+    const wider = page.scrollWidth - page.clientWidth;
+    return [frame.getAttribute("src"), frame.clientWidth, wider, page.classList.contains("js")];
   });
   document.querySelector("#found").textContent = JSON.stringify(found);
 };
@@ -94,7 +96,7 @@ def test_every_public_name_and_command_is_listed(site: Path) -> None:
     assert all(said in text for said in ("laconic-train", "laconic-lab-cut", "--link-of", "laconic-bench-wire"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None: ...
@@ -107,22 +109,22 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium runs it")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_has_no_complaint(site: Path, address: str, tmp_path: Path, width: int) -> None:
-    pages = [path.name for path in sorted(site.glob("*.html")) if path.name != "404.html"]
-    frames = "".join(f'<iframe style="border:0;width:{width}px;height:900px" src="{name}"></iframe>' for name in pages)
-    wrapper = site / f"browse-{width}.htm"
+def test_a_browser_has_no_complaint(site: Path, address: str, tmp_path: Path) -> None:
+    pages = [(path.name, width) for path in sorted(site.glob("*.html")) if path.name != "404.html" for width in WIDTHS]
+    frame = '<iframe style="border:0;width:{}px;height:900px" src="{}"></iframe>'
+    frames = "".join(frame.format(width, name) for name, width in pages)
+    wrapper = site / "browse.htm"
     wrapper.write_text(BROWSE.replace("FRAMES", frames), encoding="utf-8")
     assert CHROMIUM is not None
     ran = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-dev-shm-usage", "--enable-logging=stderr", "--v=0", "--dump-dom",
-         f"--window-size={width},900", f"--user-data-dir={tmp_path}", f"{address}/{wrapper.name}"],
+         f"--window-size={max(WIDTHS)},900", f"--user-data-dir={tmp_path}", f"{address}/{wrapper.name}"],
         capture_output=True, text=True, timeout=300, check=True, encoding="utf-8",
     )  # fmt: skip
     assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
     said = re.search(r'<pre id="found">(.+?)</pre>', ran.stdout)
     assert said is not None
     found = json.loads(html.unescape(said[1]))
-    assert [name for name, _, _ in found] == pages
-    assert [(name, wider) for name, wider, ran_scripts in found if wider > 0 or not ran_scripts] == []
+    assert [(name, width) for name, width, _, _ in found] == pages
+    assert [(name, width, wider) for name, width, wider, ran_scripts in found if wider > 0 or not ran_scripts] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ def test_what_is_noted_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "test_two.py").write_text("def test_that(): assert False\n")
     assert "macOS" in support.never() and not support.noted()
     assert support.run("gloo", [str(tmp_path / "test_two.py")]) and not support.noted()
-    for _ in range(2):
-        assert support.run("gloo", [str(tmp_path / "test_one.py")]) == 0
+    assert support.run("gloo", [str(tmp_path / "test_one.py")]) == 0
+    again = subprocess.CompletedProcess([], 0, "1 passed")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: again)  # and the commit is asked for so, too
+    assert support.run("gloo", [str(tmp_path / "test_one.py")]) == 0
     (note,) = support.noted()
     assert note["passed"] == 1 and note["backend"] == "gloo" and note["date"] in support.page()
     mac = {**note, "os": "Darwin arm64"}

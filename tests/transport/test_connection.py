@@ -118,7 +118,7 @@ def test_a_slow_reader_is_not_a_silent_one(links: tuple[socket.socket, socket.so
 def acceptor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
     """An acceptor on the loopback that gives a handshake 0.3 s."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 0.3)
     opened = Acceptor(5)
     yield opened
     opened.close()

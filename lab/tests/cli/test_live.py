@@ -122,7 +122,7 @@ def test_the_page_of_a_comparison_is_loaded_again_until_its_end(
         return path
 
     monkeypatch.setattr(PageSoFar, "write", noted)
-    monkeypatch.setattr("laconic_lab.cli.live._SHARE", math.inf)  # of the time that drawing may take
+    monkeypatch.setattr("laconic_lab.cli.live.DRAWING_SHARE", math.inf)  # of the time that drawing may take
     out = tmp_path / "out"
     assert cli.main(["compare", *SMALL, "--scheme", "dense", "--scheme", "topk:rho=0.1", "--out", str(out)]) == 0
     assert pages and all(REFRESH in page for page in pages) and "topk:rho=0.1" in pages[-1]

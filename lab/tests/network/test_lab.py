@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -314,7 +313,6 @@ def test_a_link_of_50mbit_carries_no_more_both_ways(slow_and_fast: tuple[Host, H
 @needs_lab
 def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlink, "has_root", lambda: False)
-    monkeypatch.setattr(netlink, "add_netem", _no_netem)
     with Lab.create(LabSpec(2, Link.parse("none,delay=4ms,jitter=1ms,loss=2%"))) as lab:
         here, there = lab.hosts
         ((round_trips,), (flood,)) = (
@@ -337,70 +335,8 @@ def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: 
 @needs_lab
 def test_without_the_relay_the_cure_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(netlink, "RELAY", tmp_path / "relay")
-    monkeypatch.setattr(netlink, "add_netem", _no_netem)
     with pytest.raises(LabError, match=r"C\+\+ compiler"):
         Lab.create(LabSpec(2, Link.parse("none,delay=1ms")))
-
-
-def _no_netem(*_: object) -> None:
-    raise LabError("could not add a queue of kind netem")
-
-
-class _Kernel:
-    """Notes what it is asked for; a device's number is its place among those that were named."""
-
-    def __init__(self, namespace: str, asked: list[tuple[str, str, dict[str, Any]]], devices: list[str]) -> None:
-        self._namespace = namespace
-        self._asked = asked
-        self._devices = devices
-
-    def link_lookup(self, ifname: str) -> list[int]:
-        if ifname not in self._devices:
-            self._devices.append(ifname)
-        return [self._devices.index(ifname)]
-
-    def tc(self, deed: str, kind: str = "", **words: Any) -> None:
-        device = self._devices[words.pop("index")]
-        self._asked.append((self._namespace, device, {**words, "kind": words.get("kind", kind)}))
-
-    def link(self, deed: str, **words: Any) -> None:
-        if "master" in words or "gso_max_segs" in words:
-            self._asked.append((self._namespace, self._devices[words.pop("index")], words))
-
-
-def test_netem_is_taken_where_the_kernel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untried on such a kernel: what it would be asked for, and that pyroute2 can write it down."""
-    asked: list[tuple[str, str, dict[str, Any]]] = []
-    devices: list[str] = []
-    monkeypatch.setattr(netlink, "ask", lambda space, deed, act: act(_Kernel(space, asked, devices)))
-    link = Link.parse("50mbit,delay=20ms,jitter=2ms,loss=1%")
-    here = register.Process.numbered(os.getpid())
-    lab = Lab(register.Entry("fake", (str(link), "50mbit", "50mbit,delay=20ms"), here, here))
-    rough = {(host.name, f"port{host.index}"): host for host in lab.hosts if not host.link.is_plain}
-    assert lab.roughen_by_netem(rough)
-    late = {"kind": "netem", "delay": 10_000, "limit": 300_000, "handle": "1:"}
-    lossy = {**late, "jitter": 1000, "loss": pytest.approx(100 * (1 - 0.99**0.5))}
-    in_order = {"kind": "pfifo", "parent": "1:1", "handle": "2:", "limit": 300_000}
-    first, second = lab.hosts[0], lab.hosts[2]
-    wanted: list[tuple[str, str, dict[str, Any]]] = []
-    for host, queues in ((first, [lossy, in_order]), (second, [{**late, "jitter": 0, "loss": 0.0}])):
-        ends = (host.name, f"port{host.index}")
-        wanted += [(lab.wires, end, queue) for end in ends for queue in queues]
-        wanted += [(lab.wires, end, {"master": devices.index(f"bridge{host.index}")}) for end in ends]
-        wanted += [(host.namespace, "eth0", {"gso_max_segs": 1})] * (host is first)
-    assert asked == wanted
-    sched_netem = pytest.importorskip("pyroute2.netlink.rtnl.tcmsg.sched_netem")
-    written = sched_netem.get_parameters(link.netem)
-    assert written["loss"] == pytest.approx(2**32 * (1 - 0.99**0.5), rel=1e-6) and written["limit"] == 300_000
-    assert written["delay"] == 10 * written["jitter"] > 0
-
-
-def test_without_netem_the_relay_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = register.Process.numbered(os.getpid())
-    lab = Lab(register.Entry("fake", ("none,delay=1ms",) * 2, here, here))
-    rough = {(host.name, f"port{host.index}"): host for host in lab.hosts}
-    monkeypatch.setattr(netlink, "add_netem", _no_netem)
-    assert not lab.roughen_by_netem(rough)
 
 
 @needs_lab

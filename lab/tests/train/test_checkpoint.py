@@ -300,7 +300,7 @@ def test_a_fresh_run_forgets_what_an_earlier_one_left(tmp_path: Path) -> None:
 
 
 def test_another_format_and_another_model_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laconic_lab.train.checkpoint._FORMAT", 1)
+    monkeypatch.setattr("laconic_lab.train.checkpoint.FORMAT", 1)
     save(tmp_path, 5)
     monkeypatch.undo()
     with pytest.raises(TaskError, match=r"step-5 is of laconic 0.1.0, whose format this version does not read"):

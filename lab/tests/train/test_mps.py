@@ -36,7 +36,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(mps, "_CLIENT", "")
+    monkeypatch.setattr(mps, "CLIENT", "")
     control(tmp_path)
     return tmp_path / "asked"
 
@@ -99,7 +99,7 @@ def test_where_it_does_not_start_it_is_said_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     control(asked.parent, start, servers)
-    monkeypatch.setattr(mps, "_CLIENT", client)
+    monkeypatch.setattr(mps, "CLIENT", client)
     assert launched(CUDA, monkeypatch) == ""
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("laconic: the workers take turns on the GPU") and line.endswith(reason)

@@ -1,7 +1,6 @@
 """A framework's buckets become buckets of a session: DDP's, FSDP2's, those of whoever registers a hook."""
 
 from laconic.adapters.ddp import (
-    Attached,
     DdpAdapter,
     GradScaler,
     SessionOptions,

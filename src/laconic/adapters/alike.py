@@ -1,4 +1,4 @@
-"""What all ranks must have in common before they exchange anything."""
+"""Ranks have the same model, scheme and release before they exchange anything."""
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +35,7 @@ def check_names(states: Sequence[Mapping[str, Any]], known: Collection[str]) -> 
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """What of a model's parameters and buffers lies on this rank."""
+    """The parts of a model's parameters and buffers on this rank."""
     here = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     return [tensor for tensor in here if tensor.numel()]
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from laconic.scheme import AnyScheme, Scheme, TorchHook
 from laconic.server.client import connect_to_servers
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import (
+    Attached,
     Background,
-    Observed,
     OnMismatch,
     Replicas,
     Session,
@@ -50,65 +50,11 @@ _log = logging.getLogger("laconic.adapters")
 # Entries of a model: three threads that hand a small bucket on cost a plain sum a fifteenth of its step.
 WORTH_A_PIPELINE = 1 << 22
 
-
-@runtime_checkable
-class Attached(Protocol):
-    """What attach() returns, whatever the scheme."""
-
-    @property
-    def transport(self) -> Transport | None:
-        """What the workers talk through; None where PyTorch's own hook does it."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong while the backward pass went on, if anything did."""
-
-    @property
-    def last_step_finite(self) -> bool:
-        """Whether no worker gave the last step Inf or NaN, so that optimizer.step() is safe; ask before zero_grad()."""
-
-    def check_replicas_(self) -> None:
-        """Compare the parameters of all ranks now, as every so many steps; a call that all make between steps."""
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
-
-    def metrics(self, *, norms: bool = False) -> dict[str, float]:
-        """The numbers of the last step: step, bytes_out, bytes_in, ratio, union, skipped, members, ms by phase.
-
-        `bytes_out_total` and `bytes_in_total` are of all steps; `waited_ms` is how long the backward pass waited. With
-        `norms`, which waits for the device and wants the gradients to be there, also `residual`: the norm of what is
-        kept over that of the gradient, on this rank.
-        """
-
-    def discard_(self) -> None:
-        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
-
-        Raises:
-            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state, to be saved per rank."""
-
-    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from a list of all ranks' states."""
-
-    def gather_state(self) -> list[dict[str, Any]] | None:
-        """All ranks' states at rank 0, as load_state_dict takes them, None elsewhere; a call that all make."""
-
-    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Continue from what gather_state() gave, which rank 0 alone need have; a call that all make."""
-
-    def close(self) -> None:
-        """End the session and give the model back as it was: from the next backward pass on DDP averages by itself.
-
-        Another session may then be attached, and go on from this one's state_dict() if both keep the same.
-        """
+UnusedSteps = Literal["warn", "discard", "ignore"]
 
 
 class GradScaler(Protocol):
-    """What is asked of a torch.amp.GradScaler."""
+    """A torch.amp.GradScaler, as far as it is used."""
 
     def get_scale(self) -> float: ...
 
@@ -121,7 +67,7 @@ class SessionOptions(TypedDict, total=False):
     on_nonfinite: Literal["nan", "zero"]
     on_mismatch: OnMismatch
     check_replicas_every: int
-    unused_steps: Literal["warn", "discard", "ignore"]
+    unused_steps: UnusedSteps
 
 
 def attach_to_ddp(
@@ -132,7 +78,7 @@ def attach_to_ddp(
     timeout_s: float | None = None,
     **options: Unpack[SessionOptions],
 ) -> Attached:
-    """What laconic.attach() does for a DistributedDataParallel, whose options it takes."""
+    """Attach to a DistributedDataParallel, with the options of laconic.attach()."""
     ddp, named, device = ready(ddp, scheme)
     ranks: ProcessGroup = ddp.process_group
     transport: Transport
@@ -227,7 +173,7 @@ def _checked(ddp: nn.Module) -> DistributedDataParallel:
 
 
 def only_device(named: Mapping[str, Tensor]) -> torch.device:
-    """Where the gradients are; an error where laconic cannot work on them."""
+    """The device of the gradients; an error where laconic cannot work on them."""
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
@@ -247,7 +193,73 @@ def residual_of(session: Session, parameters: Iterable[Tensor]) -> dict[str, flo
     return {"residual": session.residual_norm() / norm} if norm else {}
 
 
-class DdpAdapter(Observed):
+class SessionAdapter(Attached):
+    """A session that is fed by a framework: what its user asks of it, and what becomes of the gradients it leaves."""
+
+    transport: Transport
+    everyone: Everyone
+
+    def __init__(
+        self,
+        session: Session,
+        everyone: Everyone,
+        replicas: Replicas | None,
+        parameters: Sequence[Tensor],
+        unused_steps: UnusedSteps,
+    ) -> None:
+        keeps = bool(session.scheme.memory.kinds)  # so that what is thrown away would come back
+        self.session = session
+        self.transport = session.transport
+        self.everyone = everyone
+        self._replicas = replicas
+        self._unused_steps = unused_steps
+        self._watch = UseWatch(parameters) if keeps and unused_steps != "ignore" and parameters else None
+        self._advice = AdamAdvice.where_due(session.scheme, parameters, everyone.rank)
+
+    def _follows_unused(self) -> bool:
+        """Return whether the last step's gradients are gone, and no optimizer used them; a warning says so once."""
+        unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
+        if unused and self._unused_steps == "warn":
+            self._stop_watching()
+            if self.everyone.rank == 0:
+                _log.warning(
+                    "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to "
+                    "send it later; leave such a backward pass out of the exchange (ddp.no_sync()), or "
+                    "attach(..., unused_steps='discard')",
+                    self.session.scheme,
+                )
+        return unused
+
+    def discard_(self) -> None:
+        if self._unused_steps != "discard":
+            raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
+        self.session.discard_if_(True)
+        if self._watch is not None:
+            self._watch.note_discarded()
+
+    @property
+    def last_step_finite(self) -> bool:
+        return self.session.last_step_finite
+
+    def check_replicas_(self) -> None:
+        if self._replicas is not None:
+            self._replicas.check_()
+
+    def stats(self, *, ages: bool = False) -> Stats:
+        return self.session.stats(ages=ages)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _take_hooks_off(self) -> None:
+        self._stop_watching()
+        if self._advice is not None:
+            self._advice.close()
+
+
+class DdpAdapter(SessionAdapter):
     """Feeds a session with DDP's buckets through a background thread.
 
     `named` are the model's parameters as far as they are known; others get names by their place in DDP's first buckets.
@@ -267,38 +279,31 @@ class DdpAdapter(Observed):
         on_nonfinite: Literal["nan", "zero"] = "nan",
         on_mismatch: OnMismatch = "warn",
         check_replicas_every: int = 100,
-        unused_steps: Literal["warn", "discard", "ignore"] = "warn",
+        unused_steps: UnusedSteps = "warn",
     ) -> None:
-        keeps = bool(scheme.memory.kinds)  # so that what is thrown away would come back
-        self._unused_steps = unused_steps if keeps else "ignore"
-        self.session = Session(
+        session = Session(
             scheme,
             transport,
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=holds_idle,
             zeroes=on_nonfinite == "zero",
-            discards=self._unused_steps == "discard",
+            discards=unused_steps == "discard" and bool(scheme.memory.kinds),
         )
-        self.transport = transport
-        self.everyone = everyone
         self._device = device
         self._named = dict(named)
         self._names = {p: plain_name(name) for name, p in named.items()}
         trained = [p for p in self._names if p.requires_grad]
+        replicas = None  # who is silent has a model of its own
+        if scheme.talks:
+            replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
+        super().__init__(session, everyone, replicas, trained, unused_steps)
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         if pipeline is None:
             pipeline = self._model.num_entries >= WORTH_A_PIPELINE
-        self._replicas = None  # who is silent has a model of its own
-        if scheme.talks:
-            self._replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
-        self._background = Background(
-            self.session, device, on_host=self._on_host, pipelined=pipeline, replicas=self._replicas
-        )
+        self._background = Background(session, device, on_host=self._on_host, pipelined=pipeline, replicas=replicas)
         self._pending: list[Future[Tensor]] = []  # this backward pass's buckets
         self._waited_s = 0.0  # by the last one, for them
-        self._watch = UseWatch(trained) if self._unused_steps != "ignore" and trained else None
-        self._advice = AdamAdvice.where_due(scheme, trained, everyone.rank)
         self._switch: HookSwitch | None = None
 
     def listen(self, switch: HookSwitch) -> None:
@@ -307,7 +312,7 @@ class DdpAdapter(Observed):
         self._switch = switch
 
     def remarks(self) -> list[str]:
-        """What a user should know before training."""
+        """Remarks that a user should know before training."""
         scheme = self.session.scheme
         num_workers = self.transport.num_workers
         here = bytes_out(scheme, self._model, num_workers)
@@ -326,16 +331,8 @@ class DdpAdapter(Observed):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong in the session's thread."""
+        """The error of the session's thread."""
         return self._background.error
-
-    @property
-    def last_step_finite(self) -> bool:
-        return self.session.last_step_finite
-
-    def check_replicas_(self) -> None:
-        if self._replicas is not None:
-            self._replicas.check_()
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Exchange one of DDP's buckets, in the background."""
@@ -343,9 +340,7 @@ class DdpAdapter(Observed):
         if not self._pending:
             # Before DDP's own, which would wrap what went wrong in a RuntimeError.
             Variable._execution_engine.queue_callback(self._end_backward)
-            follows_unused = self._watch is not None and self._watch.was_unused() and self.last_step_finite
-            if follows_unused and self._unused_steps == "warn":
-                self._warn_unused()
+            follows_unused = self._follows_unused()
         layout = self._layout(bucket.parameters())
         averaged = self._background.submit(
             Bucket(bucket.index(), layout, bucket.buffer(), bucket.is_last(), follows_unused=follows_unused)
@@ -366,32 +361,12 @@ class DdpAdapter(Observed):
         if self._watch is not None:
             Variable._execution_engine.queue_callback(self._watch.note_exchanged)  # after DDP's own
 
-    def _warn_unused(self) -> None:
-        """Say once that a step was thrown away, which this session will send all the same."""
-        self._stop_watching()
-        if self.transport.rank == 0:
-            _log.warning(
-                "gradients were cleared that no optimizer had used, and %s keeps what it did not send of them, to send "
-                "it later; put such a backward pass into ddp.no_sync(), or attach(..., unused_steps='discard')",
-                self.session.scheme,
-            )
-
-    def discard_(self) -> None:
-        if self._unused_steps != "discard":
-            raise StateError("a step can be taken back if attach() is given unused_steps='discard'; give it there")
-        self.session.discard_if_(True)
-        if self._watch is not None:
-            self._watch.note_discarded()
-
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
             if parameter not in self._names:
                 self._names[parameter] = f"parameter {len(self._names)}"
                 self._named[self._names[parameter]] = parameter
         return Layout.of([self._names[p] for p in parameters], [p.shape for p in parameters])
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        return self.session.stats(ages=ages)
 
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         residual = residual_of(self.session, self._named.values()) if norms else {}
@@ -404,16 +379,9 @@ class DdpAdapter(Observed):
         check_names([saved] if isinstance(saved, Mapping) else saved, self._names.values())
         self.session.load_state_dict(saved)
 
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
     def stop(self) -> None:
         """End the session's thread; the transport stays open."""
-        self._stop_watching()
-        if self._advice is not None:
-            self._advice.close()
+        self._take_hooks_off()
         self._background.close()
 
     def close(self) -> None:

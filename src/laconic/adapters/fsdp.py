@@ -12,12 +12,11 @@ from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks, get_rank
 
 from laconic.adapters.alike import begin_alike_, check_common, check_names
-from laconic.adapters.ddp import GradScaler, residual_of
-from laconic.adapters.optimizers import AdamAdvice
+from laconic.adapters.ddp import GradScaler, SessionAdapter, UnusedSteps, residual_of
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
-from laconic.session import Observed, OnMismatch, Replicas, Session, Stats
+from laconic.session import OnMismatch, Replicas, Session
 from laconic.transport import Everyone, Group, ProcessGroup, own_group, world
 
 
@@ -58,18 +57,18 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where shards of gradients are; offloaded parameters are elsewhere."""
+        """The device of shards of gradients; offloaded parameters are elsewhere."""
         device: torch.device = self._group.device
         return device
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether this backward pass is the last of its step, as the user told FSDP2."""
+        """Return whether this backward pass is the last of its step, as the user told FSDP2."""
         return bool(self._group.all_reduce_grads and self._module._get_fsdp_state()._state_ctx.is_last_backward)
 
     @property
     def sums(self) -> bool:
-        """Whether FSDP2 divides by a factor of the user's, which then stands for all ranks, replicas too."""
+        """Return whether FSDP2 divides by a factor of the user's, which then stands for all ranks, replicas too."""
         return getattr(self._group, "gradient_divide_factor", None) is not None  # torch 2.7 has none
 
     @property
@@ -78,7 +77,7 @@ class Unit:
         return self._layout([p for p in self.names if p.sharded_param.requires_grad])
 
     def layout(self, num_entries: int) -> Layout:
-        """What is in a shard of so many entries; to be asked once for each."""
+        """The layout of a shard of so many entries; to be asked once for each."""
         given = self._layout([p for p in self.names if p in self._given])
         self._given.clear()
         for layout in (self.trained, given):
@@ -91,7 +90,7 @@ class Unit:
 
 
 def check_replicas(model: nn.Module, group: ProcessGroup | None) -> bool:
-    """Whether a model is sharded; SchemeError if so and `group` is not this rank with the replicas of its shard."""
+    """Return whether a model is sharded; SchemeError if so and `group` is not that of this shard's replicas."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]  # a forward pass may have left it whole
@@ -161,8 +160,9 @@ def attach_to_shards(
     on_nonfinite: str = "nan",
     on_mismatch: OnMismatch = "warn",
     check_replicas_every: int = 100,
+    unused_steps: UnusedSteps = "warn",
 ) -> "FsdpAdapter":
-    """What laconic.attach() does for a model under fully_shard(), each of whose shards meets its replicas, `group`."""
+    """Attach to a model under fully_shard(), each of whose shards meets its replicas, `group`."""
     if scheme.is_torch_hook:
         raise SchemeError(f"{scheme} is a hook of DDP's; give FSDP2 a scheme like 'topk:rho=0.01'")
     check_replicas(model, group)
@@ -172,19 +172,28 @@ def attach_to_shards(
     check_common(model, scheme, group, device)  # or ranks would wait for each other until the group's timeout
     transport = Group(own_group(group, device, timeout_s), device)
     begin_alike_(model, group, transport, device)
-    loss_scale = grad_scaler.get_scale if grad_scaler else None
-    session = Session(scheme, transport, loss_scale=loss_scale, zeroes=on_nonfinite == "zero")
+    shards: ProcessGroup = mesh.get_group()
+    session = Session(
+        scheme,
+        transport,
+        loss_scale=grad_scaler.get_scale if grad_scaler else None,
+        zeroes=on_nonfinite == "zero",
+        discards=unused_steps == "discard" and bool(scheme.memory.kinds),
+        warns=shards.rank() == 0,
+    )
     replicas = Replicas(dict(model.named_parameters()), transport, every=check_replicas_every, on_mismatch=on_mismatch)
-    return FsdpAdapter(session, units, mesh.get_group(), device, replicas if scheme.talks else None)
+    return FsdpAdapter(session, units, shards, device, replicas if scheme.talks else None, unused_steps)
 
 
-class FsdpAdapter(Observed):
+class FsdpAdapter(SessionAdapter):
     """Feeds a session with the shard of each unit's gradient, which waits for the others' in the backward pass.
 
     FSDP2 has then reduced it inside the node, and goes on with what the session made of it: it divides, converts,
     offloads and accumulates. A step ends with its last backward pass, whatever units took part; `shards` then tell each
     other whether all was finite, since a step that one of them leaves out is left out by all.
     """
+
+    error: BaseException | None = None
 
     def __init__(
         self,
@@ -193,19 +202,16 @@ class FsdpAdapter(Observed):
         shards: ProcessGroup,
         device: torch.device,
         replicas: Replicas | None,
+        unused_steps: UnusedSteps,
     ) -> None:
-        self.session = session
-        self.transport = session.transport
-        self.everyone = Everyone(world())
-        self.error: BaseException | None = None
+        self._parameters = [p.sharded_param for unit in units for p in unit.names]
+        super().__init__(session, Everyone(world()), replicas, self._parameters, unused_steps)
         self._units = units
         self._shards = shards
         self._device = device
-        self._replicas = replicas
-        self._num_heard = 0  # units that took part in the step that is under way
+        self._num_received = 0  # units that took part in the step that is under way
+        self._num_discarded = 0
         self._waited_s = self._last_waited_s = 0.0  # by the backward pass, in this step and the last
-        self._parameters = [p.sharded_param for unit in units for p in unit.names]
-        self._advice = AdamAdvice.where_due(session.scheme, self._parameters, self.everyone.rank)
         for unit in units:
             unit.call(partial(self._or_fail, self._take_, unit))
 
@@ -232,13 +238,19 @@ class FsdpAdapter(Observed):
             unit.kept |= {span.name: shard[span.start : span.stop].clone() for span in layout.spans}
             shard.zero_()
             return
-        if not self._num_heard:
+        follows_unused = False
+        if not self._num_received:
+            if self._watch is not None:
+                self._watch.look()
+            follows_unused = self._follows_unused()
+            self._num_discarded += follows_unused
             # After FSDP2's own, which reduces what is left.
             Variable._execution_engine.queue_callback(partial(self._or_fail, self._end_step_))
         start = time.perf_counter()
-        self.session.exchange_(Bucket(self._num_heard, layout, shard, is_last=False))
+        bucket = Bucket(self._num_received, layout, shard, is_last=False, follows_unused=follows_unused)
+        self.session.exchange_(bucket)
         self._waited_s += time.perf_counter() - start
-        self._num_heard += 1
+        self._num_received += 1
         if unit.sums:
             shard *= self.transport.num_workers
 
@@ -249,24 +261,23 @@ class FsdpAdapter(Observed):
                     f"{min(unit.kept)!r} got a gradient in the first micro-batches alone; accumulate with "
                     "set_requires_gradient_sync(False)"
                 )
-        finite = torch.tensor(int(self.session.finite_so_far), device=self._device)
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._shards)
-        self._num_heard = 0
+        counts = int(self.session.finite_so_far), self._num_discarded, -self._num_discarded
+        least = torch.tensor(counts, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._shards)
+        finite, fewest, most = least.tolist()
+        if fewest != -most:
+            raise LaconicError("some shards of this model took a step back, and others did not; let all ranks do so")
+        self._num_received = 0
         self._last_waited_s, self._waited_s = self._waited_s, 0.0
         self.session.end_step_(finite=bool(finite))
+        if self._watch is not None:
+            self._watch.note_exchanged()
         if self._replicas is not None and self._replicas.are_due():
             self._replicas.check_()
 
-    @property
-    def last_step_finite(self) -> bool:
-        return self.session.last_step_finite
-
-    def check_replicas_(self) -> None:
-        if self._replicas is not None:
-            self._replicas.check_()
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        return self.session.stats(ages=ages)
+    def discard_(self) -> None:
+        super().discard_()
+        self._num_discarded += 1
 
     def metrics(self, *, norms: bool = False) -> dict[str, float]:
         residual = residual_of(self.session, self._parameters) if norms else {}
@@ -288,6 +299,5 @@ class FsdpAdapter(Observed):
         """End the session: from the next backward pass on FSDP2 reduces inside the node, and nobody between nodes."""
         for unit in self._units:
             unit.release()
-        if self._advice is not None:
-            self._advice.close()
+        self._take_hooks_off()
         self.transport.close()

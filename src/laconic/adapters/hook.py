@@ -101,7 +101,7 @@ class HookSession(Observed):
 
     @property
     def session(self) -> DdpAdapter:
-        """What attach() would have returned."""
+        """The session that attach() would have returned."""
         if self._adapter is None:
             raise StateError("this hook has not been called yet; ask after the first backward pass")
         return self._adapter

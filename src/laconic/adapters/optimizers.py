@@ -1,4 +1,4 @@
-"""What optimizers make of gradients that were exchanged: nothing at all, or less than they could."""
+"""Optimizers use gradients that were exchanged: not at all, or less than they could."""
 
 import logging
 import weakref
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from laconic.layout import local
 from laconic.scheme import Scheme
 
 _log = logging.getLogger("laconic.adapters")
@@ -22,16 +23,18 @@ class UseWatch:
     An optimizer's hook tells of a step; a parameter's version counter of one that an own loop made; the values of the
     smallest parameter, which goes whole at every step, of one that went past both. Accumulation without no_sync()
     clears nothing in between, so it is none. The cost is a call per optimizer step, two per backward pass and a copy of
-    that parameter; values are compared only where all else says so.
+    that parameter, some 10 us in all; values are compared only where all else says so.
+
+    Of parameters in shards, whose gradients autograd never sees, `look` is to be called where hooks would be.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [p for p in parameters if p.requires_grad and local(p).numel()] or list(parameters)
         self._ids = {id(parameter) for parameter in trained}
         # Autograd reaches the last parameter first: its hook runs before the first bucket is full.
         self._watched = [trained[-1], trained[0]]
-        self._smallest = min(trained, key=Tensor.numel)
-        self._before = self._smallest.detach()  # its values as of the last exchange
+        self._smallest = min(map(local, trained), key=Tensor.numel)
+        self._before = self._smallest  # its values as of the last exchange
         self._cleared = False
         self._stepped = True
         self._versions: list[int] = []
@@ -47,14 +50,14 @@ class UseWatch:
         self._stepped = False
         self._versions = [parameter._version for parameter in self._watched]
         self._grad_versions = {id(p): p.grad._version for p in self._watched if p.grad is not None}
-        self._before = self._smallest.detach().clone()
+        self._before = self._smallest.clone()
 
     def was_unused(self) -> bool:
-        """Whether the last exchange changed no parameter, and its gradients are gone; ask in the next backward pass."""
+        """Return whether the last exchange changed no parameter, and its gradients are gone; ask in the next pass."""
         if self._stepped or not self._cleared:
             return False
         versions = [parameter._version for parameter in self._watched]
-        self._stepped = versions != self._versions or not torch.equal(self._smallest.detach(), self._before)
+        self._stepped = versions != self._versions or not torch.equal(self._smallest, self._before)
         return not self._stepped
 
     def note_discarded(self) -> None:
@@ -66,7 +69,12 @@ class UseWatch:
         if not self._stepped and not self._cleared:
             grad = parameter.grad
             was_written = grad is not None and grad._version != self._grad_versions.get(id(parameter))
-            self._cleared = grad is None or (was_written and not bool(grad.any()))
+            self._cleared = grad is None or (was_written and not bool(local(grad).any()))
+
+    def look(self) -> None:
+        """Gradients are about to be added to what the watched parameters have."""
+        for parameter in self._watched:
+            self.note_gradient(parameter)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: see whether it is one of these parameters'."""
@@ -138,7 +146,7 @@ class AdamAdvice:
 
 
 def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
-    """What is known of this optimizer on sparse gradients; see docs/slow.md for the figures."""
+    """The advice for this optimizer on sparse gradients; see docs/slow.md for the figures."""
     if scheme.memory.momentum:  # in the place of Adam's own: the one remedy that worked
         beta = group.get("betas", (0.0,))[0]
         return f"{scheme} carries momentum, and so does {name}; give it betas=(0.0, ...)" if beta else ""

@@ -20,7 +20,7 @@ from laconic import kernels
 from laconic.errors import SchemeError, StateError
 from laconic.paths import PHASES
 from laconic.scheme import TorchHook
-from laconic.session import Observed, Stats, metrics_of, step_ends
+from laconic.session import Attached, Stats, metrics_of, step_ends
 from laconic.transport import CountedGroup, Everyone, backend_for, ring_bytes
 
 _WRAPPED = ("_orig_mod", "_forward_module")  # by torch.compile; by Fabric
@@ -83,7 +83,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class TorchHookSession(Observed):
+class TorchHookSession(Attached):
     """The face of a session over a hook that lives in PyTorch; its time is all booked as exchange."""
 
     transport: None = None

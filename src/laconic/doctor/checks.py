@@ -1,4 +1,4 @@
-"""What may be slow or wrong, one function each: findings from what was seen, and nothing else."""
+"""Checks of things that may be slow or wrong, one function each: findings from what was seen, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Seen:
     facts: tuple[HostFacts, ...]
     links: tuple[PairLink, ...] = ()
     clocks: Mapping[int, EchoTimes] = field(default_factory=dict)  # by rank, as the first one sees them
-    narrow_paths: tuple[tuple[int, int, int], ...] = ()  # (source, target, bytes that did not pass)
     nominal_bits_per_s: float | None = None  # of every link, where somebody says so
 
     @cached_property
@@ -66,7 +65,7 @@ class Seen:
         ]
 
     def nominal(self, pair: PairLink) -> float | None:
-        """What a link is said to carry: the lesser of its ends."""
+        """The nominal rate of a link: the lesser of its ends."""
         if self.nominal_bits_per_s is not None:
             return self.nominal_bits_per_s
         ends = [self.facts[rank].used for rank in (pair.source, pair.target)]
@@ -134,7 +133,7 @@ def slow_link(seen: Seen) -> Reports:
 
 
 def mtu(seen: Seen) -> Reports:
-    """Packets must be shorter than usual, or than another host's, or get lost on the way."""
+    """Packets must be shorter than usual, or than another host's."""
     used = [(facts.host, facts.used.mtu) for facts in seen.hosts if facts.used and facts.used.mtu]
     most = max((size for _, size in used), default=0)
     for host, size in used:
@@ -143,10 +142,6 @@ def mtu(seen: Seen) -> Reports:
         elif size < _USUAL_MTU:
             cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
             yield host, f"{size}", f"{_USUAL_MTU}", cure
-    for source, target, size in seen.narrow_paths:
-        path = f"{seen.facts[source].host} to {seen.facts[target].host}"
-        cure = "lower the MTU of the interface to what the way takes, or raise that of the switch or tunnel"
-        yield path, f"packets of {size} bytes get lost", "they arrive as short ones do", cure
 
 
 def congestion_control(seen: Seen) -> Reports:
@@ -227,12 +222,12 @@ CHECKS: dict[str, Callable[[Seen], Reports]] = {
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """What all checks report."""
+    """The reports of all checks."""
     return [Finding(name, *report) for name, check in CHECKS.items() for report in check(seen)]
 
 
 def _differ(used: Interface, towards: Interface) -> bool:
-    """Whether they are two, and neither is the loopback, by which a host only reaches itself."""
+    """Return whether they are two, and neither is the loopback, by which a host only reaches itself."""
     return used.name != towards.name and "lo" not in (used.name, towards.name)
 
 
@@ -242,7 +237,7 @@ def _name_it(towards: Interface | None) -> str:
 
 
 def _between(used: Interface) -> str:
-    """Which of the two it is, or nothing."""
+    """The one of the two that it is, or nothing."""
     if used.kind in _TUNNELS or _TUNNEL_NAMES.match(used.name):
         return "tunnel"
     if used.kind in _BRIDGES or _BRIDGE_NAMES.match(used.name):

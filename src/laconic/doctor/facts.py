@@ -1,4 +1,4 @@
-"""What one process knows of its host."""
+"""Facts that one process knows of its host."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def facts_here(work: Callable[[], object] | None = None) -> HostFacts:
 
 
 def num_cores() -> int:
-    """How many this process may use, by its affinity and its control group's quota."""
+    """The number that this process may use, by its affinity and its control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = _CPU_QUOTA.read_text().split()

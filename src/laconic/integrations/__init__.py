@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.adapters import Attached, follow_others, unwrapped
+from laconic.adapters import follow_others, unwrapped
 from laconic.api import attach
 from laconic.errors import check_timeout
 from laconic.recipes import parse
 from laconic.replicas import Follower
 from laconic.scheme import AnyScheme
+from laconic.session import Attached
 
 Either = Attached | Follower
 

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from laconic import api
-from laconic.adapters import Attached, GradScaler
+from laconic.adapters import GradScaler
 from laconic.scheme import AnyScheme
-from laconic.session import RankZeroState
+from laconic.session import Attached, RankZeroState
 
 
 class Accelerator(Protocol):

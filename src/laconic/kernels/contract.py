@@ -1,4 +1,4 @@
-"""What all backends share: declared kernels, checks of their arguments, the memory of a search, keys of draws."""
+"""All backends share this: declared kernels, checks of their arguments, the memory of a search, keys of draws."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class CapturedStep(Step[T]):
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a graph has been captured for the tensors of the last run."""
+        """Return whether a graph has been captured for the tensors of the last run."""
         return self._replay is not None
 
     def run(self, body: Body[T], uses: Sequence[Tensor | float], *inputs: Tensor) -> tuple[T, Sequence[Tensor]]:
@@ -177,7 +177,7 @@ class Executor:
         self._rooms: dict[tuple[int, ...], Tensor] = {}
 
     def captures(self, tensor: Tensor, wire: torch.device | None) -> bool:
-        """Whether steps on this tensor are captured, if they ask nothing of the host."""
+        """Return whether steps on this tensor are captured, if they ask nothing of the host."""
         return tensor.is_cuda and tensor.dtype == torch.float32 and wire is not None and wire.type == "cpu"
 
     def step(

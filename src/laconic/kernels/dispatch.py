@@ -58,7 +58,7 @@ def missing(device: torch.device | str) -> str | None:
 
 
 def native_on_host() -> bool:
-    """Whether native code runs on tensors of the host, and nobody named other kernels."""
+    """Return whether native code runs on tensors of the host, and nobody named other kernels."""
     return not _requested() and backend("cpu") == "cpu"
 
 

@@ -73,7 +73,7 @@ def joined_runs(
 
 
 def has_zeros(x: Tensor) -> bool:
-    """Whether any entry of a vector is zero."""
+    """Return whether any entry of a vector is zero."""
     if x.device.type == "cpu":
         return bool(np.count_nonzero(x.numpy()) < x.numel())
     return not x.all()

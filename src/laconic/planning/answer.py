@@ -22,7 +22,7 @@ _CURVE_RATES = _RATES[:41:2]  # to 100gbit
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a model, its optimizer and its network, from which any number of answers follows."""
+    """The measurements of a model, its optimizer and its network, from which any number of answers follows."""
 
     compute: Compute
     links: LinkCosts
@@ -93,7 +93,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What pays on this model and network; str() is a table with reasons."""
+    """The schemes that pay on this model and network; str() is a table with reasons."""
 
     pick: str
     limit: str  # link, latency, stragglers, host cores or device
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def line(self) -> str:
-        """What to paste."""
+        """The line of code to paste."""
         picked = candidate(self.pick)
         verb = "attach(ddp" if picked.scheme.of_what == "gradients" else "follow(model, optimizer"
         text = f'laconic.{verb}, "{picked.scheme}")'
@@ -121,7 +121,7 @@ class Plan:
         return answer(measured, steps=self.steps)
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """By scheme (bits a second, milliseconds of a step): what links from 1mbit to 100gbit would make of them."""
+        """(bits a second, milliseconds of a step) of each scheme on links from 1mbit to 100gbit."""
         curves: dict[str, list[tuple[float, float]]] = {row.scheme: [] for row in self.rows}
         for rate in _CURVE_RATES:
             for row in _rows(self.measured.at(rate), self.steps):
@@ -200,7 +200,7 @@ def _picked(rows: Sequence[PlanRow]) -> PlanRow:
 
 
 def _limit(measured: Measured) -> str:
-    """What a step of the simplest exchange waits for most, if that is worth naming; else what computes."""
+    """The part that a step of the simplest exchange waits for most, if worth naming; else the one that computes."""
     compute = measured.compute
     computes = "host cores" if measured.device == "cpu" else "device"
     choice, rehearsal = next(((c, r) for c, r in measured.rehearsals if str(c) == "bf16"), measured.rehearsals[0])
@@ -217,7 +217,7 @@ def _limit(measured: Measured) -> str:
 
 
 def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: str, steps: int) -> list[str]:
-    """Why, in words, and what would have to change for another answer."""
+    """The reasons, in words, and what would have to change for another answer."""
     by_name = {row.scheme: row for row in rows}
     reasons = []
     plain = by_name.get("bf16") or by_name.get("dense") or pick
@@ -245,7 +245,7 @@ def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: 
 
 
 def _slow_pair(measured: Measured) -> list[str]:
-    """Who sends to whom much more slowly than others do."""
+    """The pair that is much slower than the others, in words."""
     slowest = measured.slowest_pair
     if slowest is None:
         return []

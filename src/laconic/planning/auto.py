@@ -24,7 +24,7 @@ from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
 from laconic.replicas import Follower, Optimizers, bucket_layouts
-from laconic.session import Observed, Stats
+from laconic.session import Attached, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
 _log = logging.getLogger("laconic.planning")
@@ -35,13 +35,14 @@ _PLANS_AT = 6  # the step of gradients; DDP cuts its buckets anew after the firs
 _UNSETTLED = 2  # steps under a scheme that are not looked at
 _JUDGES_AT = 8  # the step under a choice
 _MAY_BE_SLOWER = 1.03  # than bf16, to the same loss
-_CHANGED = 1.5  # times the step that was foretold, from which on there is advice
-_RECENT = 50  # steps that advice looks at
+_RECENT = 50  # steps whose times are kept
 _AGREED_ON = "every rank gives the same states, of attach(ddp, 'auto') or follow(model, optimizer, 'auto')"
 
 
-class AutoSession(Observed):
-    """What attach(ddp, "auto") returns: an adapter under bf16, and after some steps another, if that pays."""
+class AutoSession(Attached):
+    """The result of attach(ddp, "auto"): an adapter under bf16, and after some steps another, if that pays."""
+
+    transport: Group
 
     def __init__(self, module: nn.Module, timeout_s: float | None, **options: Unpack[SessionOptions]) -> None:
         ddp, named, device = ready(module, "auto")
@@ -161,10 +162,6 @@ class AutoSession(Observed):
         self._next = None
         self._begin()
 
-    def advice(self) -> str:
-        """One line where steps have become so slow that another scheme would pay now; else nothing."""
-        return _advice(self.plan, self._choice, self._step_s)
-
     @property
     def session(self) -> Any:
         """The present one."""
@@ -206,7 +203,7 @@ class AutoSession(Observed):
 
 
 class AutoFollower(Follower):
-    """What follow(model, optimizer, "auto") returns: averages at first, and after the first of them what pays."""
+    """The result of follow(model, optimizer, "auto"): averages at first, and after the first of them what pays."""
 
     def __init__(
         self,
@@ -259,7 +256,7 @@ class AutoFollower(Follower):
         self._turn_to(self.plan.pick)
 
     def _drifts(self) -> list[tuple[Layout, Tensor]]:
-        """How far the model came since the beginning, in buckets."""
+        """The way of the model since the beginning, in buckets."""
         drift = (self._begin_at - self.vector.read()).to(self._device)
         drifts = []
         start = 0
@@ -274,12 +271,6 @@ class AutoFollower(Follower):
         self._begin(self._make(text).policy)
         self._alone_s = []
 
-    def advice(self) -> str:
-        """One line where steps have become so slow that another scheme would pay now; else nothing."""
-        stats = self.stats()
-        waited = stats.seconds["exchange"] / stats.steps_here
-        return _advice(self.plan, self._choice, [alone_s + waited for alone_s in self._alone_s])
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "auto": self._choice}
 
@@ -293,7 +284,7 @@ class AutoFollower(Follower):
 def _compute(
     step_s: float, arrivals_s: Sequence[float], vectors: Sequence[tuple[Layout, Tensor]], device: torch.device
 ) -> Compute:
-    """What is known of a step in the midst of training: how long it is, not what work beside it would cost."""
+    """The parts of a step that are known in the midst of training: its length, not the cost of work beside it."""
     num_entries = tuple(layout.num_entries for layout, _ in vectors)
     return Compute(
         alone_s=step_s,
@@ -316,23 +307,6 @@ def _chosen(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[str
         raise StateError(f"the state is of another scheme; {_AGREED_ON}")
     chosen = [state.get("chosen") for state in states]
     return states[0]["auto"], chosen[0] if isinstance(saved, Mapping) else chosen
-
-
-def _advice(plan: Plan | None, choice: str | None, step_s: Sequence[float]) -> str:
-    """What would be picked on links so much slower that they explain why a step takes longer than was foretold."""
-    if plan is None or choice is None or len(step_s) < _JUDGES_AT:
-        return ""
-    row = next((row for row in plan.rows if row.scheme == choice), None)
-    now_ms = 1e3 * statistics.median(step_s)
-    if row is None or now_ms <= _CHANGED * row.step_ms:
-        return ""
-    waits_ms = max(row.waits_ms, 0.01 * row.step_ms)
-    rate = plan.measured.links.bits_per_s * waits_ms / (waits_ms + now_ms - row.step_ms)
-    other = plan.what_if(bits_per_s=rate)
-    slower = f"a step takes {now_ms:.0f} ms, and {row.step_ms:.0f} were foretold"
-    if other.pick == choice:
-        return f"{slower}; {choice} still seems best; see `laconic doctor`"
-    return f"{slower}; if the links have become slower, {other.pick} would pay now: {other.line}"
 
 
 def _say(rank: int, text: str) -> None:

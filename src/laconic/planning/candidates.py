@@ -1,4 +1,4 @@
-"""What a plan compares: schemes, and how many more steps than bf16 each needs to the same loss, by our records."""
+"""Candidates of a plan: schemes, and how many more steps than bf16 each needs to the same loss, by our records."""
 
 import json
 import math
@@ -53,7 +53,7 @@ class Candidate:
 
 
 def candidate(text: str) -> Candidate:
-    """What a text asks for: a scheme's, and behind it `--accumulate N`, if anything."""
+    """The candidate that a text names: a scheme, and behind it `--accumulate N`, if anything."""
     words = shlex.split(text)
     scheme = parse(words[0] if words else "")
     accumulate = 1
@@ -113,7 +113,7 @@ def _recipe(candidate: Candidate) -> str:
 
 
 def _distance(one: Candidate, other: Candidate) -> float:
-    """How much further apart than equal they are, in what leaves more out: entries, and steps between agreements."""
+    """The distance of two candidates in what leaves more out: entries, and steps between agreements."""
 
     def size(of: Candidate) -> tuple[float, float]:
         select = getattr(of.scheme, "select", None)

@@ -1,4 +1,4 @@
-"""What the network carries: seconds of a message against its bytes, as schemes send them, and between pairs."""
+"""The network measured: seconds of a message against its bytes, as schemes send them, and between pairs."""
 
 import re
 import statistics
@@ -25,17 +25,17 @@ _REPEATS = 5
 _ALL_PAIRS_RANKS = 8  # beyond, 28 pairs become too many
 _ECHOES = 9
 _ECHOES_S = 0.3  # after which so many echoes are enough, though at least one is timed
-_FIRST_BYTES = 1 << 14
-_MOST_BYTES = 1 << 24
+FIRST_BYTES = 1 << 14
+MOST_BYTES = 1 << 24
 _GROWTH = 4
 _TRANSFER_S = 0.1  # a transfer so long is told from latency
 _STARTING = 4  # round trips, in whose time TCP may still be opening its window
-_PAIRS_S = 6.0  # for all pairs together; a round that has begun is ended
+PAIRS_S = 6.0  # for all pairs together; a round that has begun is ended
 
 
 @dataclass(frozen=True)
 class Messages:
-    """How many, and how many equal ones would carry as much: norms, before codes, weigh next to nothing."""
+    """A number of messages, and how many equal ones would carry as much: norms, before codes, weigh next to nothing."""
 
     count: float = 1.0
     long: float = 1.0
@@ -64,7 +64,7 @@ class LinkCost:
         return self.fixed_s(bytes_out, messages) + bytes_out / self.bytes_per_s
 
     def fixed_s(self, bytes_out: float, messages: Messages = _ONE) -> float:
-        """What of it a faster link would not save."""
+        """The part of it that a faster link would not save."""
         if not messages.long:
             return messages.count * self.latency_s
         sizes = [0, *(size for size, _ in self.ramp)]
@@ -75,14 +75,14 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """By the way of talking: sums that the backend makes, and frames that go to all."""
+    """The costs of both kinds of exchange: sums that the backend makes, and frames that go to all."""
 
     sums: LinkCost
     frames: LinkCost
 
     @property
     def bits_per_s(self) -> float:
-        """What leaves a worker at best."""
+        """The rate at which bits leave a worker at best."""
         return 8 * max(self.sums.bytes_per_s, self.frames.bytes_per_s)
 
     def at(self, bits_per_s: float) -> "LinkCosts":
@@ -146,7 +146,7 @@ def _timed(transport: Collectives, talk: Callable[[Tensor], None], num_bytes: in
 
 
 def left_so_far(transport: Collectives) -> tuple[Counter[str], Counter[str]]:
-    """What has left this worker, meetings aside: bytes and messages by kind."""
+    """Bytes and messages that have left this worker, by kind, meetings aside."""
     by_kind = {kind: count for kind, count in transport.traffic.by_kind.items() if kind != "meeting"}
     return (
         Counter({kind: count.bytes_out for kind, count in by_kind.items()}),
@@ -167,7 +167,7 @@ def slowest(transport: Collectives, own: float) -> float:
 
 @dataclass(frozen=True)
 class PairLink:
-    """What one rank sends to another."""
+    """The link from one rank to another."""
 
     source: int
     target: int
@@ -178,7 +178,7 @@ class PairLink:
 
 @dataclass(frozen=True)
 class EchoTimes:
-    """What a source knows of a target from short messages there and back."""
+    """The knowledge that a source has of a target from short messages both ways."""
 
     round_trip_s: float  # the median
     ahead_s: float  # the target's clock, by the shortest of them
@@ -192,9 +192,9 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
     collective uses them. After some seconds no more are begun: on slow links the last pairs are left out.
     """
     probe = PairProbe(group)
-    rounds = _rounds(_some_pairs(group.size()) if pairs is None else pairs)
+    rounds = rounds_of(some_pairs(group.size()) if pairs is None else pairs)
     start = time.perf_counter()
-    most_s = _PAIRS_S / max(1, 2 * len(rounds))
+    most_s = PAIRS_S / max(1, 2 * len(rounds))
     links: list[PairLink] = []
     for one in rounds:
         begun = time.perf_counter()
@@ -206,7 +206,7 @@ def measure_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]] | N
             for _, _, source, target, latency_s, bytes_per_s, settled in rows
             if source >= 0
         ]
-        if max(row[0] for row in rows) + max(row[1] for row in rows) > _PAIRS_S:
+        if max(row[0] for row in rows) + max(row[1] for row in rows) > PAIRS_S:
             break
     return tuple(sorted(links, key=lambda link: (link.source, link.target)))
 
@@ -242,7 +242,7 @@ class PairProbe:
         return replace(shortest, round_trip_s=statistics.median(echo.round_trip_s for echo in timed))
 
     def link(self, a: int, b: int, most_s: float) -> PairLink:
-        """What this rank, which is one of them, sends to the other; a call of both."""
+        """The link from this rank, one of the two, to the other; a call of both."""
         seen = self.echo(a, b)
         if seen is not None:
             round_trip_s = seen.round_trip_s
@@ -253,12 +253,12 @@ class PairProbe:
         return next(link for link in links if link is not None)
 
     def _rate(self, source: int, target: int, round_trip_s: float, most_s: float) -> PairLink | None:
-        """By what a message takes beyond a short one; a call of both, None at the target.
+        """The rate by what a message takes beyond a short one; a call of both, None at the target.
 
         Each is four times as long as the one before, and its first byte says whether another follows: the source
         sends no more where there is no time for another, or where this one is foreseen to take long enough.
         """
-        length = _FIRST_BYTES
+        length = FIRST_BYTES
         if self.rank == target:
             while self._receive_(self._bytes(length), source)[0].item():
                 self._send(self._bytes(1), source)
@@ -272,7 +272,7 @@ class PairProbe:
             foreseen_s = _GROWTH * taken_s
             this_and_next_s = 2 * round_trip_s + (1 + _GROWTH) * foreseen_s
             is_last = (
-                length >= _MOST_BYTES
+                length >= MOST_BYTES
                 or foreseen_s > _TRANSFER_S + opening_s
                 or time.perf_counter() + this_and_next_s > end
             )
@@ -283,12 +283,12 @@ class PairProbe:
             self._receive_(self._bytes(1), target)
             taken_s = max(time.perf_counter() - start - round_trip_s, 1e-6)
             if is_last:
-                settled = length >= _MOST_BYTES or taken_s > opening_s
+                settled = length >= MOST_BYTES or taken_s > opening_s
                 return PairLink(source, target, round_trip_s / 2, length / taken_s, settled)
             length *= _GROWTH
 
     def everyones(self, own: Sequence[float]) -> list[list[float]]:
-        """What each rank says, by rank; nobody has it before all are here."""
+        """The numbers of each rank, by rank; nobody has them before all are here."""
         row = torch.tensor(own, dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         dist.all_gather(rows, row, group=self._group)
@@ -314,7 +314,7 @@ class PairProbe:
         return torch.zeros(length, dtype=torch.uint8, device=self._device)
 
 
-def _some_pairs(num_ranks: int) -> list[tuple[int, int]]:
+def some_pairs(num_ranks: int) -> list[tuple[int, int]]:
     """All of few ranks; of many, neighbours on a ring and those across it."""
     if num_ranks <= _ALL_PAIRS_RANKS:
         return [(a, b) for a in range(num_ranks) for b in range(a + 1, num_ranks)]
@@ -322,7 +322,7 @@ def _some_pairs(num_ranks: int) -> list[tuple[int, int]]:
     return sorted({tuple(sorted((a, (a + hop) % num_ranks))) for a in range(num_ranks) for hop in hops})  # type: ignore[misc]
 
 
-def _rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """The pairs in rounds in which no rank is twice; the same on all ranks."""
     rounds: list[list[tuple[int, int]]] = []
     for pair in pairs:

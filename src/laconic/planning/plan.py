@@ -36,7 +36,7 @@ from laconic.transport import Everyone, Group, ProcessGroup, naming_lost_peers, 
 _REHEARSING_S = 35.0  # after which exchanges are rehearsed as seldom as can be
 _PLANNING_S = 45.0  # after which no more is tried
 _FIRST_STEPS = 2  # after the first of them DDP cuts its buckets anew
-_ALONE_S = 24.0  # for all steps without an exchange, the first included; one is taken however long it is
+ALONE_S = 24.0  # for all steps without an exchange, the first included; one is taken however long it is
 _MEASURED_S = 4.0  # for which steps are measured, two of them at least where there is time
 _MOST_STEPS = 10
 _TRIED_S = 2.5  # for which steps of a scheme are taken
@@ -151,18 +151,18 @@ class OwnSteps:
         self._gradient: dict[Tensor, Tensor] = {}
 
     def measure(self) -> tuple[Compute, list[tuple[Layout, Tensor]]]:
-        """What steps cost, and the last one's gradient in buckets."""
+        """The cost of steps, and the last one's gradient in buckets."""
         own: list[float] = []
         arrivals: list[list[float]] = []
         with self._listening():
-            left_s = _ALONE_S
+            left_s = ALONE_S
             for _ in range(_FIRST_STEPS):
                 own, arrivals = [self._timed()], [self._arrivals]
                 step_s = slowest(self._transport, own[0])
                 left_s -= step_s
                 if left_s < step_s:
                     break
-            alone_number, number, beside_number = _numbers(step_s, left_s)
+            alone_number, number, beside_number = step_counts(step_s, left_s)
             with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else nullcontext():
                 alone = [self._plain() for _ in range(alone_number)][1:] or own
             for _ in range(number):
@@ -287,15 +287,15 @@ class OwnSteps:
         return buckets
 
     def _everyone(self, own: Sequence[float]) -> list[list[float]]:
-        """By step, the seconds of each worker."""
+        """The seconds of each worker, by step."""
         card = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
         rows: Tensor = self._transport.gather_small(card).contiguous().view(torch.float64)
         by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
         return by_step
 
 
-def _numbers(step_s: float, left_s: float) -> tuple[int, int, int]:
-    """How many steps to take alone, with all workers at once, and beside a busy thread: fewer where they take long."""
+def step_counts(step_s: float, left_s: float) -> tuple[int, int, int]:
+    """The numbers of steps alone, with all workers at once, and beside a busy thread: fewer where they take long."""
     number = max(2, min(_MOST_STEPS, round(_MEASURED_S / step_s)))
     for numbers in ((max(3, number // 2), number, max(2, number // 3)), (2, 1, 1)):
         if sum(numbers) * step_s <= left_s:

@@ -21,7 +21,7 @@ class Compute:
 
     @property
     def backward_s(self) -> float:
-        """When the last gradient is there."""
+        """The time at which the last gradient is there."""
         return max(self.arrivals_s)
 
     @property
@@ -32,7 +32,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one exchange of the whole model costs a worker, in seconds by station."""
+    """The cost of one exchange of the whole model to a worker, in seconds by station."""
 
     choose_s: float  # with encoding
     talk_s: float
@@ -47,7 +47,7 @@ class Rehearsal:
 
     @property
     def work_s(self) -> float:
-        """What this worker's own cores or device do."""
+        """The work of this worker's own cores or device."""
         return self.choose_s + self.apply_s
 
     def on(self, here: LinkCosts, elsewhere: LinkCosts) -> "Rehearsal":
@@ -74,7 +74,7 @@ class Prediction:
 
 
 def predict(candidate: Candidate, compute: Compute, rehearsal: Rehearsal) -> Prediction:
-    """What a user's step takes, sends and keeps under a candidate."""
+    """The time, bytes and memory of a user's step under a candidate."""
     step_s, talk_s, period = _step(candidate.scheme, compute, rehearsal, candidate.accumulate)
     return Prediction(
         step_s=step_s,

@@ -200,12 +200,12 @@ def _timed(
     return (
         {phase: slowest(transport, seconds) for phase, seconds in medians.items()},
         statistics.fmean(each.total() for each in sent[settled]),
-        _messages(sent[-1], messages[-1]),
+        equal_messages(sent[-1], messages[-1]),
     )
 
 
-def _messages(num_bytes: Mapping[str, int], count: Counter[str]) -> Messages:
-    """By kind: the square of the sum over the sum of squares counts equal ones, and forgets the short."""
+def equal_messages(num_bytes: Mapping[str, int], count: Counter[str]) -> Messages:
+    """The messages by kind: the square of the sum over the sum of squares counts equal ones, and forgets the short."""
     squares = sum(num_bytes[kind] ** 2 / count[kind] for kind in num_bytes)
     return Messages(count.total(), sum(num_bytes.values()) ** 2 / squares if squares else 0.0)
 
@@ -262,7 +262,7 @@ def _rehearse_gossip(
 
 
 def _twin(model: nn.Module, parts: Sequence[tuple[Layout, Tensor]]) -> nn.ParameterList:
-    """What of a model these are parts of, each with its gradient."""
+    """The parameters of a model that these are parts of, each with its gradient."""
     by_name = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     twin = nn.ParameterList()
     for layout, flat in parts:

@@ -27,7 +27,7 @@ _NUM_STATIONS = 4  # that compute at once
 
 
 def belongs_on_host(model: Layout, device: torch.device, wire: torch.device | None) -> bool:
-    """Whether a GPU's gradients are best exchanged on the host, where their messages are written anyway."""
+    """Return whether a GPU's gradients are best exchanged on the host, where their messages are written anyway."""
     from_gpu = device.type == "cuda" and wire == torch.device("cpu")
     return from_gpu and model.num_entries <= SMALL_MODEL and kernels.native_on_host()
 
@@ -207,7 +207,7 @@ class Background:
 
 @contextmanager
 def _station(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Where a thread's work runs. A phase ends when its stream is through, so what one hands on is there for all."""
+    """Work on this device and stream. A phase ends when its stream is through: what one hands on is there for all."""
     if stream is None:
         yield
     else:

@@ -105,7 +105,7 @@ class Pipeline:
                 step_is_whole = False
 
     def _next(self, sending: list[Flight]) -> Flight | _Pause | None:
-        """What has begun; where that takes long, answers to what was sent are received meanwhile."""
+        """The next bucket that has begun; where that takes long, answers to what was sent are received meanwhile."""
         while True:
             try:
                 return self._begun.get(timeout=_CATCH_UP_S if sending and self.error is None else None)
@@ -169,7 +169,7 @@ class Pipeline:
             del flight, received  # as above
 
     def _resume_exchange(self, received: _Received) -> bool:
-        """Whether that went well, or there was nothing to do."""
+        """Return whether that went well, or there was nothing to do."""
         if self.error is None and received.was_sent:
             try:
                 assert received.flight.exchange is not None

@@ -1,4 +1,4 @@
-"""Whether all workers still have the same parameters: eight bytes of each, compared now and then."""
+"""Replicas stay equal: eight bytes of each parameter, compared now and then."""
 
 import logging
 from collections import Counter
@@ -35,11 +35,11 @@ class Replicas:
         self._parameters = parameters
         self._transport = transport
         self._every = every
-        self._on_drift = on_mismatch
+        self._on_mismatch = on_mismatch
         self._num_steps = 0
 
     def are_due(self) -> bool:
-        """Whether they are to be compared in this step; to be called once in each."""
+        """Return whether they are to be compared in this step; to be called once in each."""
         self._num_steps += 1
         return self._every > 0 and self._num_steps % self._every == 0
 
@@ -64,9 +64,9 @@ class Replicas:
             f"the parameters of {_ranks(others)} are not those of {_ranks(alike)}, first in {names[0]!r}; "
             "look for what changes them on some ranks alone"
         )
-        if self._on_drift == "error":
+        if self._on_mismatch == "error":
             raise LaconicError(text)
-        if self._on_drift == "heal":
+        if self._on_mismatch == "heal":
             text = f"{text}; they are now those of rank {alike[0]}"
             for name in names:
                 self._copy_(self._parameters[name], alike[0])

@@ -36,6 +36,7 @@ class Session:
     `zeroes` makes a bucket zero, not NaN, in which some worker saw Inf or NaN, and ten such steps in a row an error.
     `discards` copies to the host, before each step, everything that outlives one, so that discard_() can take the step
     back.
+    `warns` lets the first worker advise where steps in a row are not finite, as one of several sessions may for all.
     `executor` runs what a path computes: by default it captures CUDA graphs where it can.
     """
 
@@ -49,6 +50,7 @@ class Session:
         undoes: bool = False,
         zeroes: bool = False,
         discards: bool = False,
+        warns: bool = True,
         executor: Executor | None = None,
     ) -> None:
         if discards and transport.has_servers:
@@ -66,7 +68,7 @@ class Session:
         )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=transport.rank == 0)
+        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=warns and transport.rank == 0)
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
         self._first_step = 0  # as of Stats
@@ -195,12 +197,12 @@ class Session:
 
     @property
     def last_step_finite(self) -> bool:
-        """Whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
+        """Return whether no worker gave the last step Inf or NaN; to be asked while the gradients are still there."""
         return not self._last_overflowed and all(map(kernels.all_finite, self._last_unchecked))
 
     @property
     def finite_so_far(self) -> bool:
-        """Whether no worker gave Inf or NaN to the step that is under way."""
+        """Return whether no worker gave Inf or NaN to the step that is under way."""
         return not self._overflow.overflowed and all(map(kernels.all_finite, self._unchecked))
 
     def end_step_(self, *, finite: bool) -> None:
@@ -237,7 +239,7 @@ class Session:
 
     @property
     def wants_whole_step(self) -> bool:
-        """Whether the next step must come in one piece, to `exchange_step_`."""
+        """Return whether the next step must come in one piece, to `exchange_step_`."""
         return bool(self._resumed_layouts)
 
     def exchange_step_(self, buckets: Sequence[Bucket]) -> None:
@@ -280,7 +282,7 @@ class Session:
         )
 
     def totals(self) -> dict[str, float]:
-        """What was counted so far, for metrics: numbers that the host has, so that nothing waits for a device."""
+        """The counts so far, for metrics: numbers that the host has, so that nothing waits for a device."""
         traffic = self.transport.traffic
         return {
             "bytes_out": traffic.bytes_out,

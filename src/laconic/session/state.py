@@ -25,7 +25,7 @@ Kept = dict[str, dict[str, Tensor]]  # by kind and parameter
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a session has come."""
+    """The progress of a session."""
 
     step: int
     skipped_steps: int
@@ -50,7 +50,7 @@ def save(scheme: Scheme, transport: Transport, progress: Progress, kept: Kept) -
 
 
 def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transport) -> tuple[Progress, Kept]:
-    """How far this worker had come, and what it kept.
+    """This worker's progress, and what it kept.
 
     What a worker kept that died before the save is gone with it: whoever takes its place starts with nothing.
     """

@@ -1,4 +1,4 @@
-"""What a session did so far, and in its last step: bytes, seconds, steps."""
+"""The bytes, seconds and steps of a session, so far and in its last step."""
 
 from abc import abstractmethod
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any
 from laconic.errors import StateError
 from laconic.paths import PHASES
 from laconic.session.state import SavedTogether
-from laconic.transport import Count
+from laconic.transport import Count, Transport
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Stats:
 
     @property
     def ratio(self) -> float | None:
-        """How many times fewer bytes left this worker than with a float32 all-reduce; None if none did."""
+        """The bytes of a float32 all-reduce over those that left this worker; None if none did."""
         return self.dense_bytes_out / self.bytes_out if self.bytes_out else None
 
     @property
@@ -108,13 +108,13 @@ class Observed(SavedTogether):
 
     @abstractmethod
     def stats(self, *, ages: bool = False) -> Stats:
-        """What it did since it began."""
+        """Bytes out and in, by kind; seconds by phase; the ratio to dense; with `ages` how long entries wait."""
 
     def discard_(self) -> None:
-        """Take the last step back, where that can be done; a call that all ranks make.
+        """Take the last step back: what is kept is as before its backward pass; a call that all ranks make.
 
         Raises:
-            StateError: There is no step to take back, or none can be.
+            StateError: There is no step to take back, or attach() was not given unused_steps="discard".
         """
         raise StateError(
             f"{self.stats().scheme} cannot take a step back here; attach a DistributedDataParallel with "
@@ -124,3 +124,39 @@ class Observed(SavedTogether):
     def __repr__(self) -> str:
         stats = self.stats()
         return f"<{type(self).__name__} {stats.scheme}: {stats.num_workers} workers, {stats.steps} steps>"
+
+
+class Attached(Observed):
+    """The result of attach(), whatever the scheme."""
+
+    transport: Transport | None  # what the workers talk through; None where PyTorch's own hook does it
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """The error that came up while the backward pass went on, if any."""
+
+    @property
+    @abstractmethod
+    def last_step_finite(self) -> bool:
+        """Return whether no worker gave the last step Inf or NaN: optimizer.step() is safe; ask before zero_grad()."""
+
+    @abstractmethod
+    def check_replicas_(self) -> None:
+        """Compare the parameters of all ranks now, as every so many steps; a call that all make between steps."""
+
+    @abstractmethod
+    def metrics(self, *, norms: bool = False) -> dict[str, float]:
+        """The numbers of the last step: step, bytes_out, bytes_in, ratio, union, skipped, members, ms by phase.
+
+        `bytes_out_total` and `bytes_in_total` are of all steps; `waited_ms` is how long the backward pass waited. With
+        `norms`, which waits for the device and wants the gradients to be there, also `residual`: the norm of what is
+        kept over that of the gradient, on this rank.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the session and give the model back as it was: from the next backward pass on DDP averages by itself.
+
+        Another session may then be attached, and go on from this one's state_dict() if both keep the same.
+        """

@@ -17,6 +17,7 @@ from laconic.transport.collectives import (
     place_of_texts,
     ranks_that_differ,
     release,
+    texts,
     world,
     world_without,
 )
@@ -24,9 +25,7 @@ from laconic.transport.connection import Connection, Kind, Message, longest_mess
 from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
 from laconic.transport.flows import Flow, move_some
 from laconic.transport.interfaces import (
-    SHORT_BYTES,
     Interface,
-    Packets,
     address_in_use,
     address_to_be_used,
     address_towards,

@@ -71,7 +71,7 @@ class Group(Collectives):
 
     @cached_property
     def _mesh(self) -> Mesh | None:
-        """What frames and small sums go through instead of the group; opened with the first of them, by all workers."""
+        """The connections that carry frames and small sums; opened with the first of them, by all workers."""
         if not self._over_gloo:
             return None
         try:
@@ -95,7 +95,7 @@ class Group(Collectives):
         self._add_up_(tensor, kind, self._mesh if self._encrypts else None)
 
     def _add_up_(self, tensor: Tensor, kind: str, mesh: Mesh | None) -> None:
-        """By the mesh, or else by the backend."""
+        """Sum by the mesh, or else by the backend."""
         self.traffic.count_all_reduce(kind, tensor.nbytes, self.num_workers)
         total = self._on_wire(tensor)
         if mesh is not None:
@@ -372,7 +372,7 @@ def _group_of(
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long its calls wait; None where the backend does not say."""
+    """The time that its calls wait; None where the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -412,7 +412,7 @@ def world_without(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def exchange_addresses(servers: Sequence[int], own: Address | None) -> list[Address]:
-    """Where each server is; a call that all ranks make, servers with where they are themselves."""
+    """The address of each server; a call that all ranks make, servers with their own."""
     everyone = _texts_of_world(json.dumps([release(), own]), is_server=own is not None)
     cards = [json.loads(card) for card in everyone]
     for rank, (theirs, _) in enumerate(cards):
@@ -432,7 +432,7 @@ def check_connected(failure: str, *, is_server: bool) -> None:
 
 def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
     try:
-        return _texts(world(), place_of_texts(world()), own, _CARD_BYTES)
+        return texts(world(), place_of_texts(world()), own, _CARD_BYTES)
     except PeerError:
         if not is_server:
             raise
@@ -440,13 +440,13 @@ def _texts_of_world(own: str, *, is_server: bool) -> list[str]:
 
 
 def place_of_texts(group: dist.ProcessGroup) -> torch.device:
-    """Where a group takes tensors from that are nobody's gradients."""
+    """The device from which a group takes tensors that are nobody's gradients."""
     cpu = torch.device("cpu")
     return cpu if backend_for(group, cpu) == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
 def release() -> str:
-    """What must be the same on all ranks, as what they send each other may change from one to the next."""
+    """The release, the same on all ranks: what they send each other may change from one to the next."""
     from laconic import __version__  # which imports this
 
     return f"laconic {__version__}"
@@ -457,7 +457,7 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
     different = ranks_that_differ(group, device, "\n".join(facts))
     if not different:
         return
-    theirs = _texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
+    theirs = texts(group, device, "\n".join(facts), _FACT_BYTES)[different[0]].split("\n")
     pairs = zip_longest(facts, theirs, fillvalue="nothing more")
     own, other = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
     rank = dist.get_process_group_ranks(group)[different[0]]
@@ -467,11 +467,11 @@ def check_alike(group: dist.ProcessGroup, device: torch.device, facts: Sequence[
 def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str) -> list[int]:
     """The ranks that made this call with another text; a call that all ranks of the group make."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    everyone = _texts(group, device, digest, len(digest))
+    everyone = texts(group, device, digest, len(digest))
     return [rank for rank, other in enumerate(everyone) if other != digest]
 
 
-def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:
+def texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:
     """The text of each rank of a group, of so many bytes at most."""
     padded = torch.frombuffer(bytearray(own.encode()[:num_bytes].ljust(num_bytes)), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in range(group.size())]
@@ -481,7 +481,7 @@ def _texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: 
 
 
 def spans_world(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks are in it."""
+    """Return whether all ranks are in it."""
     return dist.is_initialized() and group.size() == dist.get_world_size()
 
 

@@ -26,7 +26,7 @@ from laconic.transport.tls import secured
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     HELLO = 0  # the terms of a caller that has shown that it knows the key
     LAYOUT = auto()  # parts, behind the layout that they and later ones are of
@@ -74,7 +74,7 @@ _MORE = getattr(socket, "MSG_MORE", 0)  # a head goes with what follows it
 
 @dataclass(frozen=True)
 class Message:
-    """What one end sends to the other; a server adds how many workers live and which of them the receiver is."""
+    """A message from one end to the other; a server adds how many workers live and which of them the receiver is."""
 
     kind: Kind
     step: int = -1
@@ -86,12 +86,12 @@ class Message:
 
     @property
     def id(self) -> tuple[Kind, int, int]:
-        """What all workers' messages of a round have in common."""
+        """The part that all workers' messages of a round have in common."""
         return self.kind, self.step, self.bucket
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on the wire."""
+        """Its bytes on the wire."""
         return HEAD_BYTES + self.payload.nbytes
 
     @property
@@ -242,7 +242,7 @@ class Cursor:
 
 
 def views_of(message: Message) -> list[memoryview]:
-    """What is sent of a message: its head and its payload, in one piece where that is small, or else behind it."""
+    """The bytes of a message: its head and its payload, in one piece where that is small, or else behind it."""
     payload = message.payload
     head = bytearray(_HEAD.size)
     _HEAD.pack_into(

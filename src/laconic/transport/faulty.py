@@ -16,7 +16,7 @@ from laconic.transport.transport import Collectives, Push, Transport
 
 
 class Fault(Enum):
-    """What befalls a message."""
+    """A fault of one message."""
 
     DROP = auto()  # nothing of it arrives; of a length that all know, zeros do
     DELAY = auto()
@@ -32,7 +32,7 @@ class WorkerDiedError(RuntimeError):
 
 @dataclass
 class Faults:
-    """Which of a worker's messages go wrong: by number, from 0 in the order in which they leave it."""
+    """The faults of a worker's messages: by number, from 0 in the order in which they leave it."""
 
     by_number: Mapping[int, Fault]
     delay_s: float = 0.0
@@ -42,7 +42,7 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_fault(self) -> Fault | None:
-        """What befalls the next message."""
+        """The fault of the next message, if it has one."""
         with self._lock:
             number = self.num_messages
             self.num_messages += 1
@@ -54,7 +54,7 @@ class Faults:
         return fault
 
     def arriving(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """What arrives of these flat frames, which are one message."""
+        """The part that arrives of these flat frames, which are one message."""
         fault = self.next_fault()
         last = self._last
         self._last = [frame.clone() for frame in frames] if fault == Fault.DUPLICATE else []
@@ -67,7 +67,7 @@ class Faults:
         return last if len(last) == len(frames) else list(frames)
 
     def filled(self, frame: Tensor) -> Tensor:
-        """What arrives where the length is known to all: zeros in place of what does not."""
+        """The same of a length that all know: zeros stand for what does not arrive."""
         (arrived,) = self.arriving([frame.reshape(-1)])
         whole = torch.zeros_like(frame).view(-1)
         length = min(arrived.numel(), whole.numel())

@@ -18,7 +18,7 @@ from laconic.transport.sockets import LENGTH_BYTES, OVERDUE, TOO_LONG
 
 
 class Deadline:
-    """When a message must be whole, however much of it comes meanwhile: a byte a second holds nobody up for ever."""
+    """The time until which a message must be whole: one that comes a byte a second holds nobody up for ever."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -31,7 +31,7 @@ class Deadline:
 
 
 class Flow:
-    """What goes to a peer and what comes from it."""
+    """The bytes that go to a peer and those that come from it."""
 
     def __init__(self, link: Connection, out: Iterable[memoryview] = (), into: Iterable[memoryview] = ()) -> None:
         sockets.library()  # which is loaded now, and not when a first message is waited for

@@ -1,18 +1,15 @@
-"""The network interfaces of this host, which one a process group uses, and which packets pass between hosts."""
+"""The network interfaces of this host, and which one a process group uses."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
-import select
 import socket
 import struct
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +19,6 @@ _RTM_GETLINK, _NLMSG_ERROR, _NLMSG_DONE, _NLM_F_DUMP_REQUEST = 18, 2, 3, 0x301
 _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 4, 18, 1
 _ESTABLISHED = "01"
 _NOWHERE = "192.0.2.1"  # an address of documentation: whatever is meant for it takes the default route
-SHORT_BYTES = 512  # of a packet that every path takes
-_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # packets are sent whole, whatever the kernel thinks of the path
-_HEADERS = 28  # of IP and UDP
-_LONG_BYTES = 9000  # of a jumbo frame; a packet of the loopback's 65,536 cannot be sent at all
-_TRIES = 3
-_PACKETS_S = 0.5
 SYS = Path("/sys/class/net")
 
 
@@ -66,7 +57,7 @@ def address_towards(peer: str = "") -> str:
 
 
 def address_to_be_used() -> str:
-    """Where Gloo will listen: at the interface that is named, or at the address of the host's name."""
+    """The address at which Gloo will listen: of the interface that is named, or of the host's name."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return _address_or_none(named)
     with suppress(OSError):
@@ -122,7 +113,7 @@ def _address_or_none(name: str) -> str:
 
 
 def _nominal_bits_per_s(name: str) -> float | None:
-    """What a device says of itself; a virtual one, like a veth, says 10 Gbit/s whatever it carries."""
+    """The rate that a device claims; a virtual one, like a veth, says 10 Gbit/s whatever it carries."""
     if not (SYS / name / "device").exists():
         return None
     with suppress(OSError, ValueError):
@@ -172,39 +163,3 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _aligned(length: int) -> int:
     return max(4, (length + 3) // 4 * 4)
-
-
-class Packets:
-    """Packets between hosts that are sent whole: of which lengths they arrive."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind((address or "0.0.0.0", 0))
-        self.port: int = self._socket.getsockname()[1]
-
-    def send(self, rank: int, mtu: int, places: Sequence[tuple[str, int]]) -> None:
-        """Some of a short length and of the longest that this rank's interface takes, to each place."""
-        self._socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-        for length in (SHORT_BYTES, min(mtu, _LONG_BYTES)):
-            packet = json.dumps([rank, length]).encode().ljust(length - _HEADERS)
-            for place in [*places] * _TRIES:
-                try:
-                    self._socket.sendto(packet, place)
-                except OSError:  # longer than what this host itself would send
-                    break
-
-    def received(self) -> dict[int, list[int]]:
-        """The lengths that came from each rank, within half a second."""
-        lengths_from: dict[int, set[int]] = {}
-        end = time.monotonic() + _PACKETS_S
-        while select.select([self._socket], [], [], max(0.0, end - time.monotonic()))[0]:
-            try:
-                rank, length = json.loads(self._socket.recv(1 << 16))
-            except (ValueError, TypeError):  # somebody else's
-                continue
-            lengths_from.setdefault(rank, set()).add(length)
-        return {rank: sorted(lengths) for rank, lengths in lengths_from.items()}
-
-    def close(self) -> None:
-        """Give the socket back."""
-        self._socket.close()

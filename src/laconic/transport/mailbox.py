@@ -86,7 +86,7 @@ class HeartbeatMonitor:
 
     @property
     def was_dropped(self) -> bool:
-        """Whether peers that closed their connections may have done so because this process stood still."""
+        """Return whether peers that closed their connections may have done so because this process stood still."""
         return self.stood_still_s > self._timeout_s / 2
 
     def _watch(self) -> None:
@@ -254,7 +254,7 @@ class TcpMailbox:
             ) from None
 
     def _receive_share(self, peer: int) -> Message | None:
-        """What a peer sends this time, after the last result if it lacks that, as its leader died; None if gone."""
+        """A peer's message for this time, after the last result if it lacks that, as its leader died; None if gone."""
         with self._monitor.waiting_for(peer):
             while message := self._to_combine[peer].get():
                 if message.step == self._num_combined:

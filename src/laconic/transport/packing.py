@@ -56,7 +56,7 @@ def unpack(frame: Tensor) -> Any:
 
 
 def _written(value: Any, tensors: list[Tensor]) -> Any:
-    """What JSON takes; a tensor's entries go into `tensors`."""
+    """The value as JSON takes it; a tensor's entries go into `tensors`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

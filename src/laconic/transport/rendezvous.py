@@ -1,4 +1,4 @@
-"""How processes connect: a caller proves that it knows a secret before anything else of it is read."""
+"""Processes connect: a caller proves that it knows a secret before anything else of it is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from laconic.transport.tls import certificate
 
 Gather = Callable[[Tensor], Tensor]  # one worker's bytes -> everyone's, by rank
 
-_HANDSHAKE_S = 10.0  # for a caller to show who it is; strangers may send anything, or nothing
+HANDSHAKE_S = 10.0  # for a caller to show who it is; strangers may send anything, or nothing
 _MOST_HANDSHAKES = 256  # at once: beyond, the oldest is closed
 _LOOK_S = 0.2  # at most between two looks at the clock
 _HELLO_BYTES = 65_536
@@ -39,7 +39,7 @@ _CURE = "set GLOO_SOCKET_IFNAME to the interface that joins your machines"
 
 
 class Address(NamedTuple):
-    """Where a process can be called, the token that callers were given with it, and whether it shows a certificate."""
+    """The place where a process can be called, the token of its callers, and whether it shows a certificate."""
 
     host: str
     port: int
@@ -53,7 +53,7 @@ class Address(NamedTuple):
 
 
 class Acceptor:
-    """Where others call this process: on the interface that Gloo was told, or at its address towards MASTER_ADDR.
+    """The socket at which others call this process: on Gloo's interface, or at its address towards MASTER_ADDR.
 
     A caller is challenged, and shows in a few bytes that it knows the key, before it may send anything else; then this
     end shows the same. The key is made of the address's token, which workers exchange beforehand, and LACONIC_SECRET.
@@ -101,7 +101,7 @@ class Acceptor:
                 if self._link in ready:
                     with suppress(OSError):  # it has hung up already
                         caller = Connection(self._link.accept()[0], 0, self._context)
-                        handshakes[caller] = Cursor(self._handshake(caller)), now + _HANDSHAKE_S
+                        handshakes[caller] = Cursor(self._handshake(caller)), now + HANDSHAKE_S
                         waiting.register(caller, selectors.EVENT_READ)
                 for connection, (cursor, end) in list(handshakes.items()):
                     try:
@@ -127,11 +127,11 @@ class Acceptor:
         """The next caller, before its handshake, and where it calls from; OSError once this is closed."""
         self._link.settimeout(None)
         link, (host, port, *_) = self._link.accept()
-        return Connection(link, _HANDSHAKE_S, self._context), f"{host}:{port}"
+        return Connection(link, HANDSHAKE_S, self._context), f"{host}:{port}"
 
     def shake_hands(self, connection: Connection) -> None:
         """Let a caller show that it knows the key; OSError or FrameError where it does not, in time."""
-        connection.fill(Cursor(self._handshake(connection)), _HANDSHAKE_S)
+        connection.fill(Cursor(self._handshake(connection)), HANDSHAKE_S)
         connection.set_timeout(None)
 
     def _handshake(self, connection: Connection) -> Generator[memoryview, None, tuple[int, str]]:
@@ -199,12 +199,12 @@ def connect(
 
 
 def _key(token: str) -> bytes:
-    """What both ends know, and nobody who overhears the token alone."""
+    """The key that both ends know, and nobody who overhears the token alone."""
     return hmac.digest(os.environ.get("LACONIC_SECRET", "").encode(), token.encode(), "sha256")
 
 
 def _proof(key: bytes, end: bytes, challenge: bytes | bytearray, nonce: bytes, rank: int) -> bytes:
-    """What only an end that knows the key can make of these; the two ends show different things."""
+    """The proof that only an end with the key can make of these; the two ends show different things."""
     return hmac.digest(key, b"".join([end, challenge, nonce, rank.to_bytes(4, "little")]), "sha256")
 
 
@@ -264,7 +264,7 @@ def open_connections(
 
 
 def _gathered(gather: Gather, own: object, rank: int) -> list[Any]:
-    """What each worker has to tell, by rank; LaunchError where that is a text: the reason why one of them cannot."""
+    """The card of each worker, by rank; LaunchError where one is a text: the reason why its worker cannot."""
     cards = [json.loads(bytes(row.tolist())) for row in gather(payload_of(json.dumps(own).encode().ljust(_CARD_BYTES)))]
     for card in cards:
         if isinstance(card, str) and card:

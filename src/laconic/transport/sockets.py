@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class Moved:
-    """How far a call has come, by socket: 0 or the error of socket `failed`, bytes that are left, and what came."""
+    """The progress of a call, by socket: 0 or the error of socket `failed`, bytes that are left, and what came."""
 
     error: int
     failed: int

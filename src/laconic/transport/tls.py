@@ -17,12 +17,12 @@ _CHUNK_BYTES = 1 << 18
 
 
 def has_tls() -> bool:
-    """Whether the user gave a certificate, so that nothing of ours may travel in clear."""
+    """Return whether the user gave a certificate, so that nothing of ours may travel in clear."""
     return bool(os.environ.get("LACONIC_TLS_CERT") or os.environ.get("LACONIC_TLS_KEY"))
 
 
 def is_guarded() -> bool:
-    """Whether the user gave a certificate or a secret, so that only those who prove it may take part."""
+    """Return whether the user gave a certificate or a secret, so that only those who prove it may take part."""
     return has_tls() or bool(os.environ.get("LACONIC_SECRET"))
 
 

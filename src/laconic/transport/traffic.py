@@ -9,7 +9,7 @@ BESIDE = frozenset({"total", "state", "load", "stats", "close", "error"})  # kin
 
 @dataclass
 class Count:
-    """What one worker sent and received in one kind of message."""
+    """The messages of one kind that a worker sent and received."""
 
     messages: int = 0
     payload_bytes: int = 0  # what it contributed, once
@@ -59,7 +59,7 @@ class Traffic:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent inside serves measuring, and is not counted."""
+        """Messages that are sent inside serve measuring, and are not counted."""
         before = self.copy()
         yield
         self.by_kind = before

@@ -1,6 +1,6 @@
-"""What carries the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers.
+"""Transports carry the bytes: processes over torch.distributed, virtual workers in one process, dedicated servers.
 
-And how workers agree on something small over it: each receives every vector, and combines them alike.
+Workers agree on something small over one: each receives every vector, and combines them alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class Transport(Protocol):
 
     @property
     def was_late(self) -> bool:
-        """Whether the last answer was found without this worker; never where all wait for each other."""
+        """Return whether the last answer was found without this worker; never where all wait for each other."""
         return False
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
@@ -71,7 +71,7 @@ class Transport(Protocol):
         """The sum over the workers that are still there, on the CPU; of a few numbers that are no gradients."""
 
     def server_stats(self) -> list[dict[str, Any]]:
-        """What each dedicated server counted so far; a call that all workers make."""
+        """The counts of each dedicated server so far; a call that all workers make."""
         return []
 
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
@@ -97,7 +97,7 @@ class Transport(Protocol):
         return
 
     def owner_states(self) -> list[bytes]:
-        """What owners that are no workers keep, for a checkpoint, sent to one of the workers; [] where workers own."""
+        """The states of owners that are no workers, for a checkpoint, at one of the workers; [] where workers own."""
         return []
 
     def load_owner_states(self, states: Sequence[bytes]) -> None:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where virtual workers show each other what they send."""
+    """The place where virtual workers show each other what they send."""
 
     def __init__(self, num_workers: int) -> None:
         self.shown: list[Any] = [None] * num_workers
@@ -88,7 +88,7 @@ class InProcess(Collectives):
         return theirs
 
     def _exchange(self, own: object, read: Callable[[list[Any]], T]) -> T:
-        """What `read` makes of that which all show, by rank; nobody overwrites it while another still reads."""
+        """The result of `read` on that which all show, by rank; nobody overwrites it while another still reads."""
         self._meeting.shown[self.rank] = own
         self._meeting.barrier.wait()
         result = read(self._meeting.shown)

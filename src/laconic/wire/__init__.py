@@ -1,4 +1,4 @@
-"""How it is written, without loss: index codecs and frames."""
+"""Messages are written without loss: index codecs and frames."""
 
 from laconic.wire.frame import (
     CodesShape,

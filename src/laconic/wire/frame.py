@@ -37,7 +37,7 @@ class ValueCode(Protocol):
     code_dtype: ClassVar[torch.dtype]
 
     def num_bytes(self, count: int) -> int:
-        """What the codes of so many values take."""
+        """The bytes of the codes of so many values."""
 
 
 class ValueCodec(ValueCode, Protocol):
@@ -78,7 +78,7 @@ class CodesShape:
 
     @cached_property
     def index(self) -> IndexBlock:
-        """How positions are written."""
+        """The code of positions, and its length."""
         return self.own_index or foretold_block(self.num_entries, self.k)
 
     @cached_property
@@ -162,7 +162,7 @@ class CodesShape:
         return self.quantize.num_bytes(self.num_fixed + self.k)
 
     def _header(self, step: int, bucket: int, flags: int = 0) -> list[int]:
-        """What both ends know beforehand; the check sum comes before it, the scale after it."""
+        """The words that both ends know beforehand; the check sum comes before it, the scale after it."""
         codecs = _VERSION | self.index.codec.codec_id << 8 | self.quantize.code_id << 16 | flags
         return [_MAGIC, codecs, self.num_entries, self.k, self.num_fixed, step & 0x7FFFFFFF, bucket]
 
@@ -189,7 +189,7 @@ class FrameShape(CodesShape):
         return replace(foretold, own_index=IndexBlock(Rice, num_words))
 
     def read(self, frame: Tensor, *, step: int, bucket: int, peer: int) -> Contents:
-        """What `peer` wrote; FrameError names it if anything is not as foretold, and then nothing is to be applied."""
+        """The contents that `peer` wrote; FrameError names it, and nothing is applied, if it is not as foretold."""
         written = self.codes(frame, step=step, bucket=bucket, peer=peer)
         words = frame.view(torch.int32)
         if written is None:
@@ -218,7 +218,7 @@ class FrameShape(CodesShape):
         return positions.to(device), values.to(device)
 
     def are_foretold(self, frames: Tensor, *, step: int, bucket: int) -> bool:
-        """Whether all frames have the length and the header that they should, and none is of an overflow."""
+        """Return whether all frames have the length and the header that they should, and none is of an overflow."""
         return self._foretold_heads(frames, step, bucket) is not None
 
     def is_foretold(self, frame: Tensor, *, step: int, bucket: int) -> bool:

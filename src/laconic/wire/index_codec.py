@@ -166,7 +166,7 @@ class IndexCodec(Protocol):
 
     @staticmethod
     def can_code(n: int, k: int) -> bool:
-        """Whether any k positions out of n have a code."""
+        """Return whether any k positions out of n have a code."""
 
     @staticmethod
     def num_words(n: int, k: int) -> int | None:
@@ -195,7 +195,7 @@ INDEX_CODECS: tuple[type[IndexCodec], ...] = (Implied, EliasFano, Bitmap, Rice) 
 
 
 class IndexBlock(NamedTuple):
-    """How the positions of a frame are written, and in how many 32-bit words."""
+    """The code of a frame's positions, and its number of 32-bit words."""
 
     codec: type[IndexCodec] | PlannedCodec
     num_words: int
@@ -235,7 +235,7 @@ class Runs:
 
     @property
     def index_block(self) -> IndexBlock:
-        """How the positions of a frame are written, and in how many words."""
+        """The code of a frame's positions, and its number of words."""
         return IndexBlock(self, foretold_block(self._num_runs, self.num_selected).num_words)
 
     def encode(self, positions: Tensor, n: int) -> Tensor:
@@ -266,7 +266,7 @@ class Runs:
 
 @lru_cache(maxsize=1024)
 def _runs(spans: tuple[tuple[int, int], ...], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where all runs start, and how many entries they have, int32."""
+    """The starts of all runs, and their numbers of entries, int32."""
     starts = [torch.arange(start, stop, length, dtype=torch.int32, device=device) for start, stop in spans]
     counts = [(stop - at).clamp_(max=length) for at, (_, stop) in zip(starts, spans, strict=True)]
     return torch.cat(starts), torch.cat(counts)

@@ -53,7 +53,7 @@ def write_parts(
 def read_each(
     frames: Mapping[int, Tensor], shapes: Sequence[FrameShape], *, step: int, bucket: int
 ) -> dict[int, Contents]:
-    """What each peer wrote; FrameError names one whose frame is not as it should be."""
+    """The contents that each peer wrote; FrameError names one whose frame is not as it should be."""
     if _are_usual(frames.values(), shapes, step, bucket):
         contents = kernels.read_rice_frames(list(frames.values()), [_blocks(shape) for shape in shapes])
         if contents is not None:
@@ -78,7 +78,7 @@ def read_answers(
 
 
 def _are_usual(frames: Iterable[Tensor], shapes: Sequence[FrameShape], step: int, bucket: int) -> bool:
-    """Whether frames are bf16 behind Rice's code, and have the heads that they should."""
+    """Return whether frames are bf16 behind Rice's code, and have the heads that they should."""
     return all(
         _is_bf16(shape) and shape.index.codec is Rice and shape.is_foretold(frame, step=step, bucket=bucket)
         for frame, shape in zip(frames, shapes, strict=True)

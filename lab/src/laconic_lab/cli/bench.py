@@ -6,26 +6,14 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from laconic.cli import number, table
-from laconic.select import SCORES
 from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
-from laconic_lab.cli.jobs import add_job_options, job_of, say
 from laconic_lab.errors import TaskError
-from laconic_lab.inspect.unions import unions
-from laconic_lab.records import Recorder
-from laconic_lab.report import write_report
-from laconic_lab.train import Job
-
-_OF_A_UNION = (
-    *("task", "model", "data", "batch", "context", "accumulate", "seed", "labels_per_worker"),
-    *("optimizer", "lr", "warmup", "momentum", "betas", "weight_decay", "clip_norm"),
-)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,59 +38,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     step.add_argument("--steps", type=int, default=20, metavar="N", help="of which medians are taken (default 20)")
     step.set_defaults(run=run_step)
 
-    _add_union(parts)
-
     each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
     _add_size(each, 10_000_000)
     _add_effort(each)
     each.set_defaults(run=run_kernels)
-
-
-def _add_union(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    union = parts.add_parser("union", help="size of the workers' union and a server's bytes against their number")
-    union.add_argument("--workers", default="2,4,8,16", metavar="M,M", help="how many, virtual (default 2,4,8,16)")
-    union.add_argument("--scores", default=",".join(SCORES), metavar="NAME,NAME", help="default all")
-    union.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
-    union.add_argument("--steps", type=int, default=12, metavar="N", help="of each run (default 12)")
-    union.add_argument("--out", type=Path, metavar="DIR", help="folder for records and a page of plots, report.html")
-    union.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    add_job_options(union, without=tuple(f.name for f in fields(Job) if f.name not in _OF_A_UNION))
-    union.set_defaults(run=run_union)
-
-
-def run_union(args: argparse.Namespace) -> int:
-    """Measure unions."""
-    unknown = [score for score in args.scores.split(",") if score not in SCORES]
-    if unknown:
-        raise TaskError(f"--scores has {unknown[0]!r}; give some of {', '.join(SCORES)}")
-    try:
-        num_workers = [int(word) for word in args.workers.split(",")]
-    except ValueError:
-        raise TaskError(f"--workers is {args.workers!r}; give numbers with commas, as in 2,4,8") from None
-    job = job_of(args, workers=max(num_workers), steps=args.steps, out=None, json=False)
-    what = {"task": job.task, "steps": job.steps, "seed": job.seed, "rho": args.rho}
-    what["batch"] = job.training.batch
-    with Recorder(args.out) as records:
-        records.write("unions", **what)
-        measured = unions(job, args.rho, args.scores.split(","), num_workers, lambda line: say(f"laconic: {line}"))
-        results = [asdict(one) for one in measured]
-        for one in results:
-            records.write("union", **one)
-    if args.out is not None:
-        say(f"laconic: wrote {write_report(args.out)}")
-    if args.json:
-        print(json.dumps({**what, "unions": results}))
-        return 0
-    head = ("score", "workers", "|U|/k", "independent", "bytes out a step", "bytes in", "loss")
-    rows = [
-        (
-            one["score"], str(one["workers"]), f"{one['union']:.2f}", f"{one['independent']:.2f}",
-            f"{one['server_bytes_out']:,}", f"{one['server_bytes_in']:,}", f"{one['loss']:.3f}",
-        )
-        for one in results
-    ]  # fmt: skip
-    print(table(head, rows))
-    return 0
 
 
 def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5  # a look takes some milliseconds of a core that a run could use
 _RECENT = 10  # steps over which a rate is taken
 _LAST_LINES_S = 5
-_SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, use the same cores
+DRAWING_SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, use the same cores
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class PageSoFar:
         if begun >= self._due:
             self.write()
             now = time.monotonic()
-            self._due = now + (now - begun) / _SHARE
+            self._due = now + (now - begun) / DRAWING_SHARE
 
     def break_off(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave a page that stays as it is, where an error ends the runs."""

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,31 +125,15 @@ class Lab:
         netlink.add_bridge(self.switch, _BRIDGE)
         for host in self.hosts:
             self._plug_in(host)
-        rough = {(host.name, f"port{host.index}"): host for host in self.hosts if not host.link.is_plain}
-        if rough and not self.roughen_by_netem(rough):
-            links = {ends: host.link for ends, host in rough.items()}
-            netlink.start_relay(self.wires, self._entry.holder.pid, links)
-
-    def roughen_by_netem(self, rough: Mapping[tuple[str, str], Host]) -> bool:
-        """Let the kernel delay and lose packets, if it has netem, and else the relay; whether it does."""
-        for number, (ends, host) in enumerate(rough.items()):
-            try:
-                netlink.add_netem(self.wires, ends[0], host.link)
-            except LabError:
-                if number:
-                    raise
-                return False
-            netlink.add_netem(self.wires, ends[1], host.link)
-            netlink.join_bridge(self.wires, f"{_BRIDGE}{host.index}", ends)
-            if host.link.loss:  # netem loses all that travels as one, where a link loses packets of the MTU
-                netlink.limit_segments(host.namespace, INTERFACE, 1)
-        return True
+        rough = {(host.name, f"port{host.index}"): host.link for host in self.hosts if not host.link.is_plain}
+        if rough:
+            netlink.start_relay(self.wires, self._entry.holder.pid, rough)
 
     def _plug_in(self, host: Host) -> None:
         if host.link.is_plain:
             netlink.add_cable(self.switch, host.name, host.namespace, INTERFACE, _BRIDGE)
         else:
-            # Relay or netem: both ends lead out of the namespace, where a packet stops counting against its socket.
+            # To the relay: both ends lead out of the namespace, where a packet stops counting against its socket.
             netlink.add_cable(self.wires, host.name, host.namespace, INTERFACE)
             netlink.add_cable(self.switch, host.name, self.wires, f"port{host.index}", _BRIDGE)
             netlink.switch(self.wires, f"port{host.index}", "up")

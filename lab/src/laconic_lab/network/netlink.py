@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,29 +160,6 @@ def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
     """Let what leaves by `device` pass a queue, which shapes it or only counts."""
     action = f"add a queue of kind {queue['kind']} to {device}"
     ask(namespace, action, lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue))
-
-
-def add_netem(namespace: str, device: str, link: Link) -> None:
-    """Let what leaves by `device` be late or lost as one way of `link` has it, by the kernel, and in order."""
-
-    def add(kernel: Any) -> None:
-        index = index_of(kernel, device)
-        kernel.tc("add", index=index, handle="1:", **link.netem)
-        if link.jitter_s:  # netem's own queue is by the time of leaving, so that packets would overtake each other
-            kernel.tc("add", "pfifo", index=index, parent="1:1", handle="2:", limit=link.netem["limit"])
-
-    ask(namespace, f"add a queue of kind netem to {device}", add)
-
-
-def join_bridge(namespace: str, bridge: str, devices: Sequence[str]) -> None:
-    """Connect devices with a new bridge."""
-    add_bridge(namespace, bridge)
-
-    def add(kernel: Any) -> None:
-        for device in devices:
-            kernel.link("set", index=index_of(kernel, device), master=index_of(kernel, bridge))
-
-    ask(namespace, f"connect {' and '.join(devices)}", add)
 
 
 def queue_state(namespace: str, device: str) -> QueueState:

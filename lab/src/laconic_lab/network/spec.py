@@ -26,7 +26,6 @@ _BURST_MIN_BYTES = 2 * 1514
 # 230 with 256 kB). At 10mbit, 128 kB is the least that takes two 64 kB packets, and 512 kB would time TCP out.
 _QUEUE_S = 50e-3
 _QUEUE_MIN_BYTES = 128 * 1024
-_NETEM_PACKETS = 300_000  # under way at once: the longest delay of 10 s at 350mbit, so that it is not another loss
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,6 @@ class Link:
     def loss_each_way(self) -> float:
         """The share of packets lost on either way of either end's link: two of them lose what the link says."""
         return 1 - math.sqrt(1 - self.loss)
-
-    @property
-    def netem(self) -> dict[str, str | int | float]:
-        """Delay, jitter and loss of one way in tc's words: microseconds and per cent."""
-        return {
-            "kind": "netem",
-            "delay": round(self.delay_s / 2 * 1e6),
-            "jitter": round(self.jitter_s / 2 * 1e6),
-            "loss": 100 * self.loss_each_way,
-            "limit": _NETEM_PACKETS,
-        }
 
     @property
     def queue(self) -> dict[str, str | int]:

@@ -16,7 +16,6 @@ from laconic_lab.report.inspected import fits_page
 from laconic_lab.report.markup import frame
 from laconic_lab.report.planned import PLAN, plan_page
 from laconic_lab.report.table import other_figures, table
-from laconic_lab.report.unions import unions_page
 
 REPORT = "report.html"
 _REFRESH_S = 3  # while a comparison goes on
@@ -69,9 +68,8 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
 
 
 def _page_of(folder: Path, running: str) -> str:
-    for head, page in (("inspection", fits_page), ("unions", unions_page)):
-        if next(records.read(folder, head), None) is not None:
-            return page(folder)
+    if next(records.read(folder, "inspection"), None) is not None:
+        return fits_page(folder)
     return _page(read_facts(folder), running, _REFRESH_S if running else None)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "checkpoint"
 _MANIFEST = "manifest.json"
-_FORMAT = 2
+FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
 _PART = re.compile(r"rank-\d+\.pt")
 _CHECKSUM = struct.Struct("<8I")  # as numbers that workers can tell each other
@@ -82,7 +82,7 @@ def save_checkpoint(
                 files = dict(_fact(row) for row in sorted(rows))
                 for name in files:
                     (fresh / name).stat()  # not there where hosts do not share the folder
-                manifest = {"format": _FORMAT, "laconic": laconic.__version__, "step": step, "files": files}
+                manifest = {"format": FORMAT, "laconic": laconic.__version__, "step": step, "files": files}
                 _write_manifest(fresh, manifest | about)
                 _remove(home / f"step-{step}")
                 fresh.rename(home / f"step-{step}")
@@ -132,7 +132,7 @@ def _generations(home: Path) -> list[tuple[int, Path]]:
 
 def _damage(checkpoint: Path, about: Mapping[str, Any], group: WorkerGroup | None) -> str:
     """The first damage of a checkpoint's files, in words; nothing where they are as they were written."""
-    if about.get("format") != _FORMAT:
+    if about.get("format") != FORMAT:
         return f"{checkpoint} is of laconic {about.get('laconic')}, whose format this version does not read"
     files = list(about["files"].items())
     first, num_sharing = len(files), 0
@@ -232,7 +232,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         about: dict[str, Any] = manifest["about"]
         is_signed = manifest["sha256"] == _text_hash(json.dumps(about))
-        return about if is_signed and (about["format"] != _FORMAT or _is_sound(about)) else None
+        return about if is_signed and (about["format"] != FORMAT or _is_sound(about)) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

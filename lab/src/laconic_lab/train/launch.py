@@ -21,7 +21,7 @@ from laconic_lab.train.result import DIVERGED
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_LAST_WORDS_S = 5.0
+LAST_LINES_S = 5.0
 _POLL_S = 0.05
 
 # Of Ctrl-C a worker just ends: the launcher says it, and Python would print where each was, say in the import of torch.
@@ -139,7 +139,7 @@ def await_codes(processes: Sequence[subprocess.Popen[bytes]], job: Job) -> list[
     deadline = math.inf
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
         if deadline == math.inf and verdict(codes, job):
-            deadline = time.monotonic() + _LAST_WORDS_S
+            deadline = time.monotonic() + LAST_LINES_S
         time.sleep(_POLL_S)
     return codes
 

@@ -20,7 +20,7 @@ _CONTROL = "nvidia-cuda-mps-control"
 _QUIT = "quit -t 5"  # seconds for a worker that was killed to be noticed
 _TIMEOUT_S = 60  # of a start that hangs
 # The daemon starts its server for the first process that uses the GPU, and only then is it known whether that works.
-_CLIENT = """
+CLIENT = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
 code = cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
@@ -56,7 +56,7 @@ def _serving() -> Iterator[None]:
         env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours
         _call([_CONTROL, "-d"], env)
         try:
-            _call([sys.executable, "-I", "-S", "-c", _CLIENT], {**os.environ, **ours})
+            _call([sys.executable, "-I", "-S", "-c", CLIENT], {**os.environ, **ours})
             if not _call([_CONTROL], env, "get_server_list"):
                 raise LaunchError("a process ran on the GPU without it")
             os.environ.update(ours)

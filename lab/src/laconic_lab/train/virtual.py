@@ -35,11 +35,10 @@ from laconic_lab.train.worker_group import EndFacts, WorkerGroup
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-AfterStep = Callable[[int, Session], None]  # called by worker 0 after each step, counted from 1
 OnGradient = Callable[[int, Bucket, Session], None]  # called by a worker before it exchanges, with its own gradient
 
 
-def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_step: AfterStep | None = None) -> int:
+def work_in_process(job: Job, tell: Callable[[Result], None], say: Say) -> int:
     """Train and measure; 0, or DIVERGED.
 
     Replicas are equal bit for bit, so one model stands for all of them: the workers take turns with it, each for its
@@ -52,9 +51,8 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say, after_st
     with Recorder(job.out) as records:
         records.write("job", **job.facts(), workers_seen=job.workers, mps=False, first_step=0)
 
-        def train(loop: TrainingLoop, session: Session | None = None) -> Result:
-            leads = loop.group.place == 0
-            loop.run_(_VirtualObserver(loop, session, records, say, after_step) if leads else Observer())
+        def train(loop: TrainingLoop, _: Session | None = None) -> Result:
+            loop.run_(_VirtualObserver(loop, records, say) if loop.group.place == 0 else Observer())
             return summarize(loop)
 
         if isinstance(scheme, Scheme):
@@ -268,18 +266,14 @@ class VirtualLearner:
 
 @dataclass
 class _VirtualObserver(Observer):
-    """The observer of the worker that leads: it records, prints, and lets another look at the session."""
+    """The observer of the worker that leads: it records, and prints."""
 
     loop: TrainingLoop
-    session: Session | None
     records: Recorder
     say: Say
-    after_step: AfterStep | None
 
     def step(self, fact: dict[str, Any]) -> None:
         self.records.write("step", **fact)
-        if self.after_step is not None and self.session is not None:
-            self.after_step(fact["step"], self.session)
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self.records.write("eval", **fact)

@@ -24,7 +24,7 @@ _LEVELS = (
 
 
 class Facts(ctypes.Structure):
-    """What a withdrawal found out."""
+    """The facts that a withdrawal notes."""
 
     _fields_ = (
         ("mean", ctypes.c_double),
@@ -34,14 +34,14 @@ class Facts(ctypes.Structure):
     )
 
 
-_INTERFACE = 6  # as in native/interface.cpp
+INTERFACE = 6  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
 _U = ctypes.c_uint32
 _F = ctypes.c_float
 
-_SIGNATURES = {
+SIGNATURES = {
     "withdraw": (None, (_P, _P, _F, _N, _N, _F, _INT, _P, _P, ctypes.POINTER(Facts))),
     "all_finite": (_INT, (_P, _N, _INT)),
     "sum_magnitudes": (ctypes.c_double, (_P, _N, _INT)),
@@ -90,7 +90,7 @@ def level() -> str | None:
 @cache
 def levels() -> tuple[str, ...]:
     """All that were built and run here, widest first."""
-    return tuple(name for name in _levels_here() if _path(name).exists())
+    return tuple(name for name in _levels_here() if path_of(name).exists())
 
 
 def library() -> ctypes.CDLL:
@@ -104,11 +104,11 @@ def library() -> ctypes.CDLL:
 @cache
 def load(name: str) -> ctypes.CDLL:
     """The library of one level, with the types of its functions; calling one releases the GIL."""
-    loaded = ctypes.CDLL(str(_path(name)))
+    loaded = ctypes.CDLL(str(path_of(name)))
     interface = getattr(loaded, "laconic_interface", None)
-    if interface is None or interface() != _INTERFACE:
-        raise KernelError(f"{_path(name).name} was built from other sources than this code; reinstall laconic")
-    for kernel, (result, arguments) in _SIGNATURES.items():
+    if interface is None or interface() != INTERFACE:
+        raise KernelError(f"{path_of(name).name} was built from other sources than this code; reinstall laconic")
+    for kernel, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, f"laconic_{kernel}")
         function.restype = result
         function.argtypes = arguments
@@ -118,7 +118,7 @@ def load(name: str) -> ctypes.CDLL:
 HOW_TO_GET_THEM = "the native CPU kernels were not built; install a C++17 compiler, then reinstall laconic"
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
     return Path(__file__).parent / f"kernels_{name}.so"
 
 

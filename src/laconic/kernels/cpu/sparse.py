@@ -17,7 +17,7 @@ from laconic.kernels.cpu.library import Facts, check_apart, check_reach, library
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
 # the time of 25 M entries at 1 %; a sample of each step costs 1 % of it and catches 1.2 k.
-_FROM_A_SAMPLE = -1.0
+FIRST_THRESHOLD = -1.0  # which a negative one asks for
 
 
 def all_finite(x: Tensor, below: float = math.inf) -> bool:
@@ -72,7 +72,7 @@ def withdraw_(
         factor,
         n,
         k,
-        _FROM_A_SAMPLE,
+        FIRST_THRESHOLD,
         num_threads(),
         positions.data_ptr(),
         values.data_ptr(),

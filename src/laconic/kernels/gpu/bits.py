@@ -104,7 +104,7 @@ def _seal(words, total, num_words, a, b, c, d, e, f, g):
 
 
 def num_blocks(count: int) -> int:
-    """How many blocks of BLOCK hold that many."""
+    """The number of blocks of BLOCK that hold that many."""
     return -(-count // int(BLOCK.value))
 
 

@@ -1,4 +1,4 @@
-"""What all kernels here share: quick launches, programs of one launch that wait for each other, |x| as integers."""
+"""All kernels here share this: quick launches, programs of one launch that wait for each other, |x| as integers."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -38,7 +38,7 @@ def launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **options: int) 
 
 @cache
 def _num_variables(kernel: Any) -> int:
-    """How many arguments come before the constants."""
+    """The number of arguments before the constants."""
     return sum(not param.is_constexpr for param in kernel.params)
 
 
@@ -99,7 +99,7 @@ def leave(memory):
 
 
 def num_resident(device: torch.device, n: int) -> int:
-    """How many programs run at once; the interpreter runs one after the other, so one must not wait for the next."""
+    """The number of programs that run at once; the interpreter runs them in turn, so none must wait for the next."""
     if device.type != "cuda":
         return 1
     return _num_processors(device) * (PROGRAMS_PER_SM if n > _FEW_ENTRIES else 1)

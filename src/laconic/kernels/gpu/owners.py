@@ -1,4 +1,4 @@
-"""What an owner says to frames, by the kernels of this device."""
+"""An owner's replies to frames, by the kernels of this device."""
 
 from __future__ import annotations
 

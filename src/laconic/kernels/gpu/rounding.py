@@ -237,7 +237,7 @@ def quantize_pack(
         raise KernelError(f"{n} codes of {lane_bits} bits do not fit {num_words} words of {dtype}; give more words")
     if n == 0:
         return torch.zeros(num_words, dtype=dtype, device=x.device)
-    magic, shift, scales = _division("inverse", inverse, group, n)
+    magic, shift, scales = division("inverse", inverse, group, n)
     words = torch.empty(num_words, dtype=dtype, device=x.device)
     aligned = num_words % 4 == 0 and x.data_ptr() % 16 == 0
     numbers = n, num_words, levels, magic, shift, *_folded(key)
@@ -254,7 +254,7 @@ def unpack_scale(words: Tensor, count: int, lane_bits: int, step: Tensor, group:
         raise KernelError(f"{num_words} words of {words.dtype} do not hold {count} codes; give their own count")
     x = torch.empty(count, dtype=torch.float32, device=words.device)
     if count:
-        magic, shift, scales = _division("step", step, group, count)
+        magic, shift, scales = division("step", step, group, count)
         aligned = num_words % 4 == 0 and words.data_ptr() % 16 == 0
         numbers = count, num_words, magic, shift
         grid = (-(-num_words // _BLOCK.value),)
@@ -284,7 +284,7 @@ def _num_lanes(dtype: torch.dtype, lane_bits: int) -> int:
     return dtype.itemsize * 8 // lane_bits
 
 
-def _division(name: str, scales: Tensor, group: int, count: int) -> tuple[int, int, int]:
+def division(name: str, scales: Tensor, group: int, count: int) -> tuple[int, int, int]:
     """(magic, shift, what the scales are): i // group == i * (magic + 2^32) >> 32 + shift, for 0 <= i < 2^31.
 
     With 2^shift < group <= 2^(shift + 1) the magic number takes 32 bits, and exceeds 2^(32 + shift) / group by less

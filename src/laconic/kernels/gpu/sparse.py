@@ -131,7 +131,7 @@ def _bits(magnitude: float) -> int:
 
 
 def all_finite(x: Tensor, below: float = math.inf) -> bool:
-    """Whether all |x| are below a bound, and none is NaN; waits for the device. Only float32 is looked at here."""
+    """Return whether all |x| are below a bound, and none is NaN; waits for the device. Only float32 is checked here."""
     n = x.numel()
     if x.dtype != torch.float32 or n == 0:
         return reference.all_finite(x, below)
@@ -166,7 +166,7 @@ def mean_magnitude(x: Tensor) -> Tensor:
 
 
 def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many |x| reach each of the float32 `thresholds`, int64."""
+    """The number of |x| that reach each of the float32 `thresholds`, int64."""
     n = x.numel()
     check_vector(x, torch.float32, n, "x")
     check_vector(thresholds, torch.float32, thresholds.numel(), "thresholds")

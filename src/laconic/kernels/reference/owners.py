@@ -145,7 +145,7 @@ def take_mean_(
 
 
 class MeanKernels(NamedTuple):
-    """What `take_mean_` is made of on one device."""
+    """The kernels that `take_mean_` is made of on one device."""
 
     sum_over_union_: Callable[..., tuple[Tensor, Tensor]]
     withdraw_: Callable[..., tuple[Tensor, Tensor]]
@@ -214,7 +214,7 @@ def owe_(held: Tensor, fixed: Tensor, places: Tensor, values: Tensor, decoded: T
 
 
 def _within(ranges: Sequence[tuple[int, int]], positions: Tensor) -> list[int]:
-    """How many of these ascending positions lie in each range."""
+    """The number of these ascending positions in each range."""
     ends = positions.new_tensor(ranges).view(-1, 2)
     counts: list[int] = torch.searchsorted(positions, ends).diff().flatten().tolist()
     return counts

@@ -26,7 +26,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 @kernel
 def all_finite(x: Tensor, below: float = math.inf) -> bool:
-    """Whether all |x| are below a bound, and none is NaN. The largest |x| tells; a sum could accuse finite data."""
+    """Return whether all |x| are below a bound and none is NaN. The largest |x| tells; a sum may accuse finite data."""
     if x.numel() == 0:
         return True
     low, high = torch.aminmax(x)
@@ -55,7 +55,7 @@ def mean_magnitude(x: Tensor) -> Tensor:
 
 @kernel
 def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many |x| reach each of the float32 `thresholds`, int64."""
+    """The number of |x| that reach each of the float32 `thresholds`, int64."""
     bits = magnitude_bits(x)
     least = magnitude_bits(thresholds)
     return torch.stack([(bits >= one).sum() for one in least])
