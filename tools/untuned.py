@@ -58,7 +58,7 @@ class Entry:
 ENTRIES = [
     Entry("dense"),
     Entry("dense", rate=2.0),
-    Entry("dense", rate=0.5),
+    Entry("dense", rate=3.0),
     Entry("dense", "muon"),
     Entry("local:every=16"),
     Entry("streaming"),
@@ -341,7 +341,7 @@ def main() -> None:
         every = list(itertools.product(map(int, args.seeds.split(",")), args.jobs, entries))
         dense = [run for run in every if run[2].scheme == "dense"]
         rest = [run for run in every if run[2].scheme != "dense"]
-        for seed, name, entry in [*rest, *dense[rank::workers]]:
+        for seed, name, entry in [*dense[rank::workers], *rest]:
             start = time.perf_counter()
             try:
                 if name == "nanogpt":
