@@ -377,9 +377,9 @@ def rows_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             for group in (f"{inner}, {network}", f"all {inner}", "all"):
                 behind[part, group][rule].append(gap)
     rows = []
-    for (part, group), by_rule in behind.items():
-        gaps = {rule: f"{mean(values):+.2f} % (at worst {max(values):+.1f})" for rule, values in by_rule.items()}
-        rows.append({"cells": f"{group} ({len(by_rule[FIXED[0]])} cells)", "part": part, **gaps})
+    for (part, group), gaps in behind.items():
+        shown = {rule: f"{mean(values):+.2f} % (at worst {max(values):+.1f})" for rule, values in gaps.items()}
+        rows.append({"cells": f"{group} ({len(gaps[FIXED[0]])} cells)", "part": part, **shown})
     return rows
 
 

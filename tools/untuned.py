@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import difflib
+import gc
 import io
 import itertools
 import json
@@ -120,7 +121,7 @@ def vit(data: Path, device: torch.device, seed: int) -> Job:
         some = padded[at.to(device), :, top : top + 32, left : left + 32]
         return some.flip(3) if is_mirrored % 2 else some, labels[at.to(device)]
 
-    parts = list(zip(held_out.split(500), held_out_labels.split(500), strict=True))
+    parts = list(zip(torch.split(held_out, 500), torch.split(held_out_labels, 500), strict=True))
     return Job(ViT, batch, lambda model, x, y: F.cross_entropy(model(x), y), parts, 1e-3, 400, _cosine)
 
 
@@ -148,7 +149,7 @@ def _texts(text: bytes, device: torch.device, length: int, sequences: int) -> tu
         return chunk[:, :-1], chunk[:, 1:]
 
     at = torch.linspace(split, len(whole) - length - 1, 512, device=device).long()
-    chunks = [whole[some[:, None] + window] for some in at.split(64)]
+    chunks = [whole[some[:, None] + window] for some in torch.split(at, 64)]
     return batch, [(chunk[:, :-1], chunk[:, 1:]) for chunk in chunks]
 
 
@@ -326,8 +327,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.jobs == ["diff"]:
         source = (args.data / "nanoGPT" / "train.py").read_text()
-        lines = (text.splitlines(keepends=True) for text in (source, patched(source)))
-        sys.stdout.writelines(difflib.unified_diff(*lines, "nanoGPT/train.py", "train.py with laconic", n=1))
+        old, new = (text.splitlines(keepends=True) for text in (source, patched(source)))
+        sys.stdout.writelines(difflib.unified_diff(old, new, "nanoGPT/train.py", "train.py with laconic", n=1))
         return
     args.out = args.out.resolve()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -358,6 +359,8 @@ def main() -> None:
                 line = {"job": name, "entry": str(entry), "seed": seed, "seconds": took, **about}
                 with args.out.open("a") as out:
                     out.write(json.dumps(line) + "\n")
+            gc.collect()  # a script's globals, which are a circle
+            torch.cuda.empty_cache()
         dist.barrier()
         os.chdir("/")
     dist.destroy_process_group()
