@@ -311,7 +311,8 @@ def coded(x: Tensor, code: str) -> Tensor:
         size = x.abs()
         return x * (size >= size.kthvalue(round((1 - SPARSE) * x.size(2)), 2, True).values)
     bits = int(code)
-    blocks = F.pad(x, (0, -x.size(2) % 512)).unflatten(2, (-1, 512))
+    padded = F.pad(x, (0, -x.size(2) % 512))
+    blocks = padded.view(*padded.shape[:2], -1, 512)
     size = blocks.abs()
     if bits == 2:
         is_large = size > size.mean(3, keepdim=True)
