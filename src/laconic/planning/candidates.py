@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from laconic.errors import SchemeError
+from laconic.optim import Muon
 from laconic.recipes import parse
 from laconic.replicas import Optimizers, listed
 from laconic.scheme import AnyScheme
@@ -89,7 +90,9 @@ def kind_of(model: nn.Module) -> str:
 
 
 def optimizer_name(optimizer: Optimizers) -> str:
-    """Adam's kind, which divides by a running norm of the gradient, or SGD's, which does not."""
+    """Muon's; Adam's kind, which divides by a running norm of the gradient; or SGD's, which does not."""
+    if any(isinstance(one, Muon) for one in listed(optimizer)):
+        return "muon"
     return "adamw" if any("betas" in one.defaults for one in listed(optimizer)) else "sgd"
 
 
