@@ -78,7 +78,7 @@ NETWORKS = {  # split before any was run
         Network(128, 32, "4", 4),
     ],
 }
-SEEDS = {"choose": (0, 1), "confirm": (2, 3)}
+SEEDS = {"choose": (0,), "confirm": (2,)}
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ RULES = {
     "auto, gain 0.25": Rule(gain=0.25),
     "auto, from 0.3": Rule(gain=0.5, start=0.3),
     "auto, to 0.8": Rule(gain=0.5, most=0.8),
+    "auto, from 0.3 to 0.8": Rule(gain=0.5, start=0.3, most=0.8),
     "auto, falls x 2": Rule(gain=0.5, fall=2.0),
     "auto, falls x 4": Rule(gain=0.5, fall=4.0),
     "auto, smooth": Rule(gain=0.5, smooth=0.5),
@@ -135,8 +136,9 @@ class Cell:
 
 def cells_of(rules: Iterable[str], seeds: Sequence[int]) -> list[Cell]:
     """All of them; those of Muon come last, since it steps matrices of a contiguous half."""
-    kinds = product(("adamw", "muon"), ("cosine", "constant"), (1 / 3, 1.0, 3.0), seeds, rules)
-    return [Cell(*kind) for kind in kinds]
+    schedules = (("cosine", 1 / 3), ("cosine", 1.0), ("cosine", 3.0), ("constant", 1.0))
+    kinds = product(("adamw", "muon"), schedules, seeds, rules)
+    return [Cell(inner, *schedule, seed, rule) for inner, schedule, seed, rule in kinds]
 
 
 class Gpts:

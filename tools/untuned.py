@@ -91,11 +91,11 @@ def _cosine(share: float) -> float:
 class ViT(nn.Module):
     """A vision transformer of patches of 4 x 4 pixels."""
 
-    def __init__(self, width: int = 192, layers: int = 6) -> None:
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, 4, 4)
         self.place = nn.Parameter(0.02 * torch.randn(1, 64, width))
-        block = nn.TransformerEncoderLayer(width, 3, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         for block in self.blocks.layers:  # copies of one, which should begin apart
             block.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
@@ -122,13 +122,13 @@ def vit(data: Path, device: torch.device, seed: int) -> Job:
         return some.flip(3) if is_mirrored % 2 else some, labels[at.to(device)]
 
     parts = list(zip(torch.split(held_out, 500), torch.split(held_out_labels, 500), strict=True))
-    return Job(ViT, batch, lambda model, x, y: F.cross_entropy(model(x), y), parts, 1e-3, 400, _cosine)
+    return Job(ViT, batch, lambda model, x, y: F.cross_entropy(model(x), y), parts, 1e-3, 300, _cosine)
 
 
 class Lstm(nn.Module):
     """Two layers of an LSTM on characters."""
 
-    def __init__(self, width: int = 384) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 64)
         self.lstm = nn.LSTM(64, width, 2, batch_first=True)
@@ -160,7 +160,7 @@ def _next_letter(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def lstm(data: Path, device: torch.device, seed: int) -> Job:
     """An LSTM on Tiny Shakespeare."""
     batch, held_out = _texts((data / "input.txt").read_bytes(), device, 128, 16)
-    return Job(Lstm, batch, _next_letter, held_out, 3e-3, 400, _cosine)
+    return Job(Lstm, batch, _next_letter, held_out, 3e-3, 300, _cosine)
 
 
 _pretrained: dict[int, nn.Module] = {}
@@ -173,7 +173,7 @@ def finetune(data: Path, device: torch.device, seed: int) -> Job:
 
     def fresh() -> nn.Module:
         with contextlib.redirect_stdout(io.StringIO()):
-            config = GPTConfig(block_size=128, vocab_size=256, n_layer=6, n_head=4, n_embd=256, dropout=0.0, bias=False)
+            config = GPTConfig(block_size=128, vocab_size=256, n_layer=4, n_head=4, n_embd=192, dropout=0.0, bias=False)
             return GPT(config)  # type: ignore[no-any-return]
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def finetune(data: Path, device: torch.device, seed: int) -> Job:
     source = b"".join(file.read_bytes() for file in files)[: 2 * len(text)]
     batch, held_out = _texts(source, device, 128, 16)
     model = _pretrained[seed]
-    return Job(lambda: copy.deepcopy(model), batch, loss, held_out, 3e-4, 300, lambda share: 1 - share)
+    return Job(lambda: copy.deepcopy(model), batch, loss, held_out, 3e-4, 200, lambda share: 1 - share)
 
 
 SMALL = {"vit": vit, "lstm": lstm, "finetune": finetune}
