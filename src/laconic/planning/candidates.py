@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from laconic.errors import SchemeError
-from laconic.optim import Muon
 from laconic.recipes import parse
 from laconic.replicas import Optimizers, listed
 from laconic.scheme import AnyScheme
@@ -90,9 +89,7 @@ def kind_of(model: nn.Module) -> str:
 
 
 def optimizer_name(optimizer: Optimizers) -> str:
-    """Muon's; Adam's kind, which divides by a running norm of the gradient; or SGD's, which does not."""
-    if any(isinstance(one, Muon) for one in listed(optimizer)):
-        return "muon"
+    """Adam's kind, which divides by a running norm of the gradient, or SGD's, which does not."""
     return "adamw" if any("betas" in one.defaults for one in listed(optimizer)) else "sgd"
 
 
