@@ -53,7 +53,7 @@ _RECIPES = (
     *("maxnorm:bits=4", "maxnorm:bits=2", "multiscale", "sign"),
     *("lowrank:rank=4", "lowrank:rank=4,form=alternating", "torch-powersgd:rank=4"),
     *("local:every=16", "diloco:every=32", "streaming", "streaming:every=32", "streaming:every=64"),
-    *("sparseloco", "noloco", "gossip"),
+    *("muloco:every=16,fragments=4,delay=4", "muloco", "sparseloco", "noloco", "gossip"),
 )
 _ACCUMULATED = (2, 4, 8, 16)
 
@@ -81,6 +81,7 @@ KINDS = {
         ModelCase("convolutional", "fashion-mnist", "cnn", "sgd", 200, 10),
         ModelCase("transformer", "chars", "gpt-tiny", "adamw", 300, 20),
         ModelCase("convolutional", "fashion-mnist", "cnn", "adamw", 200, 10, lr=1e-3),
+        ModelCase("transformer", "chars", "gpt-tiny", "muon", 300, 20, lr=4e-3),
     )
 }
 

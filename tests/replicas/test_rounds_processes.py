@@ -11,6 +11,7 @@ from torch import Tensor
 
 import laconic
 from laconic import PeerError
+from laconic.replicas import OuterRounds
 from tests.gossiping import Learner, drifted
 from tests.parts import outer_texts
 from tests.workers import WorkerPool
@@ -18,6 +19,8 @@ from tests.workers import WorkerPool
 
 def _drift(text: str, steps: int) -> tuple[Tensor, int, int]:
     learner = Learner(text, dist.get_rank(), laconic.follow, 0.1)
+    assert isinstance(learner.follower.policy, OuterRounds)
+    learner.follower.policy.rehearse()  # as follow() does on a GPU: nothing is counted or kept
     for number in range(steps):
         learner.drift(number)
     learner.follower.settle()

@@ -85,6 +85,8 @@ def follow_others(
         raise SchemeError(
             f"rank {others[0]} gave another outer_optimizer=, or inner momentum; give the same on all ranks"
         )
+    if device.type == "cuda" and not servers:  # whose state a rehearsal would be part of
+        policy.rehearse()
     follower = Follower(policy)
     follower.everyone = Everyone(world() if is_sharded else group)
     return follower

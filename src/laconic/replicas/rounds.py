@@ -119,6 +119,25 @@ class OuterRounds(Policy):
         if self.error is not None:
             self._fail()
 
+    def rehearse(self) -> None:
+        """Exchange zeros of every fragment once, as its rounds will: kernels compile, and connections open.
+
+        On a GPU the first rounds would otherwise stall training for seconds. Nothing of it is counted or kept, since
+        its session is another one; a call that all workers make, before any of them steps.
+        """
+        start = time.perf_counter()
+        rehearsed = Background(Session(self.scheme.exchanged, self._transport, undoes=True), self._home)
+        with self._transport.traffic.uncounted(), self._exchanging():
+            for fragment in self.fragments.values():
+                zeros = torch.zeros_like(fragment.anchor)
+                for outcome in [rehearsed.submit(bucket) for bucket in fragment.buckets(zeros)]:
+                    outcome.wait()
+                if kernels.all_finite(zeros):
+                    self.vector.add_(zeros, fragment.part)
+        rehearsed.close()
+        torch.cuda.empty_cache()  # of streams that are gone
+        _log.info(f"rank {self.rank} compiled kernels and opened connections in {time.perf_counter() - start:.1f} s")
+
     def send_due(self, step: int) -> None:
         """Send the drifts of the fragments that are due."""
         self._alike = False
