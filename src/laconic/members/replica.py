@@ -47,6 +47,7 @@ class Piece:
         self.residual = torch.zeros_like(self.anchor)
         self.sent: SentDrift | None = None
         self.is_asking = False  # and sends no drift until it knows what became of the last one
+        self.next_step = 0  # after which it is sent; a call may want it before
         self.tokens = 0  # that this member trained on since its last counted drift was sent
         self.steps = 0
         self.last_tokens = 1  # of the last drift: the weight of what is left behind
@@ -172,8 +173,7 @@ class Replica:
             return [Anchor.of(number, 0, piece.read()) for number, piece in self.pieces.items() if founds]
         for piece in self.pieces.values():
             if founds and piece.version < 0:
-                piece.begin_at_(piece.read())
-                piece.version = 0
+                self._begin_(piece, piece.read(), 0)
         return self.requests()
 
     def requests(self) -> list[Word]:
@@ -187,13 +187,18 @@ class Replica:
             if anchor.numel() != piece.anchor.numel():
                 raise FrameError(f"sent an anchor of {anchor.numel()} entries, not {piece.anchor.numel()}")
         if piece.version < 0:
-            piece.begin_at_(anchor)
+            self._begin_(piece, anchor, word.version)
         elif piece.sent is None or not word.is_held or word.payload.numel():
             is_counted = piece.sent is not None and piece.sent.version == word.counted
             self._count(piece, is_counted=is_counted)
             piece.settle_(anchor, is_counted=is_counted)
         piece.version = word.version
         piece.is_asking = False
+
+    def _begin_(self, piece: Piece, anchor: Tensor, version: int) -> None:
+        piece.begin_at_(anchor)
+        piece.version = version
+        piece.next_step = self.num_steps + self._interval(piece.number, min(version, self.scheme.when.warmup))
 
     def _on_update(self, piece: Piece, word: Update) -> list[Word]:
         if word.version != piece.version + 1:  # sent before the anchor that has come since, or after one was missed
@@ -214,24 +219,31 @@ class Replica:
     def after_step(self, tokens: int = 1, report: Mapping[str, float] | None = None) -> list[Word]:
         """Count a step of training, and send the drifts that are due or called for."""
         self.num_steps += 1
-        when = self.scheme.when
-        due = set(when.fragments_due(self.num_steps))
-        if when.fragments - 1 in due:
-            due.add(when.fragments)  # buffers go with the last fragment
         words: list[Word] = []
         for number, piece in self.pieces.items():
             piece.tokens += tokens
             piece.steps += 1
-            is_called = (number, piece.version) in self._called
-            if piece.version < 0 or piece.is_asking or piece.sent or not (number in due or is_called):
+            is_due = self.num_steps >= piece.next_step or (number, piece.version) in self._called
+            if piece.version < 0 or piece.is_asking or piece.sent or not is_due:
                 continue
-            key = (self._seed, number, self.num_steps)
-            drift = piece.drift(key, self.num_steps + when.delay_at(self.num_steps), report or {})
+            when = self.scheme.when
+            delay = when.delay if piece.version >= when.warmup else 0
+            drift = piece.drift((self._seed, number, self.num_steps), self.num_steps + delay, report or {})
+            # Counted from this round, so that members who joined at other times go on together.
+            piece.next_step = self.num_steps + self._interval(number, piece.version + 1)
             self.num_healed += drift is None
             if drift is not None:
                 words.append(drift)
                 self._called.discard((number, piece.version))
         return words
+
+    def _interval(self, number: int, version: int) -> int:
+        """Steps until a fragment of this version is sent, after it was sent in the one before."""
+        when = self.scheme.when
+        if version < when.warmup:
+            return 1
+        place = min(number + 1, when.fragments)  # buffers go with the last fragment
+        return when.every if version > when.warmup else place * when.every // when.fragments
 
     def awaited(self) -> list[Piece]:
         """In lockstep: the fragments whose result is due and has not been applied."""
