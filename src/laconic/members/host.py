@@ -151,7 +151,7 @@ class MemberServer:
                 "wait_budget_s": syncer.wait_budget_s,
                 "bytes_out": self.bytes_out + sum(line.bytes_out for line in lines),
                 "bytes_in": self.bytes_in + sum(line.bytes_in for line in lines),
-                "lost_norms": dict(syncer.lost_norms),
+                "lost_norm": syncer.lost_norm,
                 "members": members,
             }
 

@@ -26,6 +26,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 PROTOCOL = 1
 NOTHING = payload_of(b"")
+FORGOTTEN = -2
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Status:
     rounds: int
     num_members: int
     is_lockstep: bool
+    lost_norm: float = 0.0  # of the residual that ended with a process which had the receiver's id before
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Request:
 
     fragment: int
     version: int
+    pending: int  # the number of its drift of which it does not know whether it was counted; -1: it has none
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Anchor:
 
     fragment: int
     version: int
-    counted: int  # the last version whose round had a drift of the receiver's; -1: none
+    counted: int  # the number of the receiver's drift that was counted last; -1: none, FORGOTTEN: nobody knows
     is_held: bool  # whether the round that is open has one
     check: int
     payload: Tensor = field(compare=False)  # nothing where the receiver has this version
@@ -100,6 +103,7 @@ class Drift:
 
     fragment: int
     version: int  # of the anchor
+    number: int  # drawn for each drift, so that a restored member knows whether it was this one that was counted
     tokens: int  # it was made of, which are its weight in the mean
     steps: int
     residual_norm: float

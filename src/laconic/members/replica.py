@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import kernels
-from laconic.errors import FrameError, PeerError, SchemeError
+from laconic.errors import FrameError, PeerError, SchemeError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
 from laconic.members.messages import Anchor, Bequest, Call, Drift, Request, Status, Update, Word
@@ -19,13 +20,14 @@ from laconic.replicas import ModelVector, Part, divided
 from laconic.scheme import OuterScheme
 
 _LOG = logging.getLogger("laconic.members")
+_SAVED = ("version", "counted", "anchor", "residual", "next_step", "tokens", "steps", "last_tokens")  # of a piece
 
 
 @dataclass
 class SentDrift:
     """A drift of which it is not known yet whether it was counted."""
 
-    version: int
+    number: int
     model: Tensor  # as it was
     residual: Tensor  # as it was before
     tokens: int
@@ -43,6 +45,7 @@ class Piece:
         self.number = number
         self.part = part
         self.version = -1  # it has no anchor yet
+        self.counted = -1  # the number of the last drift that was counted
         self.anchor = torch.zeros(part.num_entries, device=vector.device)
         self.residual = torch.zeros_like(self.anchor)
         self.sent: SentDrift | None = None
@@ -62,7 +65,7 @@ class Piece:
     def request(self) -> Request:
         """The question what is new, and what became of the last drift."""
         self.is_asking = True
-        return Request(self.number, self.version)
+        return Request(self.number, self.version, -1 if self.sent is None else self.sent.number)
 
     def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float]) -> Drift | None:
         """What is to be sent; None where the model is not finite, and goes back to the anchor."""
@@ -73,10 +76,11 @@ class Piece:
             self._vector.write_(self.anchor, self.part)
             return None
         payload, moved = self.codec.encode(owed, key)
-        self.sent = SentDrift(self.version, now, self.residual, self.tokens, self.steps, due)
+        self.sent = SentDrift(secrets.randbits(53), now, self.residual, self.tokens, self.steps, due)
         self.residual = owed - moved
         norm = float(self.residual.norm())
-        return Drift(self.number, self.version, max(1, self.tokens), self.steps, norm, dict(report), payload)
+        tokens = max(1, self.tokens)
+        return Drift(self.number, self.version, self.sent.number, tokens, self.steps, norm, dict(report), payload)
 
     def settle_(self, anchor: Tensor, *, is_counted: bool) -> None:
         """Move the model with its anchor; a drift that was counted is in the anchor now, another one stays."""
@@ -85,6 +89,7 @@ class Piece:
             self.tokens -= self.sent.tokens
             self.steps -= self.sent.steps
             self.last_tokens = max(1, self.sent.tokens)
+            self.counted = self.sent.number
         else:
             self._vector.add_(anchor - self.anchor, self.part)
             if self.sent is not None:
@@ -100,12 +105,29 @@ class Piece:
         self.sent = None
         self.tokens = self.steps = 0
 
+    def owed(self) -> Tensor:
+        """The drift and the residual that were not sent."""
+        since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
+        return (since - self.read()).add_(self.residual)
+
     def bequest(self) -> Bequest:
         """All that is not in the server's hands."""
-        since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
-        left = (since - self.read()).add_(self.residual)
         tokens = self.tokens - (self.sent.tokens if self.sent else 0)
-        return Bequest(self.number, max(tokens, self.last_tokens), left.cpu().view(torch.uint8))
+        return Bequest(self.number, max(tokens, self.last_tokens), self.owed().cpu().view(torch.uint8))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model itself, as copies on the CPU."""
+        sent = None if self.sent is None else {name: _copied(value) for name, value in vars(self.sent).items()}
+        return {"sent": sent, **{name: _copied(getattr(self, name)) for name in _SAVED}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was saved, on a model as it was then."""
+        for name in _SAVED:
+            setattr(self, name, _copied(state[name], self._vector.device))
+        sent = state["sent"]
+        sent = sent and SentDrift(**{name: _copied(value, self._vector.device) for name, value in sent.items()})
+        self.sent = sent or None
+        self.is_asking = True  # drifts may have been counted since
 
 
 class Replica:
@@ -186,10 +208,21 @@ class Replica:
             anchor = word.values().to(piece.anchor.device)
             if anchor.numel() != piece.anchor.numel():
                 raise FrameError(f"sent an anchor of {anchor.numel()} entries, not {piece.anchor.numel()}")
+        is_known = word.counted == piece.counted or (piece.sent is not None and word.counted == piece.sent.number)
         if piece.version < 0:
             self._begin_(piece, anchor, word.version)
+        elif not is_known:  # this process was restored from a state that holds what was counted meanwhile
+            lost = float(piece.owed().norm())
+            _LOG.warning(
+                "fragment %d continues from the anchor: drifts were counted after this state was saved; a drift and "
+                "residual of norm %.3g, part of which was counted, are dropped",
+                piece.number,
+                lost,
+            )
+            self._begin_(piece, anchor, word.version)
+            piece.counted = max(-1, word.counted)
         elif piece.sent is None or not word.is_held or word.payload.numel():
-            is_counted = piece.sent is not None and piece.sent.version == word.counted
+            is_counted = piece.sent is not None and piece.sent.number == word.counted
             self._count(piece, is_counted=is_counted)
             piece.settle_(anchor, is_counted=is_counted)
         piece.version = word.version
@@ -253,6 +286,43 @@ class Replica:
         """What a member that leaves hands over, once it was told what became of its drifts."""
         return [piece.bequest() for piece in self.pieces.values() if piece.version >= 0]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a process needs that is to continue as this one, beside the model."""
+        return {
+            "generation": self.generation,
+            "run": self.progress.run,
+            "scheme": str(self.scheme),
+            "steps": self.num_steps,
+            "counted": self.num_counted,
+            "late": self.num_late,
+            "pieces": {number: piece.state_dict() for number, piece in self.pieces.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the process that saved this, on a model as it was then.
+
+        Raises:
+            StateError: It is of another scheme or model.
+        """
+        shapes = {number: piece.anchor.shape for number, piece in self.pieces.items()}
+        try:
+            pieces = {int(number): piece for number, piece in state["pieces"].items()}
+            saved_shapes = {number: piece["anchor"].shape for number, piece in pieces.items()}
+            saved_scheme = str(state["scheme"])
+        except (KeyError, TypeError, AttributeError):
+            raise StateError("this is no state of a member; give what member.state_dict() returned") from None
+        if saved_scheme != str(self.scheme) or saved_shapes != shapes:
+            raise StateError(
+                f"the state is of a member under {saved_scheme} with fragments {saved_shapes}; this server runs "
+                f"{self.scheme} with {shapes}: join without a state"
+            )
+        self.generation, self.num_steps = int(state["generation"]), int(state["steps"])
+        self.num_counted, self.num_late = int(state["counted"]), int(state["late"])
+        self.progress = replace(self.progress, run=str(state["run"]), is_founded=True)
+        self._called.clear()
+        for number, piece in self.pieces.items():
+            piece.load_state_dict(pieces[number])
+
     def stats(self) -> dict[str, Any]:
         """What a member's account says of its rounds."""
         norms = [float(piece.residual.norm()) for piece in self.pieces.values()]
@@ -263,6 +333,10 @@ class Replica:
             "residual_norm": sum(norm * norm for norm in norms) ** 0.5,
             "versions": {number: piece.version for number, piece in self.pieces.items()},
         }
+
+
+def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def parts_of(vector: ModelVector, scheme: OuterScheme) -> dict[int, Part]:
