@@ -42,6 +42,14 @@ def _leave(run: VirtualRun, member: VirtualMember) -> None:
     run.members.remove(member)
 
 
+def _add_member(run: VirtualRun, rng: random.Random) -> None:
+    number = len(run.by_process)
+    member = VirtualMember(run, f"m{rng.randrange(6) if rng.random() < 0.2 else number}", number)
+    if all(member.id != other.id for other in run.members):
+        run.members.append(member)
+        member.connect()
+
+
 def _save_or_restore(run: VirtualRun, snapshots: list[Snapshot], rng: random.Random) -> None:
     """Save a checkpoint of a member, or let a process begin from an old one whose member is not there."""
     settled = [m for m in run.members if m.connection is not None and m.replica.is_ready and not m.unsettled]
@@ -62,7 +70,6 @@ def _save_or_restore(run: VirtualRun, snapshots: list[Snapshot], rng: random.Ran
 def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
     rng = random.Random(seed)
     run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0)
-    num_made = 0
     snapshots: list[Snapshot] = []
     for _ in range(num_events):
         run.now += rng.random()
@@ -70,16 +77,11 @@ def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
         connected = [member for member in run.members if member.connection is not None]
         apart = [member for member in run.members if member.connection is None]
         if event < 0.04 and len(run.members) < 6:
-            num_made += 1
-            member = VirtualMember(run, f"m{rng.randrange(6) if rng.random() < 0.2 else num_made}", num_made)
-            if all(member.id != other.id for other in run.members):
-                run.members.append(member)
-                member.connect()
+            _add_member(run, rng)
         elif event < 0.05 and connected:
             rng.choice(connected).cut()
-        elif event < 0.09:
-            for member in rng.sample(apart, min(1, len(apart))):
-                member.connect()
+        elif event < 0.09 and apart:
+            rng.choice(apart).connect()
         elif event < 0.095 and len(connected) > 1:
             died = rng.choice(connected)
             died.cut()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, SchemeError, StateError
-from laconic.members.line import Line
 from laconic.members.messages import (
     Join,
+    Line,
     Offer,
     Outgoing,
     Refusal,

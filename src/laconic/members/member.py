@@ -20,8 +20,7 @@ from torch import nn
 
 from laconic.errors import LaunchError, PeerError, StateError
 from laconic.members.host import address_of
-from laconic.members.line import Line
-from laconic.members.messages import PROTOCOL, Join, Leave, Offer, Refusal, Report, Status, Update, Word
+from laconic.members.messages import PROTOCOL, Join, Leave, Line, Offer, Refusal, Report, Status, Update, Word
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
