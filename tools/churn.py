@@ -87,7 +87,7 @@ class Trainee:
         self.connection = run.num_connections
         run.trainees[self.connection] = self
         join = Join(id, generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
-        run.deliver(run.syncer.on_join(self.connection, join, run.now))
+        run.deliver(run.syncer.on_word(self.connection, join, run.now))
 
     def step(self) -> None:
         """Train on one batch."""
@@ -102,7 +102,7 @@ class Trainee:
     def send(self, words: list[Word]) -> None:
         """Let the server have messages at once."""
         for word in words:
-            self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
+            self.run.deliver(self.run.syncer.on_word(self.connection, word, self.run.now))
 
     def go(self, *, leaves: bool) -> None:
         """Leave, or die."""
@@ -110,7 +110,7 @@ class Trainee:
             self.send(self.replica.requests())
             self.send(self.replica.bequests())
         del self.run.trainees[self.connection]
-        self.run.deliver(self.run.syncer.on_lost(self.id, self.connection, self.run.now))
+        self.run.deliver(self.run.syncer.on_lost(self.connection, self.run.now))
 
 
 class Run:

@@ -102,7 +102,7 @@ class VirtualMember:
         layouts = self.replica.layouts
         join = Join(self.id, self.generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
         self.run.by_connection[self.connection] = self
-        self.run.deliver(self.run.syncer.on_join(self.connection, join, self.run.now))
+        self.run.deliver(self.run.syncer.on_word(self.connection, join, self.run.now))
 
     def cut(self) -> None:
         """The connection breaks: what was on its way is gone."""
@@ -110,7 +110,7 @@ class VirtualMember:
             del self.run.by_connection[self.connection]
             number, self.connection = self.connection, None
             self.up, self.down = deque(), deque()
-            self.run.deliver(self.run.syncer.on_lost(self.id, number, self.run.now))
+            self.run.deliver(self.run.syncer.on_lost(number, self.run.now))
 
     def train(self, rng: random.Random) -> None:
         """One step of something like training: the model moves at random, and that is noted."""
@@ -139,7 +139,7 @@ class VirtualMember:
         elif isinstance(word, Bequest):
             self.run.left.add(self.process)
             self.bequeathed[word.fragment] += word.payload.view(torch.float32).double()
-        self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
+        self.run.deliver(self.run.syncer.on_word(self.connection, word, self.run.now))
 
     def pass_down(self) -> None:
         """The oldest message of the server reaches this member."""

@@ -110,6 +110,7 @@ class Syncer:
         self.layouts: dict[int, Layout] = {}
         self.run = secrets.token_hex(8)
         self.rounds = 0
+        self.ids: dict[int, str] = {}  # of members, by connection
         self.lost_norm = 0.0  # of all residuals that ended with a process
         self._founder = ""  # who sends the first anchors
         self._founder_generation = -1
@@ -143,10 +144,11 @@ class Syncer:
             self._begin_founding(join.id)
         return [Outgoing(connection, replace(self.status(), lost_norm=lost_norm))]
 
-    def on_lost(self, id: str, connection: int, now: float) -> list[Outgoing]:
+    def on_lost(self, connection: int, now: float) -> list[Outgoing]:
         """Continue without a member that has left, or whose connection has ended; what it sent counts."""
-        member = self.members[id]
-        if member.connection != connection:  # it is back by another one
+        id = self.ids.pop(connection, "")
+        member = self.members.get(id)
+        if member is None or member.connection != connection:  # it is back by another one
             return []
         member.connection = None
         self.members[id] = self.members.pop(id)  # the last of those that are gone
@@ -212,8 +214,15 @@ class Syncer:
 
     # What comes
 
-    def on_word(self, id: str, connection: int, word: Word, now: float) -> list[Outgoing]:
+    def on_word(self, connection: int, word: Word, now: float, address: str = "") -> list[Outgoing]:
         """Do what a message of a member says; FrameError where that is not a member's to send."""
+        id = self.ids.get(connection)
+        if isinstance(word, Join) and id in (None, word.id):
+            answers = self.on_join(connection, word, now, address)
+            self.ids[connection] = word.id
+            return answers
+        if id is None:
+            raise FrameError("sent something before it joined")
         if isinstance(word, Drift):
             return self.on_drift(id, word, now)
         if isinstance(word, Request):
@@ -223,7 +232,7 @@ class Syncer:
         if isinstance(word, Bequest):
             return self.on_bequest(id, word)
         if isinstance(word, Leave):
-            return [*self.on_lost(id, connection, now), Outgoing(connection, Leave())]
+            return [*self.on_lost(connection, now), Outgoing(connection, Leave())]
         raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
 
     def on_anchor(self, id: str, anchor: Anchor) -> list[Outgoing]:
@@ -306,6 +315,11 @@ class Syncer:
         usual = statistics.median(self._delays)
         spread = statistics.median(abs(delay - usual) for delay in self._delays)
         return min(self.longest_wait_s, usual + _MAD * spread)
+
+    @property
+    def has_drifts(self) -> bool:
+        """Whether a round is open that time may close."""
+        return any(fragment.round.drifts for fragment in self.fragments.values())
 
     def _advance(self, number: int, now: float) -> Iterator[Outgoing]:
         """Call the members that a round waits for, or close it."""
