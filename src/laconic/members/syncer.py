@@ -340,6 +340,8 @@ class Syncer:
             return
         for member in awaited:
             member.num_missed += 1
+            # An answer that has not come would be missing among the delays, and the budget would shrink for good.
+            self._delays.append(2 * (now - round.called_at))
         yield from self._close(number)
 
     def _awaited(self, number: int) -> list[MemberRecord]:
