@@ -204,6 +204,53 @@ def test_wrong_models_ids_schemes_and_addresses_are_one_line(tmp_path: Path) -> 
         laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("serve --quorum 0", "a quorum of 0 is none; give 1 or more"),
+        ("serve --wait-budget -1", "a wait budget of -1.0 s is none; give 0 or more"),
+        ("serve --scheme topk", "topk has no outer steps that a server takes; use one like streaming or sparseloco"),
+        ("serve --scheme streeming", "unknown recipe 'streeming'; did you mean 'streaming'?"),
+        ("serve --listen 7700", "'7700' is no address; write it as host:port, like 0.0.0.0:7700"),
+        ("serve --listen 127.0.0.1:0 --metrics 9100x", "'9100x' is no address; write it as host:port"),
+        ("serve --listen TAKEN", "Address already in use"),
+        ("members 127.0.0.1:9", "see that `laconic serve` runs there"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        assert laconic.cli.main(words.replace("TAKEN", server.address).split()) != 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("laconic: ")
+    assert line in last
+
+
+def test_serve_ends_quietly_when_interrupted(tmp_path: Path) -> None:
+    with _served(tmp_path) as (process, _):
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_the_manifest_and_the_dashboard_fit_what_there_is() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = Path(__file__).parents[2] / "examples" / "launch"
+    _, server, member = yaml.safe_load_all((folder / "members.yaml").read_text())
+    (container,) = server["spec"]["template"]["spec"]["containers"]
+    program, *words = container["command"]
+    options = laconic.cli.all_commands().parse_args(words)
+    assert program == "laconic"
+    assert options.state == container["volumeMounts"][0]["mountPath"]
+    (container,) = member["spec"]["template"]["spec"]["containers"]
+    assert (folder / container["command"][1]).exists()
+    names = {each["name"] for each in container["env"]}
+    assert names == {"LACONIC_SERVER", "LACONIC_SECRET"}
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as running:
+        known = set(re.findall(r"# TYPE (\w+)", prometheus_text(running.stats())))
+    used = set(re.findall(r"laconic_\w+", (folder / "grafana-members.json").read_text()))
+    assert used <= known
+
+
 def test_who_does_not_know_the_secret_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LACONIC_SECRET", "one")
     with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:

@@ -72,8 +72,10 @@ class MemberServer:
         tape: str | Path | None = None,
     ) -> None:
         made = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
-        if quorum < 1 or not wait_budget_s >= 0:
-            raise SchemeError(f"quorum={quorum} and wait_budget_s={wait_budget_s}; give 1 or more, and 0 or more")
+        if quorum < 1:
+            raise SchemeError(f"a quorum of {quorum} is none; give 1 or more")
+        if not wait_budget_s >= 0:
+            raise SchemeError(f"a wait budget of {wait_budget_s} s is none; give 0 or more")
         self._folder = None if state is None else Path(state)
         options: dict[str, Any] = {"quorum": quorum, "wait_budget_s": wait_budget_s, "is_lockstep": is_lockstep}
         self.syncer = Syncer(made, save=self._save, **options)
