@@ -15,15 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from laconic_lab.network import Lab, LabSpec, Link
 
 MEMBER = """
 import json, sys, time, torch, laconic
 torch.set_num_threads(1)
-model = torch.nn.Linear(int(sys.argv[3]) // 1000, 1000, bias=False)
+widths = [int(sys.argv[3]) // 16000] * 16
+model = torch.nn.ModuleList([torch.nn.Linear(width, 1000, bias=False) for width in widths])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 begun = time.time()
 member = laconic.join(sys.argv[1], model, optimizer, id=sys.argv[2], timeout_s=600)
@@ -31,7 +32,7 @@ print(json.dumps({"joined_s": time.time() - begun}), flush=True)
 while True:
     begun = time.time()
     with torch.no_grad():
-        model.weight[:8].add_(1e-4)  # a step that leaves the cores to the others
+        model[0].weight[:8].add_(1e-4)  # a step that leaves the cores to the others
     time.sleep(0.2)
     member.step(tokens=32)
     print(json.dumps({"at": begun, "step_s": time.time() - begun}), flush=True)
@@ -48,7 +49,7 @@ def main() -> None:
     assert link.bits_per_s is not None
     with tempfile.TemporaryDirectory() as name, Lab.create(LabSpec(4, link, {0: Link()})) as lab:
         folder = Path(name)
-        words = ["serve", "--listen", "0.0.0.0:7700", "--scheme", "streaming:every=100000,fragments=4,bits=4"]
+        words = ["serve", "--listen", "0.0.0.0:7700", "--scheme", "streaming:every=100000,fragments=8,bits=4"]
         server = lab.hosts[0].popen([sys.executable, "-m", "laconic", *words], stderr=subprocess.PIPE)
         assert server.stderr is not None and "members dial" in server.stderr.readline()
 
@@ -82,7 +83,7 @@ def main() -> None:
         )
 
 
-def _median_ms(seconds: Any) -> float:
+def _median_ms(seconds: Iterable[float]) -> float:
     return round(1e3 * statistics.median(list(seconds)), 2)
 
 

@@ -43,7 +43,7 @@ class FragmentState:
         self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
         self.bequeathed_tokens = 0
         self.counted: dict[str, tuple[int, int]] = {}  # process -> (version, number) of its last drift; in that order
-        self.left: dict[str, tuple[int, int]] = {}  # of who handed over what it owed
+        self.departed: dict[str, tuple[int, int]] = {}  # of who handed over what it owed
         self.forgotten = -1  # the latest version of an entry that both have lost
 
     def step_(self, mean: Tensor, number: int, num_drifts: int) -> Tensor:
@@ -73,7 +73,7 @@ class FragmentState:
         """Take what a process that leaves has not sent, to be added to the next mean."""
         self.bequeathed.add_(values, alpha=float(tokens))
         self.bequeathed_tokens += tokens
-        self._note(self.left, process, -1, present)
+        self._note(self.departed, process, -1, present)
 
     def _note(self, notes: dict[str, tuple[int, int]], process: str, number: int, present: Collection[str]) -> None:
         notes.pop(process, None)
@@ -103,7 +103,7 @@ class FragmentState:
             "bequeathed": self.bequeathed,
             "bequeathed_tokens": self.bequeathed_tokens,
             "counted": self.counted,
-            "left": self.left,
+            "departed": self.departed,
             "forgotten": self.forgotten,
             **moments,
         }
@@ -117,7 +117,7 @@ class FragmentState:
         self.bequeathed.copy_(state["bequeathed"])
         self.bequeathed_tokens = int(state["bequeathed_tokens"])
         self.counted = {process: (int(v), int(n)) for process, (v, n) in state["counted"].items()}
-        self.left = {process: (int(v), int(n)) for process, (v, n) in state["left"].items()}
+        self.departed = {process: (int(v), int(n)) for process, (v, n) in state["departed"].items()}
         self.forgotten = int(state["forgotten"])
         if self._momentum is not None and "momentum" in state:
             anchors = [state[name] for name in (f"momentum.{i}" for i in range(len(state))) if name in state]

@@ -71,14 +71,14 @@ class MemberServer:
         state: str | Path | None = None,
         tape: str | Path | None = None,
     ) -> None:
-        made = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
+        outer_scheme = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
         if quorum < 1:
             raise SchemeError(f"a quorum of {quorum} is none; give 1 or more")
         if not wait_budget_s >= 0:
             raise SchemeError(f"a wait budget of {wait_budget_s} s is none; give 0 or more")
         self._folder = None if state is None else Path(state)
         options: dict[str, Any] = {"quorum": quorum, "wait_budget_s": wait_budget_s, "is_lockstep": is_lockstep}
-        self.syncer = Syncer(made, save=self._save, **options)
+        self.syncer = Syncer(outer_scheme, save=self._save, **options)
         states = {}
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class MemberServer:
         self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
         self._acceptor = Acceptor(_BACKLOG, address_of(listen))
-        self._tape = None if tape is None else Tape(Path(tape), str(made), options, continues=bool(states))
+        self._tape = None if tape is None else Tape(Path(tape), str(outer_scheme), options, continues=bool(states))
         host, port, *_ = self._acceptor.address
         self.address = f"{host}:{port}"  # where members dial
         self._is_open = True

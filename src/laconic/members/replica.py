@@ -101,7 +101,7 @@ class Piece:
         """Take the model to an anchor, with no drift."""
         self._vector.write_(anchor, self.part)
         self.anchor = anchor
-        self.residual = torch.zeros_like(anchor)
+        self.residual.zero_()
         self.sent = None
         self.tokens = self.steps = 0
 
@@ -203,7 +203,7 @@ class Replica:
         return [piece.request() for piece in self.pieces.values()]
 
     def _on_anchor(self, piece: Piece, word: Anchor) -> None:
-        anchor = piece.anchor.clone()
+        anchor = piece.anchor
         if word.payload.numel():
             anchor = word.values().to(piece.anchor.device)
             if anchor.numel() != piece.anchor.numel():
@@ -357,5 +357,5 @@ def check_elastic(scheme: Any) -> OuterScheme:
     if scheme.when.mix is not None:
         raise SchemeError("members keep what they learned meanwhile; leave mix out")
     codec_for(scheme.exchanged, Layout.of(["model"], [64]))
-    made: OuterScheme = scheme
-    return made
+    outer_scheme: OuterScheme = scheme
+    return outer_scheme

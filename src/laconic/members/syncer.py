@@ -126,7 +126,7 @@ class Syncer:
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
-        if any(process_of(join.id, join.generation) in fragment.left for fragment in self.fragments.values()):
+        if any(process_of(join.id, join.generation) in fragment.departed for fragment in self.fragments.values()):
             raise FrameError("it has left, and handed over what its state holds; join without that state")
         member = self.members.get(join.id) or MemberRecord(join.id, join.generation)
         lost_norm = 0.0
