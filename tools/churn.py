@@ -1,15 +1,18 @@
 """Members that are replaced or slow, beside steady ones, at equal tokens: what that costs in loss and in time.
 
-python tools/churn.py --text FILE [--members 8] [--tokens 400000] [--runs steady replaced] [--seeds 0 1 2]
+python tools/churn.py --text FILE [--tokens 400000] [--runs steady replaced] [--seeds 0 1 2] [--joiners empty]
 
 A character model trains on virtual members with a clock of their own: a step takes a member as long as its speed says,
 messages take no time. Every line is one run: steady members, members of which 30 % are replaced every 100 rounds (half
-of those leave, half die), one member that is four times slower, and the same where all wait for all.
+of those leave, half die), one member that is four times slower, and the same where all wait for all. Who replaces
+another begins with an empty optimizer, with one and a learning rate that rises over its first N steps (warm:N), or with
+the moments of a member that is there (donor).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import heapq
 import json
 import random
@@ -38,18 +41,18 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=400_000)
     arguments.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--joiners", nargs="+", default=["empty"], help="empty, warm:N, donor")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     text = torch.tensor(list(given.text.read_bytes()))
     for seed in given.seeds:
         for name in given.runs:
-            run = Run(text, given.members, seed, is_lockstep=name.endswith("lockstep"))
-            if name.startswith("slow"):
-                run.speeds["m0"] = 0.25
-            print(
-                json.dumps({"run": name, "seed": seed, **run.train(given.tokens, replaces=name == "replaced")}),
-                flush=True,
-            )
+            for joiner in given.joiners if name == "replaced" else [""]:
+                run = Run(text, given.members, seed, joiner=joiner, is_lockstep=name.endswith("lockstep"))
+                if name.startswith("slow"):
+                    run.speeds["m0"] = 0.25
+                label = f"{name}, {joiner}" if joiner else name
+                print(json.dumps({"run": label, "seed": seed, **run.train(given.tokens)}), flush=True)
 
 
 def _model() -> nn.Module:
@@ -73,6 +76,10 @@ class Trainee:
         self.id = id
         self.model = _model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+        if run.is_begun and run.joiner == "donor":
+            donor = run.trainees[run.rng.choice(sorted(run.trainees))]
+            self.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
+        self.warmup = int(run.joiner.partition(":")[2] or 1) if run.is_begun else 1
         generation = run.rng.randrange(1 << 31)
         self.replica = Replica(self.model, run.syncer.scheme, generation, seed=generation)
         layouts = self.replica.layouts
@@ -80,7 +87,7 @@ class Trainee:
         self.connection = run.num_connections
         run.trainees[self.connection] = self
         join = Join(id, generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
-        run.deliver(run.syncer.on_join(self.connection, join, run.now))
+        run.deliver(run.syncer.on_word(self.connection, join, run.now))
 
     def step(self) -> None:
         """Train on one batch."""
@@ -88,13 +95,14 @@ class Trainee:
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.param_groups[0]["lr"] = LR * min(1.0, (self.replica.num_steps + 1) / self.warmup)
         self.optimizer.step()
         self.send(self.replica.after_step(BATCH))
 
     def send(self, words: list[Word]) -> None:
         """Let the server have messages at once."""
         for word in words:
-            self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
+            self.run.deliver(self.run.syncer.on_word(self.connection, word, self.run.now))
 
     def go(self, *, leaves: bool) -> None:
         """Leave, or die."""
@@ -102,13 +110,15 @@ class Trainee:
             self.send(self.replica.requests())
             self.send(self.replica.bequests())
         del self.run.trainees[self.connection]
-        self.run.deliver(self.run.syncer.on_lost(self.id, self.connection, self.run.now))
+        self.run.deliver(self.run.syncer.on_lost(self.connection, self.run.now))
 
 
 class Run:
     """A server, its members and a clock; the text's last tenth is held out."""
 
-    def __init__(self, text: Tensor, num_members: int, seed: int, *, is_lockstep: bool) -> None:
+    def __init__(self, text: Tensor, num_members: int, seed: int, *, joiner: str, is_lockstep: bool) -> None:
+        self.joiner = joiner  # what a member begins with that replaces another; "": nobody is replaced
+        self.is_begun = False
         self.rng = random.Random(seed)
         self.now = 0.0
         self.num_connections = 0
@@ -120,6 +130,7 @@ class Run:
         self._generator = torch.Generator().manual_seed(seed)
         for number in range(num_members):
             Trainee(self, f"m{number}")
+        self.is_begun = True
 
     def batch(self, *, held_out: bool = False, count: int = BATCH) -> tuple[Tensor, Tensor]:
         """Contexts and what follows each."""
@@ -136,7 +147,7 @@ class Run:
                 trainee = self.trainees[connection]
                 trainee.send(trainee.replica.on_word(word))
 
-    def train(self, tokens: int, *, replaces: bool) -> dict[str, float]:
+    def train(self, tokens: int) -> dict[str, float]:
         """Train until all members together have had so many tokens; loss, time, and tokens a second of the best."""
         queue = [(self.rng.random(), connection) for connection in self.trainees]
         heapq.heapify(queue)
@@ -156,7 +167,7 @@ class Run:
             trainee.step()
             trained += BATCH
             heapq.heappush(queue, (self.now + step_s, connection))
-            if replaces and self.syncer.rounds >= replaced_at:
+            if self.joiner and self.syncer.rounds >= replaced_at:
                 replaced_at += 100
                 gone = self.rng.sample(sorted(self.trainees), max(1, round(0.3 * len(self.trainees))))
                 for number, old in enumerate(gone):

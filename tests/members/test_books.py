@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
 
+from laconic.errors import FrameError
+from laconic.members.fragment import MOST_GONE
 from laconic.members.messages import Leave
-from tests.members.virtual import VirtualMember, VirtualRun
+from tests.members.virtual import Snapshot, VirtualMember, VirtualRun
 
 SCHEMES = (
     "streaming:every=4,fragments=2,delay=1",  # momentum by agreement
@@ -39,21 +42,42 @@ def _leave(run: VirtualRun, member: VirtualMember) -> None:
     run.members.remove(member)
 
 
+def _add_member(run: VirtualRun, rng: random.Random) -> None:
+    number = len(run.by_process)
+    member = VirtualMember(run, f"m{rng.randrange(6) if rng.random() < 0.2 else number}", number)
+    if all(member.id != other.id for other in run.members):
+        run.members.append(member)
+        member.connect()
+
+
+def _save_or_restore(run: VirtualRun, snapshots: list[Snapshot], rng: random.Random) -> None:
+    """Save a checkpoint of a member, or let a process begin from an old one whose member is not there."""
+    settled = [m for m in run.members if m.connection is not None and m.replica.is_ready and not m.unsettled]
+    if settled and rng.random() < 0.5:
+        snapshots.append(rng.choice(settled).snapshot())
+        return
+    absent = [snapshot for snapshot in snapshots if all(snapshot.id != member.id for member in run.members)]
+    if absent:
+        member = VirtualMember.restore(run, rng.choice(absent))
+        if member.process in run.left:
+            with pytest.raises(FrameError, match="has left"):
+                member.connect()
+        else:
+            run.members.append(member)
+            member.connect()
+
+
 def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
     rng = random.Random(seed)
     run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0)
-    num_made = 0
+    snapshots: list[Snapshot] = []
     for _ in range(num_events):
         run.now += rng.random()
         event = rng.random()
         connected = [member for member in run.members if member.connection is not None]
         apart = [member for member in run.members if member.connection is None]
         if event < 0.04 and len(run.members) < 6:
-            num_made += 1
-            member = VirtualMember(run, f"m{rng.randrange(6) if rng.random() < 0.2 else num_made}", num_made)
-            if all(member.id != other.id for other in run.members):
-                run.members.append(member)
-                member.connect()
+            _add_member(run, rng)
         elif event < 0.05 and connected:
             rng.choice(connected).cut()
         elif event < 0.09 and apart:
@@ -66,7 +90,9 @@ def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
             _leave(run, connected[0])
         elif event < 0.11:
             run.restart_server()
-        elif event < 0.15:
+        elif event < 0.13:
+            _save_or_restore(run, snapshots, rng)
+        elif event < 0.17:
             run.deliver(run.syncer.on_time(run.now))
         elif run.members:
             member = rng.choice(run.members)
@@ -94,6 +120,29 @@ def _check(scheme: str, seeds: range) -> int:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_is_lost_and_anchors_are_equal(scheme: str) -> None:
     assert _check(scheme, range(5)) > 40
+
+
+@pytest.mark.parametrize("num_joins", [MOST_GONE + 20, pytest.param(5000, marks=pytest.mark.slow)])
+def test_what_is_kept_of_members_that_are_gone_is_bounded(num_joins: int) -> None:
+    run = VirtualRun("local:every=1")
+    for number in range(num_joins):
+        member = VirtualMember(run, f"m{number}", number)
+        run.members = [member]
+        member.connect()
+        run.settle()
+        member.train(random.Random(number))
+        run.settle()
+        member.cut()
+    syncer = run.syncer
+    assert syncer.rounds >= num_joins
+    assert len(syncer.members) == MOST_GONE
+    assert all(len(fragment.counted) <= MOST_GONE + 1 for fragment in syncer.fragments.values())
+    assert len(json.dumps(run.saved[0]["counted"])) < 100 * MOST_GONE
+    forgotten = run.by_process["m0/0"]
+    run.members = [forgotten]
+    forgotten.connect()
+    run.settle()
+    assert all(torch.equal(p.read(), p.anchor) for p in forgotten.replica.pieces.values()), "it begins anew"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ from torch import nn
 
 import laconic
 import laconic.cli
-from laconic.members import PageServer, prometheus_text, run_stats
+from laconic.members import PageServer, prometheus_text, replay, run_stats
+from tests.workers import wait_until
 
 SCHEME = "streaming:every=4,fragments=2,delay=1,lr=1,momentum=0"
 
@@ -201,6 +204,53 @@ def test_wrong_models_ids_schemes_and_addresses_are_one_line(tmp_path: Path) -> 
         laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("serve --quorum 0", "a quorum of 0 is none; give 1 or more"),
+        ("serve --wait-budget -1", "a wait budget of -1.0 s is none; give 0 or more"),
+        ("serve --scheme topk", "topk has no outer steps that a server takes; use one like streaming or sparseloco"),
+        ("serve --scheme streeming", "unknown recipe 'streeming'; did you mean 'streaming'?"),
+        ("serve --listen 7700", "'7700' is no address; write it as host:port, like 0.0.0.0:7700"),
+        ("serve --listen 127.0.0.1:0 --metrics 9100x", "'9100x' is no address; write it as host:port"),
+        ("serve --listen TAKEN", "Address already in use"),
+        ("members 127.0.0.1:9", "see that `laconic serve` runs there"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        assert laconic.cli.main(words.replace("TAKEN", server.address).split()) != 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("laconic: ")
+    assert line in last
+
+
+def test_serve_ends_quietly_when_interrupted(tmp_path: Path) -> None:
+    with _served(tmp_path) as (process, _):
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_the_manifest_and_the_dashboard_fit_what_there_is() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = Path(__file__).parents[2] / "examples" / "launch"
+    _, server, member = yaml.safe_load_all((folder / "members.yaml").read_text())
+    (container,) = server["spec"]["template"]["spec"]["containers"]
+    program, *words = container["command"]
+    options = laconic.cli.all_commands().parse_args(words)
+    assert program == "laconic"
+    assert options.state == container["volumeMounts"][0]["mountPath"]
+    (container,) = member["spec"]["template"]["spec"]["containers"]
+    assert (folder / container["command"][1]).exists()
+    names = {each["name"] for each in container["env"]}
+    assert names == {"LACONIC_SERVER", "LACONIC_SECRET"}
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as running:
+        known = set(re.findall(r"# TYPE (\w+)", prometheus_text(running.stats())))
+    used = set(re.findall(r"laconic_\w+", (folder / "grafana-members.json").read_text()))
+    assert used <= known
+
+
 def test_who_does_not_know_the_secret_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LACONIC_SECRET", "one")
     with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
@@ -235,6 +285,72 @@ def test_lockstep_repeats_bit_for_bit() -> None:
             return [piece.anchor for piece in trainees[0].member.replica.pieces.values()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def _crash(trainee: Trainee) -> dict[str, Any]:
+    """Save a checkpoint, and end without a word."""
+    state = {"model": trainee.model.state_dict(), "member": trainee.member.state_dict()}
+    saved: dict[str, Any] = copy.deepcopy(state)
+    trainee.member.close()
+    return saved
+
+
+def test_a_member_that_restarts_continues_from_its_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    scheme = "sparseloco:every=2,rho=0.1,chunk=8,decay=1"  # which leaves much behind
+    with laconic.MemberServer(scheme, "127.0.0.1:0") as server:
+        trainee = Trainee(server.address, "m")
+        trainee.train_until(4)
+        residual_norm = trainee.member.stats().residual_norm
+        saved = _crash(trainee)
+        assert wait_until(lambda: not server.stats()["num_members"])
+        model = _model(seed=3)
+        model.load_state_dict(saved["model"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with pytest.raises(laconic.StateError, match="of the member 'm'"):
+            laconic.join(server.address, model, optimizer, id="n", state=saved["member"])
+        with pytest.raises(laconic.StateError, match="no state of a member"):
+            laconic.join(server.address, model, optimizer, state={"id": "m"})
+        member = laconic.join(server.address, model, optimizer, state=saved["member"])
+        assert residual_norm > 0
+        assert member.id == "m"
+        assert member.stats().residual_norm == pytest.approx(residual_norm)
+        assert server.stats()["lost_norm"] == 0
+        assert not caplog.records
+        member.close()
+        assert wait_until(lambda: not server.stats()["num_members"])
+        Trainee(server.address, "m").member.leave()
+        assert server.stats()["lost_norm"] == pytest.approx(residual_norm, rel=0.5)
+        assert "lost with the process" in caplog.text
+
+
+def test_a_tape_replays_a_run_bit_for_bit(tmp_path: Path) -> None:
+    def train(server: laconic.MemberServer) -> None:
+        trainees = [Trainee(server.address, f"m{i}", seed=i) for i in range(3)]
+        threads = [threading.Thread(target=trainee.train, args=(30,)) for trainee in trainees]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        trainees[0].member.leave()
+        for trainee in trainees[1:]:
+            trainee.member.close()
+
+    tape = tmp_path / "run.tape"
+    for _ in range(2):  # the second server continues the run of the first
+        with laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path / "run", tape=tape) as server:
+            train(server)
+        with tape.open("ab") as file:
+            file.write(b"cut short")
+    again = replay(tape)
+    assert again.rounds == server.syncer.rounds > 4
+    for number, fragment in server.syncer.fragments.items():
+        assert torch.equal(again.fragments[number].anchor, fragment.anchor)
+        assert torch.equal(again.fragments[number].residual, fragment.residual)
+    tape.write_bytes(b"nonsense")
+    with pytest.raises(laconic.StateError, match="is no tape"):
+        replay(tape)
+    with pytest.raises(laconic.StateError, match="how this run began"):
+        laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path / "run", tape=tmp_path / "late.tape")
 
 
 def test_the_page_and_the_metrics_tell_who_is_there() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from laconic import parse
-from laconic.members.messages import Bequest, Drift, Join, Word, read, write
+from laconic.members.messages import Anchor, Bequest, Drift, Join, Word, read, write
 from laconic.members.replica import Replica
 from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 
@@ -18,6 +20,19 @@ from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 def small_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+@dataclass
+class Snapshot:
+    """A member's checkpoint, with its books at that time."""
+
+    id: str
+    generation: int
+    model: dict[str, Any]
+    state: dict[str, Any]
+    deposited: dict[int, torch.Tensor]
+    counted: dict[int, torch.Tensor]
+    num_counted: dict[int, int]  # drifts, by fragment
 
 
 class VirtualMember:
@@ -33,11 +48,52 @@ class VirtualMember:
             n: torch.zeros(piece.part.num_entries, dtype=torch.float64) for n, piece in self.replica.pieces.items()
         }
         self.counted = {number: torch.zeros_like(vector) for number, vector in self.deposited.items()}
-        self.counted_versions: dict[int, int] = {}
+        self.last_counted: dict[int, int] = {}  # by fragment
         self.bequeathed = {number: torch.zeros_like(vector) for number, vector in self.deposited.items()}
         self.up: deque[Word] = deque()
         self.down: deque[Word] = deque()
         self.connection: int | None = None
+        self.restored: Snapshot | None = None
+        self.unsettled: set[int] = set()  # fragments of a restored one of which it does not know what became of them
+        run.by_process[self.process] = self
+
+    @property
+    def process(self) -> str:
+        return f"{self.id}/{self.generation}"
+
+    def snapshot(self) -> Snapshot:
+        """What its process would save."""
+        num_counted = {number: len(self.run.counts(self.process, number)) for number in self.deposited}
+        parts = (self.model.state_dict(), self.replica.state_dict(), self.deposited, self.counted)
+        return Snapshot(self.id, self.generation, *copy.deepcopy(parts), num_counted)
+
+    @classmethod
+    def restore(cls, run: VirtualRun, snapshot: Snapshot) -> VirtualMember:
+        """A new process that continues from a checkpoint."""
+        member = cls(run, snapshot.id, snapshot.generation)
+        member.model.load_state_dict(snapshot.model)
+        member.replica.load_state_dict(snapshot.state)
+        member.restored = snapshot
+        member.deposited = copy.deepcopy(snapshot.deposited)
+        member.unsettled = set(member.deposited)
+        return member
+
+    def _settle(self, number: int) -> None:
+        """Take the books of a checkpoint over, once the server has told what became of its drifts."""
+        assert self.restored is not None
+        self.unsettled.discard(number)
+        counts = self.run.counts(self.process, number)[self.restored.num_counted[number] :]
+        sent = self.restored.state["pieces"][number]["sent"]
+        if [drift for drift, _ in counts] not in ([], [sent and sent["number"]]):
+            piece = self.replica.pieces[number]
+            assert torch.equal(piece.read(), piece.anchor), "a state that holds what was counted since is dropped"
+            self.deposited[number].zero_()
+            self.counted[number].zero_()
+            return
+        self.counted[number] = self.restored.counted[number].clone()
+        for drift_number, values in counts:
+            self.counted[number] += values
+            self.last_counted[number] = drift_number
 
     def connect(self) -> None:
         self.run.num_connections += 1
@@ -46,7 +102,7 @@ class VirtualMember:
         layouts = self.replica.layouts
         join = Join(self.id, self.generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
         self.run.by_connection[self.connection] = self
-        self.run.deliver(self.run.syncer.on_join(self.connection, join, self.run.now))
+        self.run.deliver(self.run.syncer.on_word(self.connection, join, self.run.now))
 
     def cut(self) -> None:
         """The connection breaks: what was on its way is gone."""
@@ -54,7 +110,7 @@ class VirtualMember:
             del self.run.by_connection[self.connection]
             number, self.connection = self.connection, None
             self.up, self.down = deque(), deque()
-            self.run.deliver(self.run.syncer.on_lost(self.id, number, self.run.now))
+            self.run.deliver(self.run.syncer.on_lost(number, self.run.now))
 
     def train(self, rng: random.Random) -> None:
         """One step of something like training: the model moves at random, and that is noted."""
@@ -79,15 +135,19 @@ class VirtualMember:
         word = read(write(self.up.popleft()))
         if isinstance(word, Drift):
             values = self.replica.pieces[word.fragment].codec.decode(word.payload, torch.device("cpu"))
-            self.run.in_hand[f"{self.id}/{self.generation}", word.fragment, word.version] = self, values.double()
+            self.run.in_hand[self.process, word.fragment, word.number] = values.double()
         elif isinstance(word, Bequest):
+            self.run.left.add(self.process)
             self.bequeathed[word.fragment] += word.payload.view(torch.float32).double()
-        self.run.deliver(self.run.syncer.on_word(self.id, self.connection, word, self.run.now))
+        self.run.deliver(self.run.syncer.on_word(self.connection, word, self.run.now))
 
     def pass_down(self) -> None:
         """The oldest message of the server reaches this member."""
         if self.connection is not None and self.down:
-            self.send(self.replica.on_word(self.down.popleft()))
+            word = self.down.popleft()
+            self.send(self.replica.on_word(word))
+            if isinstance(word, Anchor) and word.fragment in self.unsettled:
+                self._settle(word.fragment)
 
 
 class VirtualRun:
@@ -102,7 +162,10 @@ class VirtualRun:
         self.options = options
         self.scheme = scheme
         self.anchors: dict[tuple[int, int], torch.Tensor] = {}  # fragment and version -> the server's
-        self.in_hand: dict[tuple[str, int, int], tuple[VirtualMember, torch.Tensor]] = {}
+        self.in_hand: dict[tuple[str, int, int], torch.Tensor] = {}  # process, fragment, number -> a drift
+        self.by_process: dict[str, VirtualMember] = {}
+        self.left: set[str] = set()  # processes that handed over what they owed
+        self._counts: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
         self.syncer = self._server()
 
     def _server(self) -> Syncer:
@@ -122,14 +185,20 @@ class VirtualRun:
         if self.saved:
             self.syncer.load({number: dict(state) for number, state in self.saved.items()})
 
+    def counts(self, process: str, number: int) -> list[tuple[int, torch.Tensor]]:
+        """The drifts of a process that were counted, each with its number."""
+        return self._counts.setdefault((process, number), [])
+
     def deliver(self, outgoing: list[Any]) -> None:
         """Put messages on their way, and note whose drifts were counted."""
         for number, fragment in self.syncer.fragments.items():
-            for process, version in fragment.counted.items():
-                member, values = self.in_hand.pop((process, number, version), (None, None))
-                if member is not None and values is not None:
+            for process, (_, drift_number) in fragment.counted.items():
+                values = self.in_hand.pop((process, number, drift_number), None)
+                if values is not None:
+                    member = self.by_process[process]
+                    self.counts(process, number).append((drift_number, values))
                     member.counted[number] += values
-                    member.counted_versions[number] = version
+                    member.last_counted[number] = drift_number
         for connection, word in outgoing:
             if connection in self.by_connection:
                 self.by_connection[connection].down.append(read(write(word)))
@@ -139,8 +208,10 @@ class VirtualRun:
         if not member.replica.is_ready:
             return
         for number, piece in member.replica.pieces.items():
+            if number in member.unsettled:
+                continue
             since, residual = piece.anchor, piece.residual
-            if piece.sent and member.counted_versions.get(number) == piece.sent.version:  # the update is on its way
+            if piece.sent and member.last_counted.get(number) == piece.sent.number:  # the update is on its way
                 since = piece.sent.model
             elif piece.sent:
                 residual = piece.sent.residual

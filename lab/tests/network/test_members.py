@@ -81,3 +81,27 @@ def test_members_outlive_a_cut_link_and_a_killed_server(tmp_path: Path) -> None:
         assert wait_until(lambda: all(rounds(n) > since[n] + 8 for n in logs), timeout_s=120), "all come back to it"
         for log in logs.values():
             assert _last(log)["run_rounds"] > 40
+
+
+@needs_lab
+def test_members_behind_routers_train_over_one_port(tmp_path: Path) -> None:
+    logs = {number: tmp_path / f"{number}.jsonl" for number in (2, 4)}
+    with Lab.create(LabSpec(5, Link.parse("100mbit"))) as lab:
+        for number in logs:
+            lab.put_behind(number, router=number - 1)
+        _serve(lab.hosts[0], tmp_path / "run")
+        for number, log in logs.items():
+            lab.hosts[number].popen([sys.executable, "-c", MEMBER, ADDRESS, f"m{number}", str(log)])
+        assert wait_until(lambda: all(_last(log).get("rounds", 0) > 8 for log in logs.values()), timeout_s=120)
+        listed = (
+            lab.hosts[0]
+            .popen([sys.executable, "-m", "laconic", "members", ADDRESS, "--json"], stdout=subprocess.PIPE)
+            .communicate()[0]
+        )
+        addresses = {member["id"]: member["address"].rpartition(":")[0] for member in json.loads(listed)["members"]}
+        assert addresses == {"m2": "10.77.0.2", "m4": "10.77.0.4"}, "each is seen as its router"
+        with pytest.raises(subprocess.CalledProcessError):  # nothing reaches in
+            dial = "import socket; socket.create_connection(('192.168.2.2', 22), 2)"
+            subprocess.run(
+                [*lab.hosts[0].entering.split(), sys.executable, "-c", dial], check=True, capture_output=True
+            )

@@ -16,6 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--wait-budget", type=float, default=10.0, metavar="S", help="the longest wait after a call")
     serve.add_argument("--lockstep", action="store_true", help="wait for all members, so that a run repeats exactly")
     serve.add_argument("--state", metavar="DIR", help="keep the run here, and continue the one that is there")
+    serve.add_argument("--tape", metavar="FILE", help="take down what members send, so that the run can be had again")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="a page and Prometheus's metrics, over HTTP")
     serve.set_defaults(run=_serve)
     members = commands.add_parser("members", help="list the members of a run")
@@ -34,6 +35,7 @@ def _serve(options: argparse.Namespace) -> int:
         wait_budget_s=options.wait_budget,
         is_lockstep=options.lockstep,
         state=options.state,
+        tape=options.tape,
     )
     say(f"laconic: members dial {server.address}; stop with Ctrl-C")
     if options.metrics:

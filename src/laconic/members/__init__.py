@@ -3,3 +3,4 @@
 from laconic.members.host import MemberServer, serve_members
 from laconic.members.member import Member, MemberStats, join, run_stats
 from laconic.members.page import PageServer, prometheus_text
+from laconic.members.tape import replay

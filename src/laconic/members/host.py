@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,17 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, SchemeError, StateError
-from laconic.members.line import Line
 from laconic.members.messages import (
     Join,
+    Line,
     Offer,
-    Outgoing,
     Refusal,
     Report,
     Word,
 )
 from laconic.members.replica import check_elastic
 from laconic.members.syncer import Syncer
+from laconic.members.tape import Event, Tape
 from laconic.recipes import parse
 from laconic.scheme import OuterScheme
 from laconic.transport import Acceptor, Connection
@@ -49,10 +48,11 @@ class MemberServer:
         wait_budget_s: The longest that a round waits for members that it has called.
         is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
         state: A folder that keeps the run; a server that finds one there continues it.
+        tape: A file that takes down all that members send, from which `laconic.members.replay` has the run again.
 
     Raises:
         SchemeError: The scheme has no outer steps that a server takes.
-        StateError: The folder holds another run's state, or a part of one.
+        StateError: The folder holds another run's state, or a part of one; the tape did not see the run begin.
 
     Example:
         >>> with MemberServer("streaming:every=64", "127.0.0.1:0") as server:
@@ -69,25 +69,30 @@ class MemberServer:
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
         state: str | Path | None = None,
+        tape: str | Path | None = None,
     ) -> None:
-        made = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
-        if quorum < 1 or not wait_budget_s >= 0:
-            raise SchemeError(f"quorum={quorum} and wait_budget_s={wait_budget_s}; give 1 or more, and 0 or more")
+        outer_scheme = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
+        if quorum < 1:
+            raise SchemeError(f"a quorum of {quorum} is none; give 1 or more")
+        if not wait_budget_s >= 0:
+            raise SchemeError(f"a wait budget of {wait_budget_s} s is none; give 0 or more")
         self._folder = None if state is None else Path(state)
-        self.syncer = Syncer(made, quorum=quorum, wait_budget_s=wait_budget_s, is_lockstep=is_lockstep, save=self._save)
+        options: dict[str, Any] = {"quorum": quorum, "wait_budget_s": wait_budget_s, "is_lockstep": is_lockstep}
+        self.syncer = Syncer(outer_scheme, save=self._save, **options)
+        states = {}
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             if states := read_states(self._folder):
                 self.syncer.load(states)
         self._lock = threading.Lock()  # of the syncer and the lines
         self._lines: dict[int, Line] = {}
-        self._ids: dict[int, str] = {}  # of the members, by line
         self._num_lines = 0
         self._handshakes = threading.BoundedSemaphore(_BACKLOG)
         self.error: StateError | None = None  # what ended the run
         self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
         self._acceptor = Acceptor(_BACKLOG, address_of(listen))
+        self._tape = None if tape is None else Tape(Path(tape), str(outer_scheme), options, continues=bool(states))
         host, port, *_ = self._acceptor.address
         self.address = f"{host}:{port}"  # where members dial
         self._is_open = True
@@ -119,6 +124,9 @@ class MemberServer:
             line.close()
         for thread in self._threads:
             thread.join(_GOODBYE_S)
+        with self._lock:
+            if self._tape is not None:
+                self._tape.close()
 
     def stats(self) -> dict[str, Any]:
         """The run's clock, its members and its traffic, as plain numbers and texts."""
@@ -151,7 +159,7 @@ class MemberServer:
                 "wait_budget_s": syncer.wait_budget_s,
                 "bytes_out": self.bytes_out + sum(line.bytes_out for line in lines),
                 "bytes_in": self.bytes_in + sum(line.bytes_in for line in lines),
-                "lost_norms": dict(syncer.lost_norms),
+                "lost_norm": syncer.lost_norm,
                 "members": members,
             }
 
@@ -193,7 +201,7 @@ class MemberServer:
     def _tick(self) -> None:
         while self._is_open:
             time.sleep(_TICK_S)
-            self._send(lambda: self.syncer.on_time(time.monotonic()))
+            self._play(0)
 
     def _on_word(self, number: int, address: str, word: Word) -> None:
         """Do what a member asks for; one that sends nonsense is told so, and its line ends."""
@@ -201,45 +209,41 @@ class MemberServer:
             self._lines[number].send(Report(json.dumps(self.stats())))
             return
         try:
-            self._send(lambda: self._answers(number, address, word))
+            self._play(number, word, address)
         except FrameError as error:
             self._lines[number].send(Refusal(str(error)))
             self._lines[number].finish()
-
-    def _answers(self, number: int, address: str, word: Word) -> Sequence[Outgoing]:
-        now = time.monotonic()
+            return
         if isinstance(word, Join):
-            answers = self.syncer.on_join(number, word, now, address)
-            self._ids[number] = word.id
             sizes = [4 * layout.num_entries for layout in self.syncer.layouts.values()]
             self._lines[number].longest = max(sizes) + _JOIN_BYTES
             self._lines[number].most_unsent = 2 * sum(sizes) + _JOIN_BYTES  # the model, and updates meanwhile
             _LOG.info("member %r joined from %s", word.id, address)
-            return answers
-        if number not in self._ids:
-            raise FrameError("sent something before it joined")
-        return self.syncer.on_word(self._ids[number], number, word, now)
 
     def _on_end(self, number: int, why: str) -> None:
         with self._lock:
             line = self._lines.pop(number)
             self.bytes_out += line.bytes_out
             self.bytes_in += line.bytes_in
-            id = self._ids.pop(number, None)
+            id = self.syncer.ids.get(number)
         threading.Thread(target=line.close, daemon=True).start()  # which waits for the thread that calls this
         if id is not None:
             _LOG.info("member %r is gone: %s", id, why)
-            self._send(lambda: self.syncer.on_lost(id, number, time.monotonic()))
+            self._play(number)
 
-    def _send(self, answers: Callable[[], Sequence[Outgoing]]) -> None:
+    def _play(self, number: int, word: Word | None = None, address: str = "") -> None:
         """Send what the syncer answers; where its state cannot be written, nobody is told, and the run ends here."""
         with self._lock:
-            if self.error is not None:
+            event = Event(time.monotonic(), number, word, address)
+            is_idle = not number and not self.syncer.has_drifts  # time alone closes nothing else
+            if is_idle or self.error is not None or not self._is_open:
                 return
             try:
-                for number, word in answers():
-                    if number in self._lines:
-                        self._lines[number].send(word)
+                if self._tape is not None:
+                    self._tape.write(event)
+                for connection, answer in event.play(self.syncer):
+                    if connection in self._lines:
+                        self._lines[connection].send(answer)
             except StateError as error:  # members train on, and find the server that continues from what was written
                 self.error = error
                 self._ended.set()

@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 from zlib import crc32
@@ -19,8 +20,7 @@ from torch import nn
 
 from laconic.errors import LaunchError, PeerError, StateError
 from laconic.members.host import address_of
-from laconic.members.line import Line
-from laconic.members.messages import PROTOCOL, Join, Leave, Offer, Refusal, Report, Update, Word
+from laconic.members.messages import PROTOCOL, Join, Leave, Line, Offer, Refusal, Report, Status, Update, Word
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
@@ -61,13 +61,20 @@ class Member:
 
     _line: Line
 
-    def __init__(self, address: str, model: nn.Module, optimizer: Optimizers, id: str, timeout_s: float):
+    def __init__(
+        self,
+        address: str,
+        model: nn.Module,
+        optimizer: Optimizers,
+        id: str,
+        timeout_s: float,
+        state: Mapping[str, Any] | None,
+    ) -> None:
         self.id = id
         self.error: BaseException | None = None
         self._address = address
         self._optimizer = optimizer
         self._timeout_s = timeout_s
-        self._generation = secrets.randbits(31)
         self._longest = max(1 << 20, longest_message(list(model.parameters())))
         self._inbox: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._early: list[Word] = []  # in lockstep: results that came before they are due
@@ -81,13 +88,20 @@ class Member:
         if not isinstance(offer, Offer) or offer.protocol != PROTOCOL:
             raise LaunchError(f"the server at {address} runs another release of laconic; install the same everywhere")
         self._offer = offer
-        self.replica = Replica(model, check_elastic(parse(offer.scheme)), self._generation, crc32(id.encode()))
+        scheme = check_elastic(parse(offer.scheme))
+        self.replica = Replica(model, scheme, secrets.randbits(31), crc32(id.encode()))
+        if state is not None:
+            self.replica.load_state_dict(state)
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """Join, or come back, and wait for the anchors."""
         layouts = self.replica.layouts
-        beta = inner_momentum(optimizer)
-        self._join = Join(id, self._generation, fingerprint_of(layouts), beta, stated_layouts(layouts))
+        beta = inner_momentum(self._optimizer)
+        self._join = Join(self.id, self.replica.generation, fingerprint_of(layouts), beta, stated_layouts(layouts))
         self._line.send(self._join)
         while not self.replica.is_ready or any(piece.is_asking for piece in self.replica.pieces.values()):
-            self._handle(self._next(timeout_s, "its anchors"))
+            self._handle(self._next(self._timeout_s, "its anchors"))
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -139,6 +153,29 @@ class Member:
             raise PeerError(f"{error}; a residual of norm {lost:.3g} is lost with this member") from None
         finally:
             self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this member needs to come back after its process has ended: save it with the model and the optimizer.
+
+        Example:
+            >>> state = {"model": model.state_dict(), "member": member.state_dict()}
+            >>> model.load_state_dict(state["model"])
+            >>> member = laconic.join(address, model, optimizer, state=state["member"])
+        """
+        return {"id": self.id, **self.replica.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the process that saved this, on a model that was loaded to what it was then.
+
+        `join(..., state=...)` does so without fetching the anchors twice.
+
+        Raises:
+            StateError: It is of another member, scheme or model.
+        """
+        self._check_open()
+        _check_id(state, self.id)
+        self.replica.load_state_dict(state)
+        self._take_part()
 
     def close(self) -> None:
         """End without handing anything over."""
@@ -234,6 +271,12 @@ class Member:
     def _handle(self, word: Word) -> None:
         if isinstance(word, Refusal):
             self._refuse(word)
+        if isinstance(word, Status) and word.lost_norm:
+            _LOG.warning(
+                "a residual of norm %.3g is lost with the process that was %r before; join with its state to keep it",
+                word.lost_norm,
+                self.id,
+            )
         for reply in self.replica.on_word(word):
             self._line.send(reply)
 
@@ -274,7 +317,15 @@ class Member:
             drop_nonfinite_moments_(self._optimizer)
 
 
-def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "", timeout_s: float = 60.0) -> Member:
+def join(
+    address: str,
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    id: str = "",
+    timeout_s: float = 60.0,
+    state: Mapping[str, Any] | None = None,
+) -> Member:
     """Let a model take part in the run of a server that `laconic serve --listen` started, until it leaves or dies.
 
     The server says what scheme runs. The first member's model begins the run; that of every later one is overwritten
@@ -286,13 +337,16 @@ def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "",
         optimizer: The one that trains it, or several; call member.step() after each of its steps.
         id: A name that no other member has, by which this one is known when it comes back; drawn unless given.
         timeout_s: How long the server may take to answer here; in lockstep also for the result of a round.
+        state: What `state_dict()` of a member returned whose process has ended. Load the model and the optimizer that
+            were saved with it before; what it had not sent goes when it is due, and nothing is counted twice.
 
     Returns:
-        A member: step(), progress, leave(), stats(), metrics(), close().
+        A member: step(), progress, leave(), stats(), metrics(), state_dict(), close().
 
     Raises:
         LaunchError: The server cannot be reached, or does not know the same secret.
         PeerError: The server refuses this member; the text says why.
+        StateError: The state is of another member, scheme or model.
 
     Example:
         >>> server = laconic.MemberServer("streaming", "127.0.0.1:0")
@@ -302,8 +356,18 @@ def join(address: str, model: nn.Module, optimizer: Optimizers, *, id: str = "",
     """
     if not 0 < timeout_s < math.inf:
         raise LaunchError(f"timeout_s is {timeout_s}; give seconds above 0")
+    if state is not None:
+        id = _check_id(state, id)
     made_id = id or f"{platform.node()}-{secrets.token_hex(3)}"
-    return Member(address, model, optimizer, made_id, timeout_s)
+    return Member(address, model, optimizer, made_id, timeout_s, state)
+
+
+def _check_id(state: Mapping[str, Any], id: str) -> str:
+    """The id of the member that saved a state."""
+    saved_id = str(state.get("id", ""))
+    if id not in ("", saved_id):
+        raise StateError(f"the state is of the member {saved_id!r}, not {id!r}; give the id that it was saved under")
+    return saved_id
 
 
 def run_stats(address: str, timeout_s: float = 10.0) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""What members and their server send each other, and how it is written: a few named fields, then bytes."""
+"""What members and their server send each other, how it is written (a few named fields, then bytes), and the line."""
 
 from __future__ import annotations
 
 import json
 import math
+import queue
 import struct
+import threading
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,8 +17,10 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError
-from laconic.transport import Kind, Message, payload_of
+from laconic.transport import Connection, Kind, Message, payload_of
 
+_GOODBYE_S = 5.0
+_SILENCE_S = 30.0  # after which the kernel takes a host for dead that answers no probe
 _LENGTH = struct.Struct("<I")  # of the fields that follow it
 _ALIGNED = 16  # bytes: a vector that follows may be viewed in place
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -26,6 +32,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 PROTOCOL = 1
 NOTHING = payload_of(b"")
+FORGOTTEN = -2
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Status:
     rounds: int
     num_members: int
     is_lockstep: bool
+    lost_norm: float = 0.0  # of the residual that ended with a process which had the receiver's id before
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Request:
 
     fragment: int
     version: int
+    pending: int  # the number of its drift of which it does not know whether it was counted; -1: it has none
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Anchor:
 
     fragment: int
     version: int
-    counted: int  # the last version whose round had a drift of the receiver's; -1: none
+    counted: int  # the number of the receiver's drift that was counted last; -1: none, FORGOTTEN: nobody knows
     is_held: bool  # whether the round that is open has one
     check: int
     payload: Tensor = field(compare=False)  # nothing where the receiver has this version
@@ -100,6 +109,7 @@ class Drift:
 
     fragment: int
     version: int  # of the anchor
+    number: int  # drawn for each drift, so that a restored member knows whether it was this one that was counted
     tokens: int  # it was made of, which are its weight in the mean
     steps: int
     residual_norm: float
@@ -201,3 +211,85 @@ def read(message: Message) -> Word:
     has_payload = any(each.name == "payload" for each in fields(cls))
     word: Word = cls(**named, **({"payload": payload[stop:]} if has_payload else {}))
     return word
+
+
+class Line:
+    """A connection whose ends send when they like.
+
+    Args:
+        connection: One whose handshake is over.
+        on_word: Called with each message, in a thread of the line's own.
+        on_end: Called once with the reason, when the connection has ended.
+        longest: Bytes that a message may have at most; set `longest` and `most_unsent` anew once more is known.
+    """
+
+    def __init__(
+        self, connection: Connection, on_word: Callable[[Word], None], on_end: Callable[[str], None], longest: int
+    ) -> None:
+        self.bytes_out = self.bytes_in = 0
+        self._connection = connection
+        self._on_word = on_word
+        self._on_end = on_end
+        self.longest = longest
+        self.most_unsent = 4 * longest  # bytes that may wait for an end that takes little
+        self._waiting: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
+        self._unsent = 0
+        self._counting = threading.Lock()
+        connection.give_up_after(_SILENCE_S)
+        self._threads = [
+            threading.Thread(target=work, name=f"laconic-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._read, self._write)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, word: Word) -> None:
+        """Let a message leave after those before it; the line ends where its other end takes too little."""
+        with self._counting:
+            self._unsent += _size(word)
+        if self._unsent > self.most_unsent:
+            self._connection.shut_down()
+        self._waiting.put(word)
+
+    def _read(self) -> None:
+        why = "it has closed the connection"
+        try:
+            while True:
+                message = self._connection.receive({Kind.MEMBER: self.longest})
+                self.bytes_in += message.num_bytes
+                self._on_word(read(message))
+        except OSError as error:
+            why = str(error.strerror or error)
+        except FrameError as error:
+            why = f"it {error}"
+        self._connection.shut_down()
+        self._waiting.put(None)
+        self._on_end(why)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # the thread that reads finds that out
+            while (word := self._waiting.get()) is not None:
+                self.bytes_out += self._connection.send(write(word))
+                with self._counting:
+                    self._unsent -= _size(word)
+        self._connection.shut_down()
+
+    def finish(self) -> None:
+        """End it once all that waits has left."""
+        self._waiting.put(None)
+
+    def close(self) -> None:
+        """End it now; its threads find that out."""
+        self._connection.shut_down()
+        self._waiting.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(_GOODBYE_S)
+        self._connection.close()
+
+
+def _size(word: Word) -> int:
+    payload = getattr(word, "payload", None)
+    return 0 if payload is None else int(payload.numel())

@@ -23,7 +23,7 @@ const columns=["id","address","tokens","rounds","late","residual_norm","loss","s
 const cell=(tag,text,to)=>{const e=document.createElement(tag);e.textContent=text??"-";to.append(e)};
 async function draw(){try{const run=await (await fetch("stats.json")).json();
 const dl=document.getElementById("run");dl.replaceChildren();
-for(const key of ["scheme","tokens","rounds","num_members","wait_budget_s","bytes_in","bytes_out"])
+for(const key of ["scheme","tokens","rounds","num_members","wait_budget_s","lost_norm","bytes_in","bytes_out"])
 {cell("dt",key,dl);cell("dd",number(run[key]),dl)}
 const table=document.getElementById("members");table.replaceChildren();
 const head=document.createElement("tr");for(const c of columns)cell("th",c,head);table.append(head);
@@ -37,6 +37,7 @@ _RUN_METRICS = {
     "rounds": "counter",
     "num_members": "gauge",
     "wait_budget_s": "gauge",
+    "lost_norm": "gauge",
     "bytes_out": "counter",
     "bytes_in": "counter",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import kernels
-from laconic.errors import FrameError, PeerError, SchemeError
+from laconic.errors import FrameError, PeerError, SchemeError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
 from laconic.members.messages import Anchor, Bequest, Call, Drift, Request, Status, Update, Word
@@ -19,13 +20,14 @@ from laconic.replicas import ModelVector, Part, divided
 from laconic.scheme import OuterScheme
 
 _LOG = logging.getLogger("laconic.members")
+_SAVED = ("version", "counted", "anchor", "residual", "next_step", "tokens", "steps", "last_tokens")  # of a piece
 
 
 @dataclass
 class SentDrift:
     """A drift of which it is not known yet whether it was counted."""
 
-    version: int
+    number: int
     model: Tensor  # as it was
     residual: Tensor  # as it was before
     tokens: int
@@ -43,10 +45,12 @@ class Piece:
         self.number = number
         self.part = part
         self.version = -1  # it has no anchor yet
+        self.counted = -1  # the number of the last drift that was counted
         self.anchor = torch.zeros(part.num_entries, device=vector.device)
         self.residual = torch.zeros_like(self.anchor)
         self.sent: SentDrift | None = None
         self.is_asking = False  # and sends no drift until it knows what became of the last one
+        self.next_step = 0  # after which it is sent; a call may want it before
         self.tokens = 0  # that this member trained on since its last counted drift was sent
         self.steps = 0
         self.last_tokens = 1  # of the last drift: the weight of what is left behind
@@ -61,7 +65,7 @@ class Piece:
     def request(self) -> Request:
         """The question what is new, and what became of the last drift."""
         self.is_asking = True
-        return Request(self.number, self.version)
+        return Request(self.number, self.version, -1 if self.sent is None else self.sent.number)
 
     def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float]) -> Drift | None:
         """What is to be sent; None where the model is not finite, and goes back to the anchor."""
@@ -72,10 +76,11 @@ class Piece:
             self._vector.write_(self.anchor, self.part)
             return None
         payload, moved = self.codec.encode(owed, key)
-        self.sent = SentDrift(self.version, now, self.residual, self.tokens, self.steps, due)
+        self.sent = SentDrift(secrets.randbits(53), now, self.residual, self.tokens, self.steps, due)
         self.residual = owed - moved
         norm = float(self.residual.norm())
-        return Drift(self.number, self.version, max(1, self.tokens), self.steps, norm, dict(report), payload)
+        tokens = max(1, self.tokens)
+        return Drift(self.number, self.version, self.sent.number, tokens, self.steps, norm, dict(report), payload)
 
     def settle_(self, anchor: Tensor, *, is_counted: bool) -> None:
         """Move the model with its anchor; a drift that was counted is in the anchor now, another one stays."""
@@ -84,6 +89,7 @@ class Piece:
             self.tokens -= self.sent.tokens
             self.steps -= self.sent.steps
             self.last_tokens = max(1, self.sent.tokens)
+            self.counted = self.sent.number
         else:
             self._vector.add_(anchor - self.anchor, self.part)
             if self.sent is not None:
@@ -95,16 +101,33 @@ class Piece:
         """Take the model to an anchor, with no drift."""
         self._vector.write_(anchor, self.part)
         self.anchor = anchor
-        self.residual = torch.zeros_like(anchor)
+        self.residual.zero_()
         self.sent = None
         self.tokens = self.steps = 0
 
+    def owed(self) -> Tensor:
+        """The drift and the residual that were not sent."""
+        since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
+        return (since - self.read()).add_(self.residual)
+
     def bequest(self) -> Bequest:
         """All that is not in the server's hands."""
-        since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
-        left = (since - self.read()).add_(self.residual)
         tokens = self.tokens - (self.sent.tokens if self.sent else 0)
-        return Bequest(self.number, max(tokens, self.last_tokens), left.cpu().view(torch.uint8))
+        return Bequest(self.number, max(tokens, self.last_tokens), self.owed().cpu().view(torch.uint8))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model itself, as copies on the CPU."""
+        sent = None if self.sent is None else {name: _copied(value) for name, value in vars(self.sent).items()}
+        return {"sent": sent, **{name: _copied(getattr(self, name)) for name in _SAVED}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was saved, on a model as it was then."""
+        for name in _SAVED:
+            setattr(self, name, _copied(state[name], self._vector.device))
+        sent = state["sent"]
+        sent = sent and SentDrift(**{name: _copied(value, self._vector.device) for name, value in sent.items()})
+        self.sent = sent or None
+        self.is_asking = True  # drifts may have been counted since
 
 
 class Replica:
@@ -172,8 +195,7 @@ class Replica:
             return [Anchor.of(number, 0, piece.read()) for number, piece in self.pieces.items() if founds]
         for piece in self.pieces.values():
             if founds and piece.version < 0:
-                piece.begin_at_(piece.read())
-                piece.version = 0
+                self._begin_(piece, piece.read(), 0)
         return self.requests()
 
     def requests(self) -> list[Word]:
@@ -181,19 +203,35 @@ class Replica:
         return [piece.request() for piece in self.pieces.values()]
 
     def _on_anchor(self, piece: Piece, word: Anchor) -> None:
-        anchor = piece.anchor.clone()
+        anchor = piece.anchor
         if word.payload.numel():
             anchor = word.values().to(piece.anchor.device)
             if anchor.numel() != piece.anchor.numel():
                 raise FrameError(f"sent an anchor of {anchor.numel()} entries, not {piece.anchor.numel()}")
+        is_known = word.counted == piece.counted or (piece.sent is not None and word.counted == piece.sent.number)
         if piece.version < 0:
-            piece.begin_at_(anchor)
+            self._begin_(piece, anchor, word.version)
+        elif not is_known:  # this process was restored from a state that holds what was counted meanwhile
+            lost = float(piece.owed().norm())
+            _LOG.warning(
+                "fragment %d continues from the anchor: drifts were counted after this state was saved; a drift and "
+                "residual of norm %.3g, part of which was counted, are dropped",
+                piece.number,
+                lost,
+            )
+            self._begin_(piece, anchor, word.version)
+            piece.counted = max(-1, word.counted)
         elif piece.sent is None or not word.is_held or word.payload.numel():
-            is_counted = piece.sent is not None and piece.sent.version == word.counted
+            is_counted = piece.sent is not None and piece.sent.number == word.counted
             self._count(piece, is_counted=is_counted)
             piece.settle_(anchor, is_counted=is_counted)
         piece.version = word.version
         piece.is_asking = False
+
+    def _begin_(self, piece: Piece, anchor: Tensor, version: int) -> None:
+        piece.begin_at_(anchor)
+        piece.version = version
+        piece.next_step = self.num_steps + self._interval(piece.number, min(version, self.scheme.when.warmup))
 
     def _on_update(self, piece: Piece, word: Update) -> list[Word]:
         if word.version != piece.version + 1:  # sent before the anchor that has come since, or after one was missed
@@ -214,24 +252,31 @@ class Replica:
     def after_step(self, tokens: int = 1, report: Mapping[str, float] | None = None) -> list[Word]:
         """Count a step of training, and send the drifts that are due or called for."""
         self.num_steps += 1
-        when = self.scheme.when
-        due = set(when.fragments_due(self.num_steps))
-        if when.fragments - 1 in due:
-            due.add(when.fragments)  # buffers go with the last fragment
         words: list[Word] = []
         for number, piece in self.pieces.items():
             piece.tokens += tokens
             piece.steps += 1
-            is_called = (number, piece.version) in self._called
-            if piece.version < 0 or piece.is_asking or piece.sent or not (number in due or is_called):
+            is_due = self.num_steps >= piece.next_step or (number, piece.version) in self._called
+            if piece.version < 0 or piece.is_asking or piece.sent or not is_due:
                 continue
-            key = (self._seed, number, self.num_steps)
-            drift = piece.drift(key, self.num_steps + when.delay_at(self.num_steps), report or {})
+            when = self.scheme.when
+            delay = when.delay if piece.version >= when.warmup else 0
+            drift = piece.drift((self._seed, number, self.num_steps), self.num_steps + delay, report or {})
+            # Counted from this round, so that members who joined at other times go on together.
+            piece.next_step = self.num_steps + self._interval(number, piece.version + 1)
             self.num_healed += drift is None
             if drift is not None:
                 words.append(drift)
                 self._called.discard((number, piece.version))
         return words
+
+    def _interval(self, number: int, version: int) -> int:
+        """Steps until a fragment of this version is sent, after it was sent in the one before."""
+        when = self.scheme.when
+        if version < when.warmup:
+            return 1
+        place = min(number + 1, when.fragments)  # buffers go with the last fragment
+        return when.every if version > when.warmup else place * when.every // when.fragments
 
     def awaited(self) -> list[Piece]:
         """In lockstep: the fragments whose result is due and has not been applied."""
@@ -240,6 +285,43 @@ class Replica:
     def bequests(self) -> list[Word]:
         """What a member that leaves hands over, once it was told what became of its drifts."""
         return [piece.bequest() for piece in self.pieces.values() if piece.version >= 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a process needs that is to continue as this one, beside the model."""
+        return {
+            "generation": self.generation,
+            "run": self.progress.run,
+            "scheme": str(self.scheme),
+            "steps": self.num_steps,
+            "counted": self.num_counted,
+            "late": self.num_late,
+            "pieces": {number: piece.state_dict() for number, piece in self.pieces.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the process that saved this, on a model as it was then.
+
+        Raises:
+            StateError: It is of another scheme or model.
+        """
+        shapes = {number: piece.anchor.shape for number, piece in self.pieces.items()}
+        try:
+            pieces = {int(number): piece for number, piece in state["pieces"].items()}
+            saved_shapes = {number: piece["anchor"].shape for number, piece in pieces.items()}
+            saved_scheme = str(state["scheme"])
+        except (KeyError, TypeError, AttributeError):
+            raise StateError("this is no state of a member; give what member.state_dict() returned") from None
+        if saved_scheme != str(self.scheme) or saved_shapes != shapes:
+            raise StateError(
+                f"the state is of a member under {saved_scheme} with fragments {saved_shapes}; this server runs "
+                f"{self.scheme} with {shapes}: join without a state"
+            )
+        self.generation, self.num_steps = int(state["generation"]), int(state["steps"])
+        self.num_counted, self.num_late = int(state["counted"]), int(state["late"])
+        self.progress = replace(self.progress, run=str(state["run"]), is_founded=True)
+        self._called.clear()
+        for number, piece in self.pieces.items():
+            piece.load_state_dict(pieces[number])
 
     def stats(self) -> dict[str, Any]:
         """What a member's account says of its rounds."""
@@ -251,6 +333,10 @@ class Replica:
             "residual_norm": sum(norm * norm for norm in norms) ** 0.5,
             "versions": {number: piece.version for number, piece in self.pieces.items()},
         }
+
+
+def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def parts_of(vector: ModelVector, scheme: OuterScheme) -> dict[int, Part]:
@@ -271,5 +357,5 @@ def check_elastic(scheme: Any) -> OuterScheme:
     if scheme.when.mix is not None:
         raise SchemeError("members keep what they learned meanwhile; leave mix out")
     codec_for(scheme.exchanged, Layout.of(["model"], [64]))
-    made: OuterScheme = scheme
-    return made
+    outer_scheme: OuterScheme = scheme
+    return outer_scheme

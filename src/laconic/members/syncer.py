@@ -12,7 +12,7 @@ import secrets
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,22 @@ from torch import Tensor
 
 from laconic.errors import FrameError, StateError
 from laconic.layout import Layout
-from laconic.members.codec import VectorCodec, codec_for, exact_codec
-from laconic.members.messages import Anchor, Bequest, Call, Drift, Join, Leave, Outgoing, Request, Status, Update, Word
-from laconic.outer import Outer, OuterSGD
+from laconic.members.codec import codec_for, exact_codec
+from laconic.members.fragment import MOST_GONE, FragmentState
+from laconic.members.messages import (
+    Anchor,
+    Bequest,
+    Call,
+    Drift,
+    Join,
+    Leave,
+    Outgoing,
+    Request,
+    Status,
+    Update,
+    Word,
+)
+from laconic.outer import OuterSGD
 from laconic.replicas import OuterMomentum
 from laconic.scheme import OuterScheme
 
@@ -32,6 +45,11 @@ _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
+
+
+def process_of(id: str, generation: int) -> str:
+    """A process among all that ever joined: its residual is that of no other with the same id."""
+    return f"{id}/{generation}"
 
 
 @dataclass
@@ -55,91 +73,12 @@ class MemberRecord:
     @property
     def process(self) -> str:
         """The process that has its residual, among all that ever joined."""
-        return f"{self.id}/{self.generation}"
+        return process_of(self.id, self.generation)
 
     @property
     def residual_norm(self) -> float:
         """What would be lost with it, as it last stated that."""
         return math.hypot(*self.residual_norms.values())
-
-
-@dataclass
-class Round:
-    """What came for one version of a fragment."""
-
-    drifts: dict[str, Drift] = field(default_factory=dict)  # by process
-    called_at: float = math.inf
-
-
-class FragmentState:
-    """A fragment's anchor with its version, the outer optimizer, and what rounding kept back of the last step."""
-
-    def __init__(self, anchor: Tensor, codec: VectorCodec, then: Outer, momentum: OuterMomentum | None) -> None:
-        self.version = 0
-        self.tokens = 0  # in drifts that were counted
-        self.anchor = anchor
-        self.residual = torch.zeros_like(anchor)
-        self.codec = codec
-        self._step = torch.zeros_like(anchor)  # the outer optimizer's parameter, at zero before each step
-        self._then = then
-        self._momentum = momentum  # that follows from agreement
-        self._optimizer = then.optimizer([self._step])
-        self.round = Round()
-        self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
-        self.bequeathed_tokens = 0
-        self.counted: dict[str, int] = {}  # process -> the last version that had its drift
-
-    def step_(self, mean: Tensor, number: int, num_drifts: int) -> Tensor:
-        """Move the anchor by what the outer optimizer makes of a mean of drifts; the bytes that move all others'."""
-        momentum = self._then.among(num_drifts).momentum
-        if self._momentum is not None:
-            momentum = self._momentum.adapt_(mean, self.anchor)
-        self._optimizer.param_groups[0]["momentum"] = momentum
-        self._step.zero_()
-        self._step.grad = mean
-        self._optimizer.step()
-        owed = self._step + self.residual
-        payload, moved = self.codec.encode_all(owed, (number, self.version))
-        self.residual = owed - moved
-        self.anchor.add_(moved)
-        self.version += 1
-        self.round = Round()
-        self.bequeathed.zero_()
-        self.bequeathed_tokens = 0
-        return payload
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and a number, by name."""
-        outer_state = self._optimizer.state[self._step]
-        moments = {f"outer.{name}": value for name, value in outer_state.items() if isinstance(value, Tensor)}
-        if self._momentum is not None:
-            agreement = self._momentum.state_dict()
-            moments |= {"momentum": torch.tensor(agreement["value"])}
-            moments |= {f"momentum.{i}": anchor for i, anchor in enumerate(agreement["anchors"])}
-        return {
-            "version": self.version,
-            "tokens": self.tokens,
-            "anchor": self.anchor,
-            "residual": self.residual,
-            "bequeathed": self.bequeathed,
-            "bequeathed_tokens": self.bequeathed_tokens,
-            **moments,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what was saved."""
-        self.version = int(state["version"])
-        self.tokens = int(state["tokens"])
-        self.anchor.copy_(state["anchor"])
-        self.residual.copy_(state["residual"])
-        self.bequeathed.copy_(state["bequeathed"])
-        self.bequeathed_tokens = int(state["bequeathed_tokens"])
-        if self._momentum is not None and "momentum" in state:
-            anchors = [state[name] for name in (f"momentum.{i}" for i in range(len(state))) if name in state]
-            self._momentum.load_state_dict({"value": float(state["momentum"]), "anchors": anchors})
-        moments = {name.removeprefix("outer."): v for name, v in state.items() if name.startswith("outer.")}
-        if moments:
-            self._optimizer.state[self._step].update({name: v.clone() for name, v in moments.items()})
 
 
 class Syncer:
@@ -171,7 +110,8 @@ class Syncer:
         self.layouts: dict[int, Layout] = {}
         self.run = secrets.token_hex(8)
         self.rounds = 0
-        self.lost_norms: dict[str, float] = {}  # id and generation -> the residual that ended with a member
+        self.ids: dict[int, str] = {}  # of members, by connection
+        self.lost_norm = 0.0  # of all residuals that ended with a process
         self._founder = ""  # who sends the first anchors
         self._founder_generation = -1
         self._inner_momentum = 0.0  # of the founder's optimizer
@@ -186,13 +126,15 @@ class Syncer:
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
-        known = self.members.get(join.id)
-        is_back = known is not None and known.generation == join.generation
-        if known is not None and not is_back:
-            if known.connection is not None:
+        if any(process_of(join.id, join.generation) in fragment.departed for fragment in self.fragments.values()):
+            raise FrameError("it has left, and handed over what its state holds; join without that state")
+        member = self.members.get(join.id) or MemberRecord(join.id, join.generation)
+        lost_norm = 0.0
+        if member.generation != join.generation:  # another process, which has not the residual of the one before
+            if member.connection not in (None, connection):
                 raise FrameError(f"a member called {join.id!r} is there already; give each member an id of its own")
-            self.lost_norms[known.process] = known.residual_norm
-        member = known if known is not None and is_back else MemberRecord(join.id, join.generation)
+            lost_norm = self._write_off(member)
+            member = MemberRecord(join.id, join.generation)
         self.members[join.id] = member
         member.connection, member.address, member.seen_at, member.num_missed = connection, address, now, 0
         member.subscribed = set()
@@ -200,19 +142,30 @@ class Syncer:
         if not self._is_founded and self._founder in ("", join.id):
             self._inner_momentum = min(join.inner_momentum, _MOST_MOMENTUM)
             self._begin_founding(join.id)
-        return [Outgoing(connection, self.status())]
+        return [Outgoing(connection, replace(self.status(), lost_norm=lost_norm))]
 
-    def on_lost(self, id: str, connection: int, now: float) -> list[Outgoing]:
+    def on_lost(self, connection: int, now: float) -> list[Outgoing]:
         """Continue without a member that has left, or whose connection has ended; what it sent counts."""
-        member = self.members[id]
-        if member.connection != connection:  # it is back by another one
+        id = self.ids.pop(connection, "")
+        member = self.members.get(id)
+        if member is None or member.connection != connection:  # it is back by another one
             return []
         member.connection = None
+        self.members[id] = self.members.pop(id)  # the last of those that are gone
+        gone = [other for other in self.members.values() if other.connection is None]
+        for other in gone[:-MOST_GONE]:
+            self._write_off(other)
         if id == self._founder and not self._is_founded:
             present = [other.id for other in self.members.values() if other.connection is not None]
             self._begin_founding(present[0] if present else "")
             return self._statuses()
         return self.on_time(now)
+
+    def _write_off(self, member: MemberRecord) -> float:
+        """Forget a member that does not come back; the norm of what is lost with it."""
+        self.lost_norm = math.hypot(self.lost_norm, member.residual_norm)
+        del self.members[member.id]
+        return member.residual_norm
 
     def status(self) -> Status:
         """Where the run stands."""
@@ -251,6 +204,9 @@ class Syncer:
         connections = [member.connection for member in self.members.values() if member.connection is not None]
         return [Outgoing(connection, self.status()) for connection in connections]
 
+    def _present(self) -> set[str]:
+        return {member.process for member in self.members.values() if member.connection is not None}
+
     def _connection(self, id: str) -> int:
         connection = self.members[id].connection
         assert connection is not None
@@ -258,8 +214,15 @@ class Syncer:
 
     # What comes
 
-    def on_word(self, id: str, connection: int, word: Word, now: float) -> list[Outgoing]:
+    def on_word(self, connection: int, word: Word, now: float, address: str = "") -> list[Outgoing]:
         """Do what a message of a member says; FrameError where that is not a member's to send."""
+        id = self.ids.get(connection)
+        if isinstance(word, Join) and id in (None, word.id):
+            answers = self.on_join(connection, word, now, address)
+            self.ids[connection] = word.id
+            return answers
+        if id is None:
+            raise FrameError("sent something before it joined")
         if isinstance(word, Drift):
             return self.on_drift(id, word, now)
         if isinstance(word, Request):
@@ -269,7 +232,7 @@ class Syncer:
         if isinstance(word, Bequest):
             return self.on_bequest(id, word)
         if isinstance(word, Leave):
-            return [*self.on_lost(id, connection, now), Outgoing(connection, Leave())]
+            return [*self.on_lost(connection, now), Outgoing(connection, Leave())]
         raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
 
     def on_anchor(self, id: str, anchor: Anchor) -> list[Outgoing]:
@@ -297,13 +260,12 @@ class Syncer:
         member = self.members[id]
         member.subscribed.add(request.fragment)
         values = None if request.version == fragment.version else fragment.anchor
-        anchor = Anchor.of(
-            request.fragment,
-            fragment.version,
-            values,
-            fragment.counted.get(member.process, -1),
-            is_held=member.process in fragment.round.drifts,
-        )
+        drifts = fragment.round.drifts
+        held = drifts.get(member.process)
+        if held is not None and held.number != request.pending:  # it was restored from before it sent that one
+            del drifts[member.process]
+        counted = fragment.last_counted(member.process, request)
+        anchor = Anchor.of(request.fragment, fragment.version, values, counted, is_held=member.process in drifts)
         return [Outgoing(self._connection(id), anchor)]
 
     def on_drift(self, id: str, drift: Drift, now: float) -> list[Outgoing]:
@@ -333,9 +295,9 @@ class Syncer:
         fits = fragment is not None and values.shape == fragment.anchor.shape and bequest.tokens > 0
         if fragment is None or not fits or not bool(values.isfinite().all()):
             raise FrameError(f"left something of fragment {bequest.fragment} that is none")
-        fragment.bequeathed.add_(values, alpha=float(bequest.tokens))
-        fragment.bequeathed_tokens += bequest.tokens
-        self.members[id].residual_norms.pop(bequest.fragment, None)
+        member = self.members[id]
+        fragment.inherit_(member.process, values, bequest.tokens, self._present())
+        member.residual_norms.pop(bequest.fragment, None)
         self._save(bequest.fragment, self._saved(bequest.fragment))
         return []
 
@@ -353,6 +315,11 @@ class Syncer:
         usual = statistics.median(self._delays)
         spread = statistics.median(abs(delay - usual) for delay in self._delays)
         return min(self.longest_wait_s, usual + _MAD * spread)
+
+    @property
+    def has_drifts(self) -> bool:
+        """Whether a round is open that time may close."""
+        return any(fragment.round.drifts for fragment in self.fragments.values())
 
     def _advance(self, number: int, now: float) -> Iterator[Outgoing]:
         """Call the members that a round waits for, or close it."""
@@ -373,6 +340,8 @@ class Syncer:
             return
         for member in awaited:
             member.num_missed += 1
+            # An answer that has not come would be missing among the delays, and the budget would shrink for good.
+            self._delays.append(2 * (now - round.called_at))
         yield from self._close(number)
 
     def _awaited(self, number: int) -> list[MemberRecord]:
@@ -384,6 +353,7 @@ class Syncer:
         """Take the outer step by the mean of what came, weighted by tokens, and tell all that have the anchor."""
         fragment = self.fragments[number]
         drifts: dict[str, Drift] = {}
+        present = self._present()
         total = fragment.bequeathed.clone()
         tokens = fragment.bequeathed_tokens
         for process, drift in sorted(fragment.round.drifts.items()):
@@ -394,7 +364,7 @@ class Syncer:
                 continue
             tokens += drift.tokens
             drifts[process] = drift
-            fragment.counted[process] = fragment.version
+            fragment.count(process, drift, present)
         payload = fragment.step_(total.div_(max(1, tokens)), number, max(1, len(drifts)))
         fragment.tokens += tokens
         self.rounds += 1
@@ -437,7 +407,7 @@ class Syncer:
             "layout": spans,
             "fragments": sorted(self.layouts),
             "rounds": self.rounds,
-            "counted": self.fragments[number].counted,
+            "lost_norm": self.lost_norm,
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -456,10 +426,10 @@ class Syncer:
         self.run, self._founder_generation = str(latest["run"]), int(latest["founder"])
         self._inner_momentum = float(latest["inner_momentum"])
         self.rounds = int(latest["rounds"])
+        self.lost_norm = float(latest["lost_norm"])
         for number, state in sorted(states.items()):
             self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])
             self._add_fragment(number, torch.empty_like(state["anchor"])).load_state_dict(state)
-            self.fragments[number].counted = {process: int(last) for process, last in state["counted"].items()}
 
 
 def _layouts_of(join: Join) -> dict[int, Layout]:

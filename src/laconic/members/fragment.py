@@ -1,0 +1,127 @@
+"""A fragment of the model as the server keeps it: anchor, version, outer optimizer, and the round that is open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.members.codec import VectorCodec
+from laconic.members.messages import FORGOTTEN, Drift, Request
+from laconic.outer import Outer
+from laconic.replicas import OuterMomentum
+
+MOST_GONE = 256  # members that are not there, of whom the server knows what became of their drifts
+
+
+@dataclass
+class Round:
+    """What came for one version of a fragment."""
+
+    drifts: dict[str, Drift] = field(default_factory=dict)  # by process
+    called_at: float = math.inf
+
+
+class FragmentState:
+    """A fragment's anchor with its version, the outer optimizer, and what rounding kept back of the last step."""
+
+    def __init__(self, anchor: Tensor, codec: VectorCodec, then: Outer, momentum: OuterMomentum | None) -> None:
+        self.version = 0
+        self.tokens = 0  # in drifts that were counted
+        self.anchor = anchor
+        self.residual = torch.zeros_like(anchor)
+        self.codec = codec
+        self._step = torch.zeros_like(anchor)  # the outer optimizer's parameter, at zero before each step
+        self._then = then
+        self._momentum = momentum  # that follows from agreement
+        self._optimizer = then.optimizer([self._step])
+        self.round = Round()
+        self.bequeathed = torch.zeros_like(anchor)  # by members that left, times their weights
+        self.bequeathed_tokens = 0
+        self.counted: dict[str, tuple[int, int]] = {}  # process -> (version, number) of its last drift; in that order
+        self.departed: dict[str, tuple[int, int]] = {}  # of who handed over what it owed
+        self.forgotten = -1  # the latest version of an entry that both have lost
+
+    def step_(self, mean: Tensor, number: int, num_drifts: int) -> Tensor:
+        """Move the anchor by what the outer optimizer makes of a mean of drifts; the bytes that move all others'."""
+        momentum = self._then.among(num_drifts).momentum
+        if self._momentum is not None:
+            momentum = self._momentum.adapt_(mean, self.anchor)
+        self._optimizer.param_groups[0]["momentum"] = momentum
+        self._step.zero_()
+        self._step.grad = mean
+        self._optimizer.step()
+        owed = self._step + self.residual
+        payload, moved = self.codec.encode_all(owed, (number, self.version))
+        self.residual = owed - moved
+        self.anchor.add_(moved)
+        self.version += 1
+        self.round = Round()
+        self.bequeathed.zero_()
+        self.bequeathed_tokens = 0
+        return payload
+
+    def count(self, process: str, drift: Drift, present: Collection[str]) -> None:
+        """Note that the round has this process's drift."""
+        self._note(self.counted, process, drift.number, present)
+
+    def inherit_(self, process: str, values: Tensor, tokens: int, present: Collection[str]) -> None:
+        """Take what a process that leaves has not sent, to be added to the next mean."""
+        self.bequeathed.add_(values, alpha=float(tokens))
+        self.bequeathed_tokens += tokens
+        self._note(self.departed, process, -1, present)
+
+    def _note(self, notes: dict[str, tuple[int, int]], process: str, number: int, present: Collection[str]) -> None:
+        notes.pop(process, None)
+        notes[process] = self.version, number
+        while len(notes) > len(present) + MOST_GONE:
+            oldest = next(known for known in notes if known not in present)
+            self.forgotten = max(self.forgotten, notes.pop(oldest)[0])
+
+    def last_counted(self, process: str, request: Request) -> int:
+        """The number of the last drift of a process; FORGOTTEN where its state may hold what was counted since."""
+        is_forgotten = process not in self.counted and 0 <= request.version <= self.forgotten
+        return FORGOTTEN if is_forgotten else self.counted.get(process, (-1, -1))[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and a number, by name."""
+        outer_state = self._optimizer.state[self._step]
+        moments = {f"outer.{name}": value for name, value in outer_state.items() if isinstance(value, Tensor)}
+        if self._momentum is not None:
+            agreement = self._momentum.state_dict()
+            moments |= {"momentum": torch.tensor(agreement["value"])}
+            moments |= {f"momentum.{i}": anchor for i, anchor in enumerate(agreement["anchors"])}
+        return {
+            "version": self.version,
+            "tokens": self.tokens,
+            "anchor": self.anchor,
+            "residual": self.residual,
+            "bequeathed": self.bequeathed,
+            "bequeathed_tokens": self.bequeathed_tokens,
+            "counted": self.counted,
+            "departed": self.departed,
+            "forgotten": self.forgotten,
+            **moments,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what was saved."""
+        self.version = int(state["version"])
+        self.tokens = int(state["tokens"])
+        self.anchor.copy_(state["anchor"])
+        self.residual.copy_(state["residual"])
+        self.bequeathed.copy_(state["bequeathed"])
+        self.bequeathed_tokens = int(state["bequeathed_tokens"])
+        self.counted = {process: (int(v), int(n)) for process, (v, n) in state["counted"].items()}
+        self.departed = {process: (int(v), int(n)) for process, (v, n) in state["departed"].items()}
+        self.forgotten = int(state["forgotten"])
+        if self._momentum is not None and "momentum" in state:
+            anchors = [state[name] for name in (f"momentum.{i}" for i in range(len(state))) if name in state]
+            self._momentum.load_state_dict({"value": float(state["momentum"]), "anchors": anchors})
+        moments = {name.removeprefix("outer."): v for name, v in state.items() if name.startswith("outer.")}
+        if moments:
+            self._optimizer.state[self._step].update({name: v.clone() for name, v in moments.items()})
