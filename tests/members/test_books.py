@@ -18,6 +18,7 @@ SCHEMES = (
     "local:every=2",
     "muloco:every=4,fragments=2,delay=1",
 )
+RULES = ("clipped", "median+near", "trimmed+pairs")
 
 
 def _leave(run: VirtualRun, member: VirtualMember) -> None:
@@ -39,9 +40,9 @@ def _leave(run: VirtualRun, member: VirtualMember) -> None:
     run.members.remove(member)
 
 
-def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
+def _play(scheme: str, seed: int, combine: str, num_events: int = 500) -> VirtualRun:
     rng = random.Random(seed)
-    run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0)
+    run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0, combine=combine)
     num_made = 0
     for _ in range(num_events):
         run.now += rng.random()
@@ -78,10 +79,10 @@ def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
     return run
 
 
-def _check(scheme: str, seeds: range) -> int:
+def _check(scheme: str, seeds: range, combine: str = "mean") -> int:
     num_rounds = 0
     for seed in seeds:
-        run = _play(scheme, seed)
+        run = _play(scheme, seed, combine)
         num_rounds += run.syncer.rounds
         for member in run.members:
             run.check_books(member)
@@ -94,6 +95,12 @@ def _check(scheme: str, seeds: range) -> int:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_is_lost_and_anchors_are_equal(scheme: str) -> None:
     assert _check(scheme, range(5)) > 40
+
+
+@pytest.mark.parametrize(("scheme", "combine"), list(zip(SCHEMES, 2 * RULES, strict=True)))
+def test_the_books_hold_under_every_rule(scheme: str, combine: str) -> None:
+    """What is counted is counted once; that of it which a rule clips is stated (test_combine.py)."""
+    assert _check(scheme, range(1), combine) > 5
 
 
 @pytest.mark.slow

@@ -48,10 +48,11 @@ class MemberServer:
         quorum: Drifts without which no round is closed.
         wait_budget_s: The longest that a round waits for members that it has called.
         is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
+        combine: What is made of a round's drifts: "mean", or for members who may lie "clipped", "median", "trimmed".
         state: A folder that keeps the run; a server that finds one there continues it.
 
     Raises:
-        SchemeError: The scheme has no outer steps that a server takes.
+        SchemeError: The scheme has no outer steps that a server takes, or there is no such rule.
         StateError: The folder holds another run's state, or a part of one.
 
     Example:
@@ -68,13 +69,21 @@ class MemberServer:
         quorum: int = 1,
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
+        combine: str = "mean",
         state: str | Path | None = None,
     ) -> None:
         made = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
         if quorum < 1 or not wait_budget_s >= 0:
             raise SchemeError(f"quorum={quorum} and wait_budget_s={wait_budget_s}; give 1 or more, and 0 or more")
         self._folder = None if state is None else Path(state)
-        self.syncer = Syncer(made, quorum=quorum, wait_budget_s=wait_budget_s, is_lockstep=is_lockstep, save=self._save)
+        self.syncer = Syncer(
+            made,
+            quorum=quorum,
+            wait_budget_s=wait_budget_s,
+            is_lockstep=is_lockstep,
+            combine=combine,
+            save=self._save,
+        )
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             if states := read_states(self._folder):
@@ -137,12 +146,15 @@ class MemberServer:
                     "rounds": member.rounds,
                     "late": member.num_late,
                     "residual_norm": member.residual_norm,
+                    "share": member.share,
+                    "clipped_norm": member.clipped_norm,
                     "seen_s_ago": now - member.seen_at,
                 }
                 for member in syncer.members.values()
             ]
             return {
                 "scheme": str(syncer.scheme),
+                "combine": str(syncer.combine),
                 "run": syncer.run,
                 "tokens": syncer.tokens,
                 "rounds": syncer.rounds,
