@@ -18,6 +18,7 @@ from laconic.errors import SchemeError
 _RULES = ("mean", "clipped", "median", "trimmed")
 _MIXES = ("", "pairs", "near")
 _CHUNK = 1 << 15  # columns at a time: those of eight rows stay in a core's cache
+_LONGEST = 10.0  # median lengths; longer rows are shortened to that first, or they would drown the others in rounding
 _FAR = 3.0  # radii; who is farther from the centre is left out
 _NUM_CENTRES = 3  # that `clipped` tries, each the result of the one before
 _MOST_ITERATIONS = 50  # of Weiszfeld
@@ -68,17 +69,25 @@ class Combine:
         """Combine finite float32 rows that weigh by these tokens; `key` names the draw of pairs."""
         weights = torch.tensor(tokens, dtype=torch.float64) / math.fsum(tokens)
         products = _inner_products(rows)
+        lengths = products.diagonal().sqrt()
+        scales = (_LONGEST * _upper_median(lengths) / lengths.clamp(min=_TINY)).clamp_(max=1)
+        products *= scales[:, None] * scales
         mixing, mixed_weights = _mixing(self.mix, products, weights, key)
         if self.rule == "trimmed":
-            return _trimmed(rows, products, weights, mixing, mixed_weights)
-        mixed = mixing @ products @ mixing.T
-        coefficients = _median(mixed, mixed_weights)
-        if self.rule == "clipped":
-            coefficients = _clipped(mixed, mixed_weights, coefficients)
-        coefficients = coefficients @ mixing
-        shares = coefficients / weights
-        norms = (1 - shares).abs() * _distances(products, coefficients)
-        return Combined(coefficients.to(rows) @ rows, shares.tolist(), norms.tolist())
+            drift, shares, norms = _trimmed(rows, mixing * scales, mixed_weights)
+            shares = shares @ mixing / weights
+            norms = mixed_weights * norms @ mixing / weights
+            norms += (1 - mixed_weights @ mixing / weights).abs() * _distances(products, weights)
+        else:
+            mixed = mixing @ products @ mixing.T
+            coefficients = _median(mixed, mixed_weights)
+            if self.rule == "clipped":
+                coefficients = _clipped(mixed, mixed_weights, coefficients)
+            coefficients = coefficients @ mixing
+            drift = (coefficients * scales).to(rows) @ rows
+            shares = coefficients / weights
+            norms = (1 - shares).abs() * _distances(products, coefficients)
+        return Combined(drift, (shares * scales).tolist(), (norms + (1 - scales) * lengths).tolist())
 
 
 def at_most_median(tokens: Sequence[int]) -> list[int]:
@@ -118,6 +127,10 @@ def _inner_products(rows: Tensor) -> Tensor:
     return products.cpu()
 
 
+def _upper_median(values: Tensor) -> Tensor:
+    return values.sort().values[len(values) // 2]
+
+
 def _distances(products: Tensor, coefficients: Tensor) -> Tensor:
     """|x - z| of every row x from z, the sum of rows by coefficients."""
     along = products @ coefficients
@@ -140,34 +153,31 @@ def _clipped(products: Tensor, weights: Tensor, coefficients: Tensor) -> Tensor:
     """The coefficients of a centre that moves by the mean of what near rows differ from it, clipped."""
     for _ in range(_NUM_CENTRES):
         distances = _distances(products, coefficients)
-        radius = distances.sort().values[len(distances) // 2]
+        radius = _upper_median(distances)
         near = weights * (distances <= _FAR * radius)
         pulls = near / near.sum() * (radius / distances.clamp(min=_TINY)).clamp(max=1)
         coefficients = pulls + (1 - pulls.sum()) * coefficients
     return coefficients
 
 
-def _trimmed(rows: Tensor, products: Tensor, weights: Tensor, mixing: Tensor, mixed_weights: Tensor) -> Combined:
-    """The trimmed mean of mixed rows; what was trimmed of a row is its difference from that, there."""
+def _trimmed(rows: Tensor, mixing: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the trimmed mean of mixed rows, the weight that each has in it, the norm of what was trimmed of each)."""
     n = len(mixing)
     drift = torch.empty_like(rows[0])
     squares = torch.zeros(n, dtype=torch.float64, device=rows.device)
-    coefficients = torch.zeros_like(squares)  # summed over entries
-    mixes, mixed_column = mixing.to(rows), mixed_weights.to(rows)[:, None]
+    kept_weights = torch.zeros_like(squares)  # summed over entries
+    mixing, column = mixing.to(rows), weights.to(rows)[:, None]
     for chunk, part in zip(_chunks(rows), _chunks(drift), strict=True):
-        mixed = mixes @ chunk
+        mixed = mixing @ chunk
         ascending = list(mixed)
         for turn in range(n):  # odd-even transposition: a fifth of the time of torch.sort over so few
             for i in range(turn % 2, n - 1, 2):
                 lower = torch.minimum(ascending[i], ascending[i + 1])
                 ascending[i], ascending[i + 1] = lower, torch.maximum(ascending[i], ascending[i + 1])
         is_kept = (mixed >= ascending[n // 3]) & (mixed <= ascending[n - 1 - n // 3])
-        kept = is_kept * mixed_column
+        kept = is_kept * column
         kept /= kept.sum(0)
         part.copy_((kept * mixed).sum(0))
-        coefficients += kept.sum(1)
+        kept_weights += kept.sum(1)
         squares += ((mixed - part) * ~is_kept).square_().sum(1)
-    by_mixing = (1 - mixed_weights @ mixing / weights).abs() * _distances(products, weights)
-    norms = by_mixing + mixed_weights * squares.sqrt().cpu() @ mixing / weights
-    shares = coefficients.cpu() @ mixing / weights / max(1, rows.shape[1])
-    return Combined(drift, shares.tolist(), norms.tolist())
+    return drift, kept_weights.cpu() / rows.shape[1], squares.sqrt().cpu()

@@ -32,6 +32,7 @@ _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
+_LARGEST = 1e18  # norm of a drift: its square is a float32
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -426,8 +427,8 @@ class Syncer:
         for process, drift in sorted(fragment.round.drifts.items()):
             try:
                 values = fragment.codec.decode(drift.payload, total.device)
-                if not math.isfinite(float(values.norm())):
-                    raise FrameError("has sent numbers that are not finite, or as good as that")
+                if not float(values.norm()) < _LARGEST:
+                    raise FrameError("sent numbers that are not finite, or as good as that")
             except FrameError as error:
                 _LOG.warning("the drift of member %r is left out: it %s", process, error)
                 continue
