@@ -48,7 +48,7 @@ RULES = ("clipped", "median", "trimmed", "clipped+near", "median+near", "trimmed
 SIZES = {"1/4": (1, 4), "2/8": (2, 8), "3/9": (3, 9)}
 EVERY = 16
 SCHEMES = {
-    "gpt": f"streaming:every={EVERY},fragments=2,delay=0,lr=0.7,momentum=0.6",
+    "gpt": f"streaming:every={EVERY},fragments=1,delay=0,lr=0.7,momentum=0.6",
     "cnn": f"sparseloco:every={EVERY},rho=0.1",
 }
 LR, WARM_UP = 1e-3, 20
@@ -98,9 +98,9 @@ class Population:
         for shape in self.shapes.values():
             cuts.append(cuts[-1] + math.prod(shape))
         self.spans = {name: slice(a, b) for name, (a, b) in zip(self.shapes, pairwise(cuts), strict=True)}
-        self.first = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+        self.first = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).cpu()
         self.draw = torch.Generator().manual_seed(seed)
-        self.noise = torch.Generator(device).manual_seed(seed)
+        self.noise = torch.Generator().manual_seed(seed)
         self.seed = seed
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ class Population:
 
     def train(self, runs: list[Run], members: list[int], steps: int) -> list[float]:
         """The loss of each run's last anchor on held-out data; `members` says whose batches each row takes."""
-        flat = self.first.repeat(len(members), 1)
+        flat = self.first.to(self.device).repeat(len(members), 1)
         grad = torch.zeros_like(flat)
         p = self.views(flat)
         for name, view in self.views(grad).items():
@@ -143,7 +143,7 @@ class Population:
                 flat.addcdiv_(m, root, value=-lr / (1 - 0.9**step))
                 for server in servers:
                     server.after_step_(flat[server.run.rows], step)
-        anchors = torch.stack([server.anchor for server in servers])
+        anchors = torch.stack([server.anchor for server in servers]).to(self.device)
         held_out = list(range(0, len(self.data.test_inputs), 64))[:8]
         parts = []
         with torch.no_grad():
@@ -155,7 +155,7 @@ class Population:
 
 
 class Server:
-    """A run's anchor, its honest members' residuals, its liars, and its outer steps."""
+    """A run's anchor, its honest members' residuals, its liars, and its outer steps, all on the CPU."""
 
     def __init__(self, population: Population, run: Run) -> None:
         self.run = run
@@ -167,7 +167,7 @@ class Server:
             slice(num_entries * i // fragments, num_entries * (i + 1) // fragments) for i in range(fragments)
         ]
         self.codecs = [codec_for(scheme.exchanged, Layout.of(["w"], [s.stop - s.start])) for s in self.slices]
-        self.residual = torch.zeros(run.rows.stop - run.rows.start, num_entries, device=self.anchor.device)
+        self.residual = torch.zeros(run.rows.stop - run.rows.start, num_entries)
         self.steps = [torch.zeros_like(self.anchor[inside]) for inside in self.slices]
         self.optimizers = [scheme.then.optimizer([step]) for step in self.steps]
 
@@ -177,7 +177,7 @@ class Server:
         for fragment in scheme.when.fragments_due(number):
             inside, codec = self.slices[fragment], self.codecs[fragment]
             fade = scheme.exchanged.memory.fade
-            owed = self.anchor[inside] - models[:, inside] + fade * self.residual[:, inside]
+            owed = self.anchor[inside] - models[:, inside].cpu() + fade * self.residual[:, inside]
             key = (self.population.seed, fragment, number)
             rows = torch.stack([codec.encode(row.clone(), (*key, i))[1] for i, row in enumerate(owed)])
             self.residual[:, inside] = owed - rows
@@ -191,7 +191,7 @@ class Server:
             self.steps[fragment].zero_().grad = drift
             self.optimizers[fragment].step()
             self.anchor[inside] += self.steps[fragment]
-            models[:, inside] = self.anchor[inside]
+            models[:, inside] = self.anchor[inside].to(models.device)
 
 
 def lies_of(attack: str, honest: Tensor, num_liars: int, noise: torch.Generator) -> Tensor:
@@ -304,7 +304,7 @@ def main() -> None:
     trains.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     trains.add_argument("--rules", nargs="+", default=RULES)
     trains.add_argument("--attacks", nargs="+", choices=ATTACKS, default=ATTACKS)
-    trains.add_argument("--steps", type=int, default=320)
+    trains.add_argument("--steps", type=int, default=240)
     trains.add_argument("--batch", type=int, default=8)
     trains.set_defaults(run=train)
     times = commands.add_parser("time")
