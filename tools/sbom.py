@@ -52,7 +52,8 @@ def sbom(roots: tuple[str, ...] = ROOTS) -> dict[str, Any]:
 
 def _component(installed: Distribution, name: str, purl: str) -> dict[str, Any]:
     component: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": name, "version": installed.version}
-    license = installed.metadata.get("License-Expression") or (installed.metadata.get("License") or "").split("\n")[0]
+    stated = [installed.metadata[key] for key in ("License-Expression", "License") if key in installed.metadata]
+    license = next((text.splitlines()[0] for text in stated if text), "")
     if license:
         component["licenses"] = [{"license": {"name": license}}]
     return {**component, "purl": purl}
