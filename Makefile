@@ -39,7 +39,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) tools/check_names.py src
+	$(PY) tools/check_names.py src lab/src
 
 results: install
 	$(PY) tools/results.py run  # what no load changes; `run --machine lab` does the rest

@@ -21,6 +21,7 @@ SCHEMES = (
     "local:every=2",
     "muloco:every=4,fragments=2,delay=1",
 )
+RULES = ("clipped", "median+near", "trimmed+pairs")
 
 
 def _leave(run: VirtualRun, member: VirtualMember) -> None:
@@ -67,9 +68,9 @@ def _save_or_restore(run: VirtualRun, snapshots: list[Snapshot], rng: random.Ran
             member.connect()
 
 
-def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
+def _play(scheme: str, seed: int, combine: str, num_events: int = 500) -> VirtualRun:
     rng = random.Random(seed)
-    run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0)
+    run = VirtualRun(scheme, quorum=rng.choice([1, 2]), wait_budget_s=3.0, combine=combine)
     snapshots: list[Snapshot] = []
     for _ in range(num_events):
         run.now += rng.random()
@@ -104,10 +105,10 @@ def _play(scheme: str, seed: int, num_events: int = 500) -> VirtualRun:
     return run
 
 
-def _check(scheme: str, seeds: range) -> int:
+def _check(scheme: str, seeds: range, combine: str = "mean") -> int:
     num_rounds = 0
     for seed in seeds:
-        run = _play(scheme, seed)
+        run = _play(scheme, seed, combine)
         num_rounds += run.syncer.rounds
         for member in run.members:
             run.check_books(member)
@@ -143,6 +144,12 @@ def test_what_is_kept_of_members_that_are_gone_is_bounded(num_joins: int) -> Non
     forgotten.connect()
     run.settle()
     assert all(torch.equal(p.read(), p.anchor) for p in forgotten.replica.pieces.values()), "it begins anew"
+
+
+@pytest.mark.parametrize(("scheme", "combine"), list(zip(SCHEMES, 2 * RULES, strict=True)))
+def test_the_books_hold_under_every_rule(scheme: str, combine: str) -> None:
+    """What is counted is counted once; that of it which a rule clips is stated (test_combine.py)."""
+    assert _check(scheme, range(1), combine) > 5
 
 
 @pytest.mark.slow

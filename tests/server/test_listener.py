@@ -280,6 +280,22 @@ def _push(served: ServerClient, step: int, said: Tensor) -> Push:
     return push
 
 
+def test_who_is_lost_after_one_step_made_one() -> None:
+    part = torch.zeros(8, dtype=torch.uint8)
+    is_gone = threading.Event()
+
+    def work(served: ServerClient) -> None:
+        served.pull(_push(served, 0, part), None)
+        if served.rank == 1:
+            _socket(served).close()
+            is_gone.set()
+        elif is_gone.wait(20):
+            served.total(torch.ones(1))
+
+    listener, _ = _talk(2, 20, work)
+    assert listener.lost == {1: "is gone after 1 step"}
+
+
 @pytest.mark.parametrize("built", [True, False])
 def test_parts_may_be_on_their_way_while_answers_are(monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
     if not built:

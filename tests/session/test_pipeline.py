@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -204,3 +205,16 @@ def test_a_step_that_is_closed_in_its_midst_lands_and_says_so() -> None:
 
     for said in in_process(2, work):
         assert "closed in the midst of a step" in said
+
+
+def test_a_session_that_is_closed_leaves_nothing_to_do_at_exit() -> None:
+    """An entry for each would hold memory that nobody owns until the process ends."""
+
+    def work(transport: InProcess) -> int:
+        num_callbacks = 0
+        for number in range(20):
+            Background(Session(parse("topk:rho=0.05"), transport), CPU).close()  # type: ignore[arg-type]
+            num_callbacks = num_callbacks if number else atexit._ncallbacks()
+        return int(atexit._ncallbacks()) - num_callbacks
+
+    assert in_process(1, work) == [0]

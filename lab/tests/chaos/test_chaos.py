@@ -21,6 +21,7 @@ from laconic_lab.chaos.schedule import (
     PHASES,
     PHASES_BETWEEN,
     PROCESS_FAULTS,
+    TRUST_FAULTS,
     Case,
     draw,
 )
@@ -62,7 +63,7 @@ def test_a_broken_promise_names_the_seed(capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", PROCESS_FAULTS)
 def test_faults_of_real_processes_break_no_promise(fault: str) -> None:
-    phase = "checkpoint" if fault in ("full disk", "restart") else "talk"
+    phase = "checkpoint" if fault in ("full disk", "restart") else "connect" if fault in TRUST_FAULTS else "talk"
     outcome = processes.check(Case(0, "processes", "all-gather", "topk:rho=0.05", fault, phase, 1, 3))
     assert outcome.struck and not outcome.broken
 

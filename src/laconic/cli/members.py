@@ -15,6 +15,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--quorum", type=int, default=1, metavar="K", help="drifts without which no round is closed")
     serve.add_argument("--wait-budget", type=float, default=10.0, metavar="S", help="the longest wait after a call")
     serve.add_argument("--lockstep", action="store_true", help="wait for all members, so that a run repeats exactly")
+    serve.add_argument("--combine", default="mean", metavar="RULE", help="clipped, where some members may lie")
     serve.add_argument("--state", metavar="DIR", help="keep the run here, and continue the one that is there")
     serve.add_argument("--tape", metavar="FILE", help="take down what members send, so that the run can be had again")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="a page and Prometheus's metrics, over HTTP")
@@ -34,6 +35,7 @@ def _serve(options: argparse.Namespace) -> int:
         quorum=options.quorum,
         wait_budget_s=options.wait_budget,
         is_lockstep=options.lockstep,
+        combine=options.combine,
         state=options.state,
         tape=options.tape,
     )
@@ -59,10 +61,11 @@ def _members(options: argparse.Namespace) -> int:
             number(member["rounds"], ",d"),
             number(member["late"], ",d"),
             number(member["residual_norm"], ".3g"),
+            number(member["share"], ".2f"),
             number(member.get("loss"), ".4g"),
         ]
         for member in stats["members"]
     ]
     print(f"{stats['scheme']}: {stats['rounds']} rounds, {stats['tokens']:,} tokens, {stats['num_members']} members")
-    print(table(["member", "address", "tokens", "rounds", "late", "residual", "loss"], rows, num_left=2))
+    print(table(["member", "address", "tokens", "rounds", "late", "residual", "share", "loss"], rows, num_left=2))
     return 0

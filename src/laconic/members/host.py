@@ -47,11 +47,12 @@ class MemberServer:
         quorum: Drifts without which no round is closed.
         wait_budget_s: The longest that a round waits for members that it has called.
         is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
+        combine: What is made of a round's drifts: "mean", or for members who may lie "clipped", "median", "trimmed".
         state: A folder that keeps the run; a server that finds one there continues it.
         tape: A file that takes down all that members send, from which `laconic.members.replay` has the run again.
 
     Raises:
-        SchemeError: The scheme has no outer steps that a server takes.
+        SchemeError: The scheme has no outer steps that a server takes, or there is no such rule.
         StateError: The folder holds another run's state, or a part of one; the tape did not see the run begin.
 
     Example:
@@ -68,6 +69,7 @@ class MemberServer:
         quorum: int = 1,
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
+        combine: str = "mean",
         state: str | Path | None = None,
         tape: str | Path | None = None,
     ) -> None:
@@ -77,7 +79,12 @@ class MemberServer:
         if not wait_budget_s >= 0:
             raise SchemeError(f"a wait budget of {wait_budget_s} s is none; give 0 or more")
         self._folder = None if state is None else Path(state)
-        options: dict[str, Any] = {"quorum": quorum, "wait_budget_s": wait_budget_s, "is_lockstep": is_lockstep}
+        options: dict[str, Any] = {
+            "quorum": quorum,
+            "wait_budget_s": wait_budget_s,
+            "is_lockstep": is_lockstep,
+            "combine": combine,
+        }
         self.syncer = Syncer(outer_scheme, save=self._save, **options)
         states = {}
         if self._folder is not None:
@@ -145,12 +152,15 @@ class MemberServer:
                     "rounds": member.rounds,
                     "late": member.num_late,
                     "residual_norm": member.residual_norm,
+                    "share": member.share,
+                    "clipped_norm": member.clipped_norm,
                     "seen_s_ago": now - member.seen_at,
                 }
                 for member in syncer.members.values()
             ]
             return {
                 "scheme": str(syncer.scheme),
+                "combine": str(syncer.combine),
                 "run": syncer.run,
                 "tokens": syncer.tokens,
                 "rounds": syncer.rounds,

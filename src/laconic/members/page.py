@@ -19,11 +19,12 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem}div{overflo
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}th,td{border-color:#444}}</style>
 <h1>Members of a run</h1><dl id="run"></dl><div><table id="members"></table></div><p id="note"></p><script>
 const number=v=>typeof v==="number"?v.toLocaleString("en",{maximumSignificantDigits:5}):v;
-const columns=["id","address","tokens","rounds","late","residual_norm","loss","seen_s_ago"];
+const columns=["id","address","tokens","rounds","late","residual_norm","share","clipped_norm","loss","seen_s_ago"];
 const cell=(tag,text,to)=>{const e=document.createElement(tag);e.textContent=text??"-";to.append(e)};
 async function draw(){try{const run=await (await fetch("stats.json")).json();
 const dl=document.getElementById("run");dl.replaceChildren();
-for(const key of ["scheme","tokens","rounds","num_members","wait_budget_s","lost_norm","bytes_in","bytes_out"])
+for(const key of ["scheme","combine","tokens","rounds","num_members","wait_budget_s","lost_norm","bytes_in",
+"bytes_out"])
 {cell("dt",key,dl);cell("dd",number(run[key]),dl)}
 const table=document.getElementById("members");table.replaceChildren();
 const head=document.createElement("tr");for(const c of columns)cell("th",c,head);table.append(head);
@@ -48,6 +49,8 @@ _MEMBER_METRICS = {
     "rounds": "counter",
     "late": "counter",
     "residual_norm": "gauge",
+    "share": "gauge",
+    "clipped_norm": "counter",
     "seen_s_ago": "gauge",
     "loss": "gauge",
 }

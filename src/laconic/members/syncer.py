@@ -21,6 +21,7 @@ from torch import Tensor
 from laconic.errors import FrameError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import codec_for, exact_codec
+from laconic.members.combine import Combine, at_most_median
 from laconic.members.fragment import MOST_GONE, FragmentState
 from laconic.members.messages import (
     Anchor,
@@ -44,6 +45,7 @@ _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
+_LARGEST = 1e18  # norm of a drift: its square is a float32
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -66,6 +68,8 @@ class MemberRecord:
     num_late: int = 0
     num_missed: int = 0  # calls without an answer since its last message
     residual_norms: dict[int, float] = field(default_factory=dict)  # as of its last drift, by fragment
+    share: float = 1.0  # of its last drift that a rule let in
+    clipped_norm: float = 0.0  # of all that a rule kept out
     subscribed: set[int] = field(default_factory=set)  # fragments whose updates it is sent
     report: dict[str, float] = field(default_factory=dict)  # its own numbers, like its loss
     seen_at: float = 0.0
@@ -89,6 +93,7 @@ class Syncer:
         quorum: Drifts without which no round is closed.
         wait_budget_s: The longest that a round waits for members after it called them; it adapts below that.
         is_lockstep: Whether a round waits for all members that are there, whatever that takes.
+        combine: What is made of the drifts of a round: the mean, or a rule for members who may lie.
         save: Called with a fragment's number and state before anyone is told of its new version.
     """
 
@@ -99,11 +104,13 @@ class Syncer:
         quorum: int = 1,
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
+        combine: str = "mean",
         save: Callable[[int, dict[str, Any]], None] = lambda number, state: None,
     ) -> None:
         self.scheme = scheme
         self.quorum = quorum
         self.is_lockstep = is_lockstep
+        self.combine = Combine.parse(combine)
         self.longest_wait_s = wait_budget_s
         self.members: dict[str, MemberRecord] = {}
         self.fragments: dict[int, FragmentState] = {}
@@ -350,29 +357,24 @@ class Syncer:
         return [m for m in present if number in m.subscribed and m.num_missed < _MOST_MISSED]
 
     def _close(self, number: int) -> Iterator[Outgoing]:
-        """Take the outer step by the mean of what came, weighted by tokens, and tell all that have the anchor."""
+        """Take the outer step by what the rule makes of the drifts that came, and tell all that have the anchor.
+
+        A drift that is let in is counted, once and for good: what a rule clips of it is lost, and its norm is stated.
+        """
         fragment = self.fragments[number]
-        drifts: dict[str, Drift] = {}
+        drifts, tokens, mean = self._combined(number)
         present = self._present()
-        total = fragment.bequeathed.clone()
-        tokens = fragment.bequeathed_tokens
-        for process, drift in sorted(fragment.round.drifts.items()):
-            try:
-                total.add_(fragment.codec.decode(drift.payload, total.device), alpha=float(drift.tokens))
-            except FrameError as error:
-                _LOG.warning("the drift of member %r is left out: it %s", process, error)
-                continue
-            tokens += drift.tokens
-            drifts[process] = drift
+        for process, drift in drifts.items():
             fragment.count(process, drift, present)
-        payload = fragment.step_(total.div_(max(1, tokens)), number, max(1, len(drifts)))
-        fragment.tokens += tokens
+        payload = fragment.step_(mean, number, max(1, len(drifts)))
+        fragment.tokens += sum(tokens)
         self.rounds += 1
+        weights = dict(zip(drifts, tokens, strict=False))  # behind them may be the one of what was bequeathed
         for member in self.members.values():
             if counted := drifts.get(member.process):
                 member.rounds += 1
                 if number == min(self.fragments):  # tokens are in the drifts of all fragments
-                    member.tokens += counted.tokens
+                    member.tokens += weights[member.process]
                     member.steps += counted.steps
         self._save(number, self._saved(number))
         for member in self.members.values():
@@ -382,6 +384,45 @@ class Syncer:
                     number, fragment.version, is_counted, self.tokens, self.rounds, self.num_members, payload
                 )
                 yield Outgoing(member.connection, update)
+
+    def _combined(self, number: int) -> tuple[dict[str, Drift], list[int], Tensor]:
+        """(the drifts of a round that can be read, the tokens that each weighs, what the rule makes of them).
+
+        What was bequeathed is one drift more, behind them; under a rule whoever left it may have lied.
+        """
+        fragment = self.fragments[number]
+        drifts: dict[str, Drift] = {}
+        total = fragment.bequeathed.clone()
+        is_mean = self.combine.rule == "mean"
+        rows = total.new_empty(0 if is_mean else len(fragment.round.drifts) + 1, total.numel())
+        for process, drift in sorted(fragment.round.drifts.items()):
+            try:
+                values = fragment.codec.decode(drift.payload, total.device)
+                if not float(values.norm()) < _LARGEST:
+                    raise FrameError("sent numbers that are not finite, or as good as that")
+            except FrameError as error:
+                _LOG.warning("the drift of member %r is left out: it %s", process, error)
+                continue
+            if is_mean:
+                total.add_(values, alpha=float(drift.tokens))
+            else:
+                rows[len(drifts)] = values
+            drifts[process] = drift
+        tokens = [drift.tokens for drift in drifts.values()]
+        if fragment.bequeathed_tokens:
+            tokens.append(fragment.bequeathed_tokens)
+        if is_mean or not tokens:
+            return drifts, tokens, total.div_(max(1, sum(tokens)))
+        if fragment.bequeathed_tokens:
+            rows[len(drifts)] = total.div_(fragment.bequeathed_tokens)
+        tokens = at_most_median(tokens)
+        combined = self.combine(rows[: len(tokens)], tokens, f"{number}/{fragment.version}")
+        clipped = dict(zip(drifts, zip(combined.shares, combined.clipped_norms, strict=True), strict=False))
+        for member in self.members.values():
+            if member.process in clipped:
+                member.share, clipped_norm = clipped[member.process]
+                member.clipped_norm += clipped_norm
+        return drifts, tokens, combined.drift
 
     # State
 

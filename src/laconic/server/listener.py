@@ -66,6 +66,7 @@ class Listener:
     num_workers: int
     timeout_s: float
     wait_budget_s: float = math.inf
+    unit: str = "step"  # that workers exchange something for
 
     def __post_init__(self) -> None:
         self.traffic = Traffic()
@@ -73,7 +74,7 @@ class Listener:
         self._workers: dict[int, _Worker] = {}  # by rank, the lost ones too
         self._replies: deque[tuple[int, Message]] = deque()  # that have not begun to leave, each with its rank
         self._waits_for_all = False  # since a worker missed too many rounds
-        self._step = -1
+        self._num_steps = 0  # of which a round was whole
         self._acceptor = Acceptor(self.num_workers)
         self.address = self._acceptor.address
 
@@ -134,7 +135,7 @@ class Listener:
             for rank, message in received.items():
                 if message.id != usual:
                     self._differs(rank, message, about)
-            self._step = max(self._step, about.step)
+            self._num_steps = max(self._num_steps, about.step + 1)
             bytes_in = sum(message.num_bytes for message in received.values())
             self.traffic.count(_counted("up", about.kind), 0, 0, bytes_in)
         return received
@@ -315,7 +316,8 @@ class Listener:
             why = f"{'was silent' if error.errno else error} for {self.timeout_s:g} s"
         worker = self._workers[rank]
         worker.flow.link.close()
-        worker.lost = why + (f" after step {self._step}" if self._step >= 0 else " before the first step")
+        done = f"{self._num_steps} {self.unit}{'s' * (self._num_steps > 1)}"
+        worker.lost = f"{why} after {done}" if self._num_steps else f"{why} before the first {self.unit}"
         self._replies = deque(reply for reply in self._replies if reply[0] != rank)
         _LOG.warning("worker %d %s; going on with %d of %d", rank, worker.lost, len(self.living), self.num_workers)
 

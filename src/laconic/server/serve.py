@@ -83,9 +83,13 @@ def serve(
     """
     check_timeout(timeout_s)
     check_wait(scheme, wait_budget_s, len(servers))
-    scheme = served_scheme(scheme)
+    made = parse(scheme) if isinstance(scheme, str) else scheme
+    scheme = served_scheme(made)
     listener = Listener(
-        world().size() - len(servers), timeout_s, wait_budget_s=math.inf if wait_budget_s is None else wait_budget_s
+        world().size() - len(servers),
+        timeout_s,
+        wait_budget_s=math.inf if wait_budget_s is None else wait_budget_s,
+        unit="outer step" if made.of_what == "drift" else "step",
     )
     exchange_addresses(servers, listener.address)
     by_rank = {rank: _terms(rank, text, listener) for rank, text in _accept(listener).items()}

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -83,8 +83,10 @@ class Background:
         )
         self._thread.start()
         weakref.finalize(self, self._submissions.put, None)
-        # A daemon thread that wakes while the interpreter is torn down aborts the process, so it is ended before.
-        atexit.register(_close, weakref.ref(self))
+        # A daemon thread that wakes while the interpreter is torn down aborts the process, so it is ended before. One
+        # call for all sessions: one for each would stay for as long as the process, with whatever it holds.
+        _close_all_at_exit()
+        _open.add(self)
 
     def submit(self, bucket: Bucket) -> Future[Tensor]:
         """Queue a bucket; the future holds its flat buffer once that is the mean, or fails with what went wrong."""
@@ -101,6 +103,7 @@ class Background:
 
     def close(self) -> None:
         """End the threads after what was submitted; one that hangs in a collective is left behind."""
+        _open.discard(self)
         self._submissions.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._pipeline is not None:
@@ -217,6 +220,7 @@ def _station(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator
 
 
 _here = threading.local()
+_open: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
 def _compute_alone_on_host() -> None:
@@ -245,10 +249,14 @@ def _run(submissions: _Submissions, background: weakref.ref[Background]) -> None
         del alive, submission  # while it waits, the thread holds nothing
 
 
-def _close(background: weakref.ref[Background]) -> None:
-    alive = background()
-    if alive is not None:
-        alive.close()
+@cache
+def _close_all_at_exit() -> None:
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for background in list(_open):
+        background.close()
 
 
 def _tensor_or_raise(done: Future[Tensor | BaseException]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from laconic.errors import LaunchError
 from laconic.recipes import parse
 from laconic_lab.chaos.mass import keeps_all, mass_lost
-from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, Case, Outcome
+from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, TRUST_FAULTS, Case, Outcome
 from laconic_lab.network import Lab
 from laconic_lab.train.job import Job
 from laconic_lab.train.launch import local_store, rank_variables, store_variables
@@ -62,7 +63,7 @@ def _check(case: Case, home: Path, timeout_s: float, lab: Lab | None) -> list[st
         (home / "struck").unlink()
         job = replace(job, resume=True)
     ended = _run(job, home, case, lab)
-    broken = _common(ended, job)
+    broken = _unproven(ended, case.fault) if case.fault in TRUST_FAULTS else _common(ended, job)
     tallied = keeps_all(case.scheme)
     if tallied:
         broken += mass_lost(home, out)
@@ -109,6 +110,15 @@ def _common(ended: _Ended, job: Job) -> list[str]:
         if code and code > 0 and (not error_lines or "Traceback" in printed):
             broken.append(f"an error is one line: rank {rank} printed {printed[-300:]!r}")
     return broken
+
+
+def _unproven(ended: _Ended, fault: str) -> list[str]:
+    """Check what holds where one rank cannot prove what the others know; what all raise alike is rank 0's to print."""
+    cause = "LACONIC_SECRET" if fault == "wrong secret" else "LACONIC_TLS_CERT"
+    printed = "".join(ended.printed)
+    if all(ended.codes) and cause in ended.printed[0] and "Traceback" not in printed:
+        return []
+    return [f"a failed proof is an error of all that names it: codes {ended.codes}, {_last_words(ended)}"]
 
 
 def _left(out: Path) -> list[str]:
@@ -170,6 +180,7 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
         for name in ("out", "err", "digest"):
             (home / f"{name}-{rank}").unlink(missing_ok=True)
         variables = {**common, **rank_variables(rank, num_ranks, rank)}
+        variables |= _proofs(case, rank, home)
         namespace = lab.hosts[rank].namespace if lab else ""
         processes.append(_CONTEXT.Process(target=be_rank, args=(rank, variables, job, home, case, namespace)))
         processes[-1].start()
@@ -187,6 +198,21 @@ def _run(job: Job, home: Path, case: Case | None, lab: Lab | None) -> _Ended:
         [_read(home / f"err-{rank}") for rank in range(num_ranks)],
         [_read(home / f"digest-{rank}") for rank in range(num_ranks)],
     )
+
+
+def _proofs(case: Case | None, rank: int, home: Path) -> dict[str, str]:
+    """What a rank proves itself by, where another one is to fail at that."""
+    if case is None or case.fault not in TRUST_FAULTS:
+        return {}
+    owner = "other" if rank == case.rank else "ours"
+    if case.fault == "wrong secret":
+        return {"LACONIC_SECRET": owner}
+    files = home / f"{owner}.pem", home / f"{owner}.key"
+    if not files[0].exists():
+        words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        words += ["-subj", f"/CN={owner}", "-days", "2", "-out", str(files[0]), "-keyout", str(files[1])]
+        subprocess.run(words, check=True, capture_output=True)
+    return dict(zip(("LACONIC_TLS_CERT", "LACONIC_TLS_KEY"), map(str, files), strict=True))
 
 
 def _wait(

@@ -34,7 +34,8 @@ PHASES_OF_STEP = ("choose", "encode", "talk", "apply")
 PHASES_BETWEEN = ("training", "evaluation", "averaging", "checkpoint", "resume")  # in which nothing is exchanged
 PHASES = (*PHASES_OF_STEP, *PHASES_BETWEEN)
 MESSAGE_FAULTS = ("drop", "delay", "truncate", "duplicate", "damage")  # on virtual workers, to what is being said
-PROCESS_FAULTS = ("kill", "stop", "pause", "slow", "trickle", "full disk", "restart")
+TRUST_FAULTS = ("wrong secret", "wrong certificate")  # of one rank, when all connect
+PROCESS_FAULTS = ("kill", "stop", "pause", "slow", "trickle", "full disk", "restart", *TRUST_FAULTS)
 LINK_FAULTS = ("cut", "unplug")  # between hosts of a lab, of which the first heals
 ON = ("virtual", "processes")
 NUM_WORKERS = 3
@@ -72,6 +73,8 @@ def draw(seed: int, on: str | None = None, scheme: str | None = None, *, hosts: 
     phase = "talk" if fault in (*MESSAGE_FAULTS, "trickle") else chance.choice(PHASES)
     if fault in ("full disk", "restart"):
         phase = "checkpoint"
+    if fault in TRUST_FAULTS:
+        phase = "connect"
     rank = chance.randrange(hosts or NUM_WORKERS)
     says_more = on == "virtual" and phase == "talk" and family not in ("gossip", "outer")
     number = chance.randrange(2 * STEPS if says_more else STEPS)  # messages: each step has two buckets

@@ -69,13 +69,15 @@ def check(case: Case) -> Outcome:
 
 def _within_deadline(work: Callable[[], Outcome]) -> Outcome:
     """Run `work`; a thread that hangs is left behind."""
-    found: list[Outcome] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(work()), daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
     if thread.is_alive():
         return Outcome([f"every worker ends or goes on within {DEADLINE_S:g} s"])
-    return found[0] if found else Outcome(["a fault is an error of laconic's, in one line: the check itself failed"])
+    return (
+        outcomes[0] if outcomes else Outcome(["a fault is an error of laconic's, in one line: the check itself failed"])
+    )
 
 
 class _GradientWorker:
@@ -196,7 +198,10 @@ class _Recorded(FaultyCollectives):
             try:
                 return call(*arguments)
             finally:
-                if any(before <= number < self.faults.num_messages for number in self.faults.by_number):
+                wrong = [
+                    n + (fault == Fault.DUPLICATE) for n, fault in self.faults.by_number.items()
+                ]  # in place of the next
+                if any(before <= number < self.faults.num_messages for number in wrong):
                     is_raw = name in _RAW_CALLS or any(word in _RAW_KINDS for word in arguments if type(word) is str)
                     # Two who gossip rely on the order of their connection: frames there name no step.
                     is_again = name == "sendrecv" and Fault.DUPLICATE in self.faults.by_number.values()
@@ -254,9 +259,9 @@ def _run(case: Case | None, family: str, text: str, first: int, states: list[dic
         return worker.read(), lost
 
     try:
-        found = in_process(NUM_WORKERS, work, num_servers=1 if family == "dedicated server" else 0)
-        run.models = [model for model, _ in found]
-        run.lost_mass = max(lost for _, lost in found)
+        ends = in_process(NUM_WORKERS, work, num_servers=1 if family == "dedicated server" else 0)
+        run.models = [model for model, _ in ends]
+        run.lost_mass = max(lost for _, lost in ends)
     except BaseException as error:
         run.error = error
     run.states = {done: [by[rank] for rank in sorted(by)] for done, by in saved.items() if _whole(saved, done)}

@@ -26,7 +26,7 @@ from laconic_lab.train.result import Result
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
 _AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
 
-_FOUND = 1  # the exit code of `laconic doctor --strict` where something was found
+_PROBLEMS = 1  # the exit code of `laconic doctor --strict` where something was found
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
@@ -179,4 +179,4 @@ def _in_a_lab(args: argparse.Namespace) -> int:
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
     words += ["--json"] * args.json + ["--strict"] * args.strict
     with noted_signals() as signals, Lab.create(spec) as lab:
-        return _run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _FOUND)
+        return _run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _PROBLEMS)
