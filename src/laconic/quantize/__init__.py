@@ -9,6 +9,7 @@ from laconic.quantize.grid import (
     Steps,
     carrier_for,
     largest_levels,
+    levels_listed,
     levels_of,
     round_up,
 )
