@@ -157,7 +157,7 @@ def sparse_sign(
     """S3GD-MV sends signs of the largest entries of each layer, accumulated till sent; k = round(rho*N or cover*N/M).
 
     a = w*a + g ; send sign(a) of the k largest |a| ; there a = 0 (Park and Lee, arXiv 2302.07475). With weight=0
-    nothing is accumulated, as in its abstract. vote=weighted is after the same group's arXiv 2403.16372.
+    nothing is accumulated, as in its abstract. vote=weighted is after their arXiv 2402.01340 and 2403.16372.
     """
     rho = 0.0 if cover else rho
     select = TopK(rho=rho, cover=cover, per="parameter", dense_below=0)
