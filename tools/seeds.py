@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in seeds
     ]
     with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = pool.map(result_of, jobs)
+        results = map(result_of, jobs) if args.processes == 1 else pool.map(result_of, jobs)
         for name in cases:
             first: float | None = None
             for scheme in args.schemes:

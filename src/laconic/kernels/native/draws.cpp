@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kRounds = 6;
 constexpr int64_t kRun = 256;         // numbers that go through a round together
+constexpr int64_t kFew = 3;           // places of bits that are written whether or not there are so many
 constexpr int64_t kWorthMapping = 10;  // a map of n bits is read sooner than k numbers are sorted where k >= n >> this
 
 // As the reference's: the high half of mix(v) * range, where mix is lowbias32 with the round's key let in twice.
@@ -88,9 +89,17 @@ extern "C" void laconic_draw_distinct(int64_t n, int64_t start, int64_t k, uint3
     std::sort(out, out + k);
     return;
   }
+  const int64_t* const end = out + k;
   for (size_t word = 0; word < map.size(); ++word) {
-    for (uint64_t bits = map[word]; bits != 0; bits &= bits - 1) {
-      *out++ = static_cast<int64_t>(word) * 64 + __builtin_ctzll(bits);
+    const int64_t base = static_cast<int64_t>(word) * 64;
+    uint64_t bits = map[word];
+    int64_t* at = out;
+    out += __builtin_popcountll(bits);
+    if (end - at >= kFew) {  // whether a word has none, one or two is nothing that a processor could foretell
+      for (int64_t i = 0; i < kFew; ++i, bits &= bits - 1) {
+        *at++ = base + __builtin_ctzll(bits | uint64_t{1} << 63);
+      }
     }
+    for (; bits != 0; bits &= bits - 1) *at++ = base + __builtin_ctzll(bits);
   }
 }
