@@ -24,6 +24,7 @@ RECIPE_TEXTS = {
     "randk-multiscale": "randk-multiscale:rho=0.5,share=1",
     "lowrank": "lowrank:rank=3",
     "gossip": "gossip:rate=0.3",
+    "gossip-change": "gossip-change:rate=0.3,quantize=residue,mode=matched",
     "gossip-every": "gossip-every",
     "gossip-period": "gossip-period:steps=3",
     "local": "local:every=3",

@@ -48,7 +48,7 @@ ARGUMENTS = {
     "mode": "How positions are drawn (independent, cycle), or workers meet (free, paired, wait, matched).",
     "momentum": 'Momentum in [0, 1), or "auto" of outer steps; of gossip whether it is "local" or "quasi-global".',
     "peers": "Who may exchange with whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2.",
-    "per": 'What is ranked at once: a "bucket" or a "parameter".',
+    "per": 'What is ranked at once, a "bucket" or a "parameter"; what gossip exchanges by itself, "model" or "tensor".',
     "pull": "Strength that draws the anchors of a pair together.",
     "quantize": 'How values are written: a text like "bf16" or a part.',
     "ramp": "Steps of each stage of falling density; 0: none.",
