@@ -39,6 +39,7 @@ NOT_DETERMINISTIC = (
     "gossip-period:steps=3",
     "gossip:rate=0.3,quantize=none",
     "gossip:trigger=target-rate(rate=0.3,per=model),peers=ring",
+    "gossip-change:rate=0.3,quantize=residue",
     "gossip:rho=0.2,rate=0.22",
     "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
 )

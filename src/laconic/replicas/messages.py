@@ -284,11 +284,10 @@ class ModuloMessages(MessageWriter):
         return sum(self._reply_shapes[k].num_bytes for k in groups)
 
     def open(self, message: Tensor, peer: int) -> tuple[Subset, list[Encoded]]:
-        check_taken(message)
         groups: list[int] = []
         received: list[Encoded] = []
         at = 0
-        while at < message.numel():
+        while at < message.numel() or not groups:
             k = bucket_of(message[at:])
             if not (groups[-1] if groups else -1) < k < len(self._request_shapes):
                 raise FrameError(f"rank {peer} asked about part {k} of {len(self._request_shapes)}, or not in order")
@@ -318,7 +317,6 @@ class ModuloMessages(MessageWriter):
     def finish_(self, request: Request, reply: Tensor, peer: int) -> Tensor:
         subset, values, _, sent = request
         reply_code = self._code.answer
-        check_taken(reply)
         answers: list[Compared] = []
         at = 0
         for k, inside in self._pieces(subset.groups):
@@ -403,7 +401,7 @@ def _joined(frames: list[Tensor]) -> Tensor:
 
 def _written(shape: CodesShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:
     """(codes, scale) as a peer wrote them of a group."""
-    written = shape.codes(message, step=0, bucket=k, peer=peer)
+    written = shape.codes(check_taken(message), step=0, bucket=k, peer=peer)
     if written is None:
         raise not_finite(peer)
     return written
