@@ -184,6 +184,23 @@ def test_a_request_about_a_half_names_it(halved: None) -> None:
         one.open(torch.zeros(8, dtype=torch.uint8), 2)
 
 
+def test_a_message_of_remainders_is_about_several_tensors() -> None:
+    torch.manual_seed(0)
+    one, other = (ModuloMessages(ModelVector(Small(), "tensor"), ModuloCode(), 0, rank) for rank in range(2))
+    groups = [0, 2, 3]
+    request = one.request_(one.subset(groups), one.subset(groups).read())
+    assert request.message.numel() == one.request_bytes(groups)
+    topic, received = other.open(request.message, 0)
+    assert list(topic.groups) == groups
+    answer, back = other.reply_(topic, received, topic.read())
+    assert answer.numel() == one.reply_bytes(groups)
+    way = one.finish_(request, answer, 1)
+    assert back is not None and torch.equal(way, -back) and way.numel() == topic.num_entries
+    for wrong in (request.message[: one.request_bytes([0]) + 4], request.message.repeat(2)):
+        with pytest.raises(FrameError):
+            other.open(wrong, 0)
+
+
 def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
     messages, vector = _alike(Small(), 1, 0.01)
     values = vector.read()
