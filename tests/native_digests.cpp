@@ -208,6 +208,9 @@ void code(int64_t n) {
     const float* what[] = {values.data(), values.data()};
     const int64_t counts[] = {k, k / 2};
     Digest().of(laconic_add_at(total.data(), n, where, what, counts, 2, kThreads)).of(total).print("add_at", input);
+    std::vector<int64_t> drawn(k);
+    laconic_draw_distinct(n, n - 1, k, 0x12345678u, 0x9abcdef0u, drawn.data());
+    Digest().of(drawn).print("draw_distinct", input);
   }
   Positions lanes(n), back(n);
   for (int width = 1; width <= 31; ++width) {

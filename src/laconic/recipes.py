@@ -12,7 +12,7 @@ from typing import Any
 
 from laconic.errors import SchemeError
 from laconic.exchange import AllGather, AllReduce, Gossip, Pairs, Pattern, Server, Silent
-from laconic.memory import Accumulated, Memory, MomentumResidual, Residual
+from laconic.memory import Accumulated, Memory, MomentumResidual, Nothing, Residual
 from laconic.outer import Agreement, Nesterov, NesterovByWorkers, Outer, OuterSGD, PairMomentum
 from laconic.quantize import (
     BF16,
@@ -25,6 +25,7 @@ from laconic.quantize import (
     Quantizer,
     Sign,
     is_modulo_code,
+    levels_listed,
     levels_of,
 )
 from laconic.scheme import RECIPES, GossipScheme, OuterScheme, Scheme, TorchHook, parse, part, recipe, score_name
@@ -153,15 +154,17 @@ def sign(vote: str = "majority") -> Scheme:
 def sparse_sign(
     rho: float = 0.1, *, cover: float = 0.0, weight: float = 1.0, score: str | Score = "local", vote: str = "majority"
 ) -> Scheme:
-    """S3GD-MV sends signs of the largest entries of each layer, accumulated till sent; k = rho*N, or cover*N/M.
+    """S3GD-MV sends signs of the largest entries of each layer, accumulated till sent; k = round(rho*N or cover*N/M).
 
-    a = w*a + g ; send sign(a) of the k largest |a| ; there a = 0 (Park and Lee, arXiv 2302.07475).
+    a = w*a + g ; send sign(a) of the k largest |a| ; there a = 0 (Park and Lee, arXiv 2302.07475). With weight=0
+    nothing is accumulated, as in its abstract. vote=weighted is after their arXiv 2402.01340 and 2403.16372.
     """
     rho = 0.0 if cover else rho
     select = TopK(rho=rho, cover=cover, per="parameter", dense_below=0)
     if (scored := score_name(score)) != "local":
         select = Overlap(rho, cover=cover, per="parameter", dense_below=0, score=scored)
-    return Scheme(select=select, quantize=Sign(), memory=Accumulated(weight=weight), exchange=Server(combine=vote))
+    memory = Accumulated(weight=weight) if weight else Nothing()
+    return Scheme(select=select, quantize=Sign(), memory=memory, exchange=Server(combine=vote))
 
 
 @recipe
@@ -176,9 +179,9 @@ def maxnorm(bits: int = CODE_BITS, *, levels: int = 0, block: int = 512, stages:
 
 @recipe
 def multiscale(
-    bits: int = CODE_BITS,
+    bits: str | int = CODE_BITS,
     *,
-    levels: int = 0,
+    levels: str | int = 0,
     block: int = 512,
     scales: int = 4,
     ratio: int = 2,
@@ -188,9 +191,11 @@ def multiscale(
 ) -> Scheme:
     """Integers go on the finest of several grids that every worker's entry fits, agreed on per `share` entries.
 
-    q = round(g/n * s_j), s_j = s*ratio^j (Vineeth S, arXiv 2109.12497).
+    q = round(g/n * s_j), s_j = s*ratio^j, or as listed: bits=6+10 or levels=31+511 (Vineeth S, arXiv 2109.12497).
     """
-    grid = MultiScale(levels_of(bits, levels), block=block, scales=scales, ratio=ratio, share=share, seed=seed)
+    first, *finer = levels_listed(bits, levels)
+    more = {"finer": "+".join(map(str, finer))} if finer else {"scales": scales, "ratio": ratio}
+    grid = MultiScale(first, block=block, share=share, seed=seed, **more)
     return Scheme(quantize=grid, exchange=AllReduce(stages=stages))
 
 
@@ -198,6 +203,7 @@ def multiscale(
 def randk_maxnorm(
     rho: float = 0.1,
     *,
+    k: int = 0,
     bits: int = CODE_BITS,
     levels: int = 0,
     block: int = 512,
@@ -209,15 +215,16 @@ def randk_maxnorm(
 ) -> Scheme:
     """maxnorm goes of the same random share of the entries everywhere; the rest is kept for later."""
     everywhere = maxnorm(bits=bits, levels=levels, block=block, stages=stages, seed=seed)
-    return _random_share(everywhere, rho, mode, seed, memory, warmup)
+    return _random_share(everywhere, rho, k, mode, seed, memory, warmup)
 
 
 @recipe
 def randk_multiscale(
     rho: float = 0.1,
     *,
-    bits: int = CODE_BITS,
-    levels: int = 0,
+    k: int = 0,
+    bits: str | int = CODE_BITS,
+    levels: str | int = 0,
     block: int = 512,
     scales: int = 4,
     ratio: int = 2,
@@ -232,7 +239,7 @@ def randk_multiscale(
     everywhere = multiscale(
         bits=bits, levels=levels, block=block, scales=scales, ratio=ratio, share=share, stages=stages, seed=seed
     )
-    return _random_share(everywhere, rho, mode, seed, memory, warmup)
+    return _random_share(everywhere, rho, k, mode, seed, memory, warmup)
 
 
 @recipe
@@ -282,6 +289,26 @@ def gossip(
         exchange=Gossip(peers=peers, mode=mode, momentum=momentum, seed=seed),
         trigger=part("trigger", trigger) if trigger else clock,
     )
+
+
+@recipe
+def gossip_change(
+    rate: float = 0.16,
+    *,
+    quantize: Code = "none",
+    per: str = "tensor",
+    peers: str = "uniform",
+    mode: str = "free",
+    momentum: str = "local",
+    seed: int = 0,
+) -> GossipScheme:
+    """Gossip goes of those tensors that have changed enough, the threshold moving so that `rate` models leave a step.
+
+    By default 8 % of what leaves at every step (Ho, Wu, Liu, CCGRID 2018); tensor by tensor, by n^1.5, is ours.
+    With quantize=residue they go in a modulo code of a few bits, an eighth of that.
+    """
+    when = TargetRate(rate=rate, per=per)
+    return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum=momentum, seed=seed)
 
 
 @recipe
@@ -474,8 +501,10 @@ def _with_feedback(select: Selector, quantize: Any, exchange: Any, warmup: int) 
     )
 
 
-def _random_share(everywhere: Scheme, rho: float, mode: str, seed: int, memory: str | Memory, warmup: int) -> Scheme:
-    select = RandK(rho=rho, mode=mode, seed=seed)
+def _random_share(
+    everywhere: Scheme, rho: float, k: int, mode: str, seed: int, memory: str | Memory, warmup: int
+) -> Scheme:
+    select = RandK(rho=0.0 if k else rho, k=k, mode=mode, seed=seed)
     return replace(everywhere, select=select, memory=part("memory", memory), trigger=_warmed(warmup))
 
 

@@ -98,6 +98,19 @@ def test_native_withdrawal_equals_the_reference(n: int, level: str, one_then_two
                     assert same_bits(balance, expected), (name, k, factor, threads)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 4097, 99_991])
+def test_native_draws_equal_the_reference_and_are_distinct(n: int, level: str) -> None:
+    for k, start in itertools.product(sorted({0, 1, n // 2000, n // 3, n}), (0, n // 2, n - 1)):
+        expected, out = (torch.empty(k, dtype=torch.int64) for _ in range(2))
+        reference.draw_distinct_(expected, n, start, key_of(3, n, k))
+        cpu.draw_distinct_(out, n, start, key_of(3, n, k))
+        assert torch.equal(out, expected), (k, start)
+        assert bool((out.diff() > 0).all()) and (not k or 0 <= int(out[0]) <= int(out[-1]) < n)
+    for backend in (reference, cpu):
+        with pytest.raises(KernelError, match="cannot be drawn"):
+            backend.draw_distinct_(torch.empty(n + 1, dtype=torch.int64), n, 0, key_of(3))
+
+
 @pytest.mark.parametrize("rank", [1, 3, 4, 20])
 def test_native_bases_equal_the_reference(rank: int, level: str) -> None:
     expected, factors, places = thin_matrices(rank)

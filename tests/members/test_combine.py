@@ -91,7 +91,7 @@ class _Server:
         self.syncer = Syncer(parse(scheme), is_lockstep=True, combine=combine)  # type: ignore[arg-type]
         for i in range(num_members):
             join = Join(f"m{i}", i, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
-            self.syncer.on_join(i, join, 0.0)
+            self.syncer.on_word(i, join, 0.0, "")
         self.syncer.on_anchor("m0", Anchor.of(0, 0, torch.zeros(num_entries)))
         for i in range(num_members):
             self.syncer.on_request(f"m{i}", Request(0, 0, -1))

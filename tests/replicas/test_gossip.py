@@ -102,7 +102,6 @@ def test_wrong_compositions_name_their_cure() -> None:
         "scheme:exchange=gossip,select=overlap(rho=0.1)": r"use Server\(\)",
         "scheme:exchange=gossip,memory=residual": "leave memory out",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
-        "gossip:trigger=target-rate(rate=0.1)": "per='model'",
         "gossip:rho=0.2,trigger=target-rate(rate=0.1)": "per='model'",
         "gossip:rho=0.2,quantize=residue": "use BF16",
         "gossip:quantize=residue(bits=9)": "3 to 8",

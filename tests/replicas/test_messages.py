@@ -142,7 +142,7 @@ def test_models_too_far_apart_for_their_remainders_stay_and_reach_further_until_
         assert back is not None and torch.equal(way, -back)
         missed.append(float((way[:1525] == 0).float().mean()))
     assert missed[0] == 1 and missed[-1] < 0.2
-    step = steps_of(request.decoded.exponents).repeat_interleave(256)[: x.numel()]
+    step = steps_of(request.decoded[0].exponents).repeat_interleave(256)[: x.numel()]
     assert torch.all(((x - y + 2 * way).abs() <= 2 * step) | (2 * way.abs() == 7 * step))  # what is further is cut
 
 
@@ -182,6 +182,23 @@ def test_a_request_about_a_half_names_it(halved: None) -> None:
         one.open(stranger.request_(part, part.read()).message, 2)
     with pytest.raises(FrameError, match="part -1"):
         one.open(torch.zeros(8, dtype=torch.uint8), 2)
+
+
+def test_a_message_of_remainders_is_about_several_tensors() -> None:
+    torch.manual_seed(0)
+    one, other = (ModuloMessages(ModelVector(Small(), "tensor"), ModuloCode(), 0, rank) for rank in range(2))
+    groups = [0, 2, 3]
+    request = one.request_(one.subset(groups), one.subset(groups).read())
+    assert request.message.numel() == one.request_bytes(groups)
+    topic, received = other.open(request.message, 0)
+    assert list(topic.groups) == groups
+    answer, back = other.reply_(topic, received, topic.read())
+    assert answer.numel() == one.reply_bytes(groups)
+    way = one.finish_(request, answer, 1)
+    assert back is not None and torch.equal(way, -back) and way.numel() == topic.num_entries
+    for wrong in (request.message[: one.request_bytes([0]) + 4], request.message.repeat(2)):
+        with pytest.raises(FrameError):
+            other.open(wrong, 0)
 
 
 def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:

@@ -18,7 +18,7 @@ from laconic_lab.tasks import TASKS, Data, Training, cifar10
 from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import DdpLearner, in_ddp
 from laconic_lab.train.job import Job
-from laconic_lab.train.loop import TrainingLoop
+from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.result import Result
 from laconic_lab.train.virtual import work_in_process
@@ -222,6 +222,24 @@ def _check_ways(found: Callable[[Job], dict[str, Any]], job: Job) -> None:
 def test_micro_batches_and_mixed_precision_train_alike(two_workers: WorkerPool, tmp_path: Path, scheme: str) -> None:
     job = _small_job(scheme=scheme, data=_text(tmp_path))
     _check_ways(lambda one: two_workers.run(_over_processes, one)[0], job)
+
+
+def test_virtual_workers_gossip_what_processes_do(two_workers: WorkerPool, tmp_path: Path) -> None:
+    job = _small_job(scheme="gossip-period:steps=2,mode=matched", data=_text(tmp_path), steps=3, eval_every=100)
+    loss = two_workers.run(_averaged_loss, job)[0]
+    result = _result_in_process(replace(job, in_process=True))
+    assert result.loss == pytest.approx(loss, rel=1e-6)  # threads may add a batch's losses in another order
+    assert result.bytes_out > 0
+
+
+def _averaged_loss(job: Job) -> float:
+    """The test loss of the mean of all models, after the last step."""
+    torch.manual_seed(job.seed)
+    learner = make_learner(job, job.load_data(), torch.device("cpu"))
+    loop = TrainingLoop(job, learner.course, learner, learner.group)
+    loop.run_(Observer())
+    learner.session.close()
+    return float(loop.last_evaluation["loss"])
 
 
 @pytest.mark.slow  # half a minute where bf16 is emulated; over processes it is tested above

@@ -9,10 +9,20 @@ from laconic.quantize.grid import (
     Steps,
     carrier_for,
     largest_levels,
+    levels_listed,
     levels_of,
     round_up,
 )
-from laconic.quantize.modulo import Difference, Encoded, ModuloCode, exponents_for, is_modulo_code, num_blocks, steps_of
+from laconic.quantize.modulo import (
+    Compared,
+    Difference,
+    Encoded,
+    ModuloCode,
+    exponents_for,
+    is_modulo_code,
+    num_blocks,
+    steps_of,
+)
 from laconic.quantize.quantizers import BF16, FP16, Exact, FloatCode, Levels, Lloyd, Quantizer, Sign, Trits
 
 QUANTIZERS: dict[str, type[Quantizer]] = {

@@ -3,7 +3,9 @@
 The sum of the codes is the code of the sum.
 """
 
+import itertools
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +31,19 @@ def levels_of(bits: int, levels: int) -> int:
     if not 2 <= bits <= _MOST_BITS:
         raise SchemeError(f"bits is {bits}; give 2 to {_MOST_BITS}, of which one is the sign")
     return levels or (1 << (bits - 1)) - 1
+
+
+def levels_listed(bits: str | int, levels: str | int) -> tuple[int, ...]:
+    """The level counts of one scale or several, coarse first, of lists like 6+10 bits or 31+511 levels."""
+    try:
+        bits_of, counts = ([int(one) for one in str(of).split("+")] for of in (bits, levels))
+    except ValueError:
+        raise SchemeError(f"bits is {bits!r} and levels {levels!r}; give whole numbers, several like 6+10") from None
+    if counts == [0]:
+        return tuple(levels_of(one, 0) for one in bits_of)
+    if bits_of != [CODE_BITS]:
+        raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
+    return tuple(counts)
 
 
 def round_up(norms: Tensor) -> Tensor:
@@ -139,7 +154,8 @@ class MultiScale(Grid):
     """A grid has s_j = s*ratio^j levels; an entry takes the finest on which every worker's |g|/n*s_j is at most s.
 
     So codes stay in [-s, s] while the step shrinks with the entry (Vineeth S, arXiv 2109.12497). The scales are agreed
-    on by a lane-wise MIN over maps of 1 or 2 bits per `share` entries; sharing, and powers of a ratio, are ours.
+    on by a lane-wise MIN over maps of 1 or 2 bits per `share` entries; sharing, and powers of a ratio where no list of
+    level counts is given, are ours.
 
     Example:
         >>> scheme = laconic.Scheme(quantize=MultiScale(7, scales=2))
@@ -148,11 +164,15 @@ class MultiScale(Grid):
     scales: int = 4
     ratio: int = 2  # of each scale's level count to the one before
     share: int = 16  # entries that share a scale; 1 is the paper's
+    finer: str = ""  # level counts of the scales after the first, like 127+511, instead of `scales` and `ratio`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.scales <= _MOST_SCALES:
-            raise SchemeError(f"MultiScale.scales is {self.scales}; give 2 to {_MOST_SCALES}, or use MaxNorm()")
+        counts = self.level_counts
+        if not 2 <= len(counts) <= _MOST_SCALES:
+            raise SchemeError(f"MultiScale has {len(counts)} scales; give 2 to {_MOST_SCALES}, or use MaxNorm()")
+        if any(fine <= coarse for coarse, fine in itertools.pairwise(counts)):
+            raise SchemeError(f"the scales have {counts} levels; give each more than the one before")
         check_least(self, ratio=2, share=1)
         if self.block % self.share:
             raise SchemeError(
@@ -164,8 +184,10 @@ class MultiScale(Grid):
                 f"so that it has {_MOST_LEVELS} at most"
             )
 
-    @property
+    @cached_property
     def level_counts(self) -> tuple[int, ...]:
+        if self.finer:
+            return (self.levels, *levels_listed(CODE_BITS, self.finer))
         return tuple(self.levels * self.ratio**j for j in range(self.scales))
 
     def scale_group(self, count: int) -> int:
@@ -207,8 +229,10 @@ def carrier_for(levels: int, num_workers: int, stages: int = 0) -> Carrier:
 
     In one stage the network adds, and a lane holds the sum: ceil(log2(2*s*M + 1)) bits. In two stages it holds one
     code, ceil(log2(2*s + 1)) bits whatever M is, but the mean is rounded to a code again. With stages=0 the size
-    decides: two stages where they send less than half. Codes of one level are not rounded twice unasked: so rounded
-    among 4 workers, a small net diverged at a rate at which it trains well in one stage.
+    decides: two stages where they send less than half, which is from 19 workers on at 4 bits and from 67 at 6. Codes of
+    one level are not rounded twice unasked: so rounded among 4 workers, a small net diverged at a rate at which it
+    trains well in one stage. The second rounding adds up to (n/s)^2/4 to an entry's variance, whatever M is: two stages
+    are outside the paper's bound, (n/s)^2/(4*M).
     """
     one = _narrowest(levels * num_workers)
     two = _narrowest(levels, num_workers)

@@ -3,7 +3,7 @@
 Three kinds: the values of whole groups, those of the entries that changed most, and modulo codes of a group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.kernels import end_to_end, half_way, hash_64
-from laconic.quantize import Encoded, ModuloCode, Quantizer, exponents_for, num_blocks, steps_of
+from laconic.quantize import Compared, Encoded, ModuloCode, Quantizer, exponents_for, num_blocks, steps_of
 from laconic.replicas.vector import EntrySubset, ModelVector, Subset
 from laconic.select import Chooser
 from laconic.wire import CodesShape, Contents, FrameShape, bucket_of
@@ -217,7 +217,7 @@ class EntryMessages(ValueMessages):
 
 
 class ModuloMessages(MessageWriter):
-    """Writes and reads messages about one group of the model each, and learns how far apart two models are.
+    """Writes and reads messages about groups of the model, a frame each, and learns how far apart two models are.
 
     A request holds codes modulo a range; its reader replies how far those are from its own values, in steps, and both
     move by half of that, in opposite directions to the last bit.
@@ -235,24 +235,37 @@ class ModuloMessages(MessageWriter):
         self._num_requests = 0
         self.last = vector.read()
         sizes = [group.num_entries for group in vector.groups]
-        self._free: list[list[Tensor]] = [[] for _ in sizes]  # vectors for the values of requests, while not in use
-        self._values, self._update = (vector.empty(max(sizes)) for _ in range(2))  # of the exchange at hand
+        self._free: dict[int, list[Tensor]] = {}  # vectors for the values of requests, by length, while not in use
+        self._values, self._update = (vector.empty(max(sizes)) for _ in range(2))  # of the exchange at hand; they grow
         self.reach = [torch.zeros(num_blocks(n), dtype=torch.float32) for n in sizes]
         self._request_shapes = [CodesShape(n, n, 0, code) for n in sizes]
         self._reply_shapes = [CodesShape(n, n, 0, code.answer) for n in sizes]
 
     def subset(self, groups: Sequence[int]) -> Subset:
-        (k,) = groups
-        size = self._vector.groups[k].num_entries
-        return Subset(self._vector, groups, self._free[k].pop() if self._free[k] else self._vector.empty(size))
+        size = self._size(groups)
+        free = self._free.get(size)
+        return Subset(self._vector, groups, free.pop() if free else self._vector.empty(size))
 
     def request_(self, subset: Subset, values: Tensor) -> Request:
-        """A request about a group; its frame names it, where a session's would name a bucket."""
-        (k,) = subset.groups
+        """A request about groups; a frame names its own, where a session's would name a bucket."""
         self._num_requests += 1
-        codes = self._code.encode(values, self._exponents(k, values), _offset_of(*self._draw, self._num_requests))
-        frame = self._request_shapes[k].write(None, *self._code.write(codes), step=0, bucket=k)
-        return Request(subset, values, frame, codes)
+        offset = _offset_of(*self._draw, self._num_requests)
+        frames, codes = [], []
+        for k, inside in self._pieces(subset.groups):
+            codes.append(self._code.encode(values[inside], self._exponents(k, values[inside]), offset))
+            frames.append(self._request_shapes[k].write(None, *self._code.write(codes[-1]), step=0, bucket=k))
+        return Request(subset, values, _joined(frames), codes)
+
+    def _size(self, groups: Sequence[int]) -> int:
+        return sum(self._vector.groups[k].num_entries for k in groups)
+
+    def _pieces(self, groups: Sequence[int]) -> Iterator[tuple[int, slice]]:
+        """Each group, and where its entries lie among those of all of them."""
+        start = 0
+        for k in groups:
+            stop = start + self._vector.groups[k].num_entries
+            yield k, slice(start, stop)
+            start = stop
 
     def _exponents(self, k: int, values: Tensor) -> Tensor:
         """The exponents of steps with which a peer's values are expected to be within reach."""
@@ -265,43 +278,66 @@ class ModuloMessages(MessageWriter):
         return exponents_for(torch.from_numpy(steps))
 
     def request_bytes(self, groups: Sequence[int]) -> int:
-        return self._request_shapes[groups[0]].num_bytes
+        return sum(self._request_shapes[k].num_bytes for k in groups)
 
     def reply_bytes(self, groups: Sequence[int]) -> int:
-        return self._reply_shapes[groups[0]].num_bytes
+        return sum(self._reply_shapes[k].num_bytes for k in groups)
 
-    def open(self, message: Tensor, peer: int) -> tuple[Subset, Encoded]:
-        k = bucket_of(message)
-        if not 0 <= k < len(self._request_shapes):
-            raise FrameError(f"rank {peer} asked about part {k} of {len(self._request_shapes)}")
-        size = self._vector.groups[k].num_entries
-        subset = Subset(self._vector, [k], self._values[:size])
-        received = self._code.read(*_written(self._request_shapes[k], message, k, peer), subset.num_entries)
-        if not 0 <= received.offset < 1:
-            raise FrameError(f"rank {peer} sent an offset of {received.offset}, not one in [0, 1)")
-        return subset, received
+    def open(self, message: Tensor, peer: int) -> tuple[Subset, list[Encoded]]:
+        groups: list[int] = []
+        received: list[Encoded] = []
+        at = 0
+        while at < message.numel() or not groups:
+            k = bucket_of(message[at:])
+            if not (groups[-1] if groups else -1) < k < len(self._request_shapes):
+                raise FrameError(f"rank {peer} asked about part {k} of {len(self._request_shapes)}, or not in order")
+            shape = self._request_shapes[k]
+            codes = _written(shape, message[at : at + shape.num_bytes], k, peer)
+            received.append(self._code.read(*codes, self._vector.groups[k].num_entries))
+            if not 0 <= received[-1].offset < 1:
+                raise FrameError(f"rank {peer} sent an offset of {received[-1].offset}, not one in [0, 1)")
+            groups.append(k)
+            at += shape.num_bytes
+        if (size := self._size(groups)) > self._values.numel():
+            self._values = self._vector.empty(size)
+        return Subset(self._vector, groups, self._values[:size]), received
 
-    def reply_(self, subset: Subset, received: Encoded, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        (k,) = subset.groups
+    def reply_(self, subset: Subset, received: list[Encoded], values: Tensor) -> tuple[Tensor, Tensor | None]:
         if not kernels.all_finite(values):
-            return self._reply_shapes[k].write_overflow(values.device, step=0, bucket=k), None
-        update, compared = self._code.compare(values, received, out=self._update[: values.numel()])
-        self._learn_(k, compared.peaks, received.exponents, values, update)
-        frame = self._reply_shapes[k].write(None, *self._code.answer.write(compared), step=0, bucket=k)
-        return frame, update
+            shapes = [(k, self._reply_shapes[k]) for k in subset.groups]
+            return _joined([shape.write_overflow(values.device, step=0, bucket=k) for k, shape in shapes]), None
+        update = self._room_for_update(values.numel())
+        frames = []
+        for (k, inside), theirs in zip(self._pieces(subset.groups), received, strict=True):
+            _, compared = self._code.compare(values[inside], theirs, out=update[inside])
+            self._learn_(k, compared.peaks, theirs.exponents, values[inside], update[inside])
+            frames.append(self._reply_shapes[k].write(None, *self._code.answer.write(compared), step=0, bucket=k))
+        return _joined(frames), update
 
     def finish_(self, request: Request, reply: Tensor, peer: int) -> Tensor:
-        subset, values, _, codes = request
-        (k,) = subset.groups
+        subset, values, _, sent = request
         reply_code = self._code.answer
-        compared = reply_code.read(*_written(self._reply_shapes[k], reply, k, peer), subset.num_entries)
-        if compared.offset != codes.offset:
+        answers: list[Compared] = []
+        at = 0
+        for k, inside in self._pieces(subset.groups):
+            shape = self._reply_shapes[k]
+            written = _written(shape, reply[at : at + shape.num_bytes], k, peer)
+            answers.append(reply_code.read(*written, inside.stop - inside.start))
+            at += shape.num_bytes
+        if any(compared.offset != codes.offset for compared, codes in zip(answers, sent, strict=True)):
             raise FrameError(f"rank {peer} answered another request")
-        update = reply_code.move(compared, codes.exponents, out=self._update[: subset.num_entries])
-        self._learn_(k, compared.peaks, codes.exponents, values, update)
-        if values is subset.out:
-            self._free[k].append(values)
+        update = self._room_for_update(subset.num_entries)
+        for (k, inside), compared, codes in zip(self._pieces(subset.groups), answers, sent, strict=True):
+            reply_code.move(compared, codes.exponents, out=update[inside])
+            self._learn_(k, compared.peaks, codes.exponents, values[inside], update[inside])
+        if values is subset.out and len(subset.groups) == 1:
+            self._free.setdefault(values.numel(), []).append(values)
         return update
+
+    def _room_for_update(self, size: int) -> Tensor:
+        if size > self._update.numel():
+            self._update = self._vector.empty(size)
+        return self._update[:size]
 
     def _last(self, k: int) -> Tensor:
         group = self._vector.groups[k]
@@ -357,6 +393,10 @@ def refusal(num_bytes: int) -> Tensor:
 def _offset_of(*numbers: int) -> float:
     """One of 2^24 offsets in [0, 1), each as likely as the next."""
     return (hash_64(*numbers) >> 40) / 2.0**24
+
+
+def _joined(frames: list[Tensor]) -> Tensor:
+    return frames[0] if len(frames) == 1 else end_to_end(frames)
 
 
 def _written(shape: CodesShape, message: Tensor, k: int, peer: int) -> tuple[Tensor, Tensor]:

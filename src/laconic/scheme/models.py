@@ -99,8 +99,8 @@ class GossipScheme(SchemeBase):
         sends_modulo_codes = is_modulo_code(self.quantize)
         if self.selects and sends_modulo_codes:
             raise SchemeError("modulo codes are of the whole model; use BF16() where entries are selected")
-        if (self.selects or sends_modulo_codes) and self.trigger.per != "model":
-            raise SchemeError(f"messages are of the whole model, which is exchanged as one; use {name}(per='model')")
+        if self.selects and self.trigger.per != "model":
+            raise SchemeError(f"entries are selected of the whole model, exchanged as one; use {name}(per='model')")
 
     @property
     def selects(self) -> bool:

@@ -41,13 +41,14 @@ ARGUMENTS = {
     "explore": "Share of the selected entries that go in turn, whatever their score.",
     "form": 'Whether "both" factors go at each step, or "alternating" ones.',
     "fragments": "Parts of the model that are exchanged in turn.",
+    "k": "Instead of rho: the number of entries sent of each bucket.",
     "levels": "Codes lie in [-levels, levels]; 0: as many as the bits allow.",
     "lr": "Learning rate of the outer step; 1 applies the mean as it is; None: 0.7, or 1 with momentum=auto.",
     "memory": 'What is kept: a text like "none" or a part.',
     "mode": "How positions are drawn (independent, cycle), or workers meet (free, paired, wait, matched).",
     "momentum": 'Momentum in [0, 1), or "auto" of outer steps; of gossip whether it is "local" or "quasi-global".',
     "peers": "Who may exchange with whom: uniform, ring, exponential, or pairs of ranks like 0-1+1-2.",
-    "per": 'What is ranked at once: a "bucket" or a "parameter".',
+    "per": 'What is ranked at once, a "bucket" or a "parameter"; what gossip exchanges by itself, "model" or "tensor".',
     "pull": "Strength that draws the anchors of a pair together.",
     "quantize": 'How values are written: a text like "bf16" or a part.',
     "ramp": "Steps of each stage of falling density; 0: none.",
@@ -67,7 +68,7 @@ ARGUMENTS = {
     "trigger": 'When a worker exchanges: a text like "period(steps=4)" or a part; unless given, `rate` decides.',
     "vote": "How signs are counted: majority, or weighted by each worker's record.",
     "warmup": "Steps at the start that send everything.",
-    "weight": "What is kept is multiplied by this at each step, in (0, 1].",
+    "weight": "What is kept is multiplied by this at each step, in (0, 1]; 0: nothing is kept.",
 }
 
 R = TypeVar("R", bound=Callable[..., Any])

@@ -1,19 +1,18 @@
 """Selectors whose positions all workers know beforehand, so that a network can add what lies there."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from laconic import kernels
 from laconic.errors import SchemeError, check_least, check_option
-from laconic.kernels import hash_64
 from laconic.layout import Layout, Span, positions_of
 from laconic.select.bucket_plan import BucketPlan, Chooser, Selector, SharedSelector, Window, plan_of_bucket
 
 _MODES = ("independent", "cycle")
 _FORMS = ("both", "alternating")
-_FEW = 4096  # draws that take numpy less time than a dozen operations of torch, or of a GPU, take to begin; n*k < 2^53
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Everything(SharedSelector, Chooser):
 
 @dataclass(frozen=True)
 class RandK(SharedSelector):
-    """The k = max(1, round(rho*N)) positions floor((t*N + r) / k), t = 0..k-1, of one drawn r in [0, N) go.
+    """The same k = max(1, round(rho*N)) random positions go on every worker, all sets of them alike; or k as given.
 
-    Each entry is in k of the N draws (systematic sampling, Madow and Madow 1944; its use here is ours).
-    `mode="independent"` draws r anew from (seed, step): each entry goes with probability k/N, whatever went before.
-    `mode="cycle"` draws it once for ceil(N/k) steps and goes on with r + k, which moves each position on by one: every
-    entry goes once, or twice where N/k is no whole number. Either costs k operations and walks memory in order.
+    They are the first k images of a permutation drawn by (seed, bucket, step), without state (kernels.draw_distinct_).
+    `mode="independent"` draws it anew at each step: each entry goes with probability k/N, whatever went before.
+    `mode="cycle"` draws it once for ceil(N/k) steps and takes the next k images in each: every entry goes once, or
+    twice where N/k is no whole number.
 
     Example:
         >>> RandK(0.1, mode="cycle").density
@@ -48,17 +47,20 @@ class RandK(SharedSelector):
 
     is_shared = True
 
-    rho: float  # share of entries sent; smaller sends less
+    rho: float = 0.0  # share of entries sent; smaller sends less
     _: KW_ONLY
+    k: int = 0  # instead of rho: entries of each bucket
     mode: str = "independent"
     dense_below: int = 1000  # parameters with fewer entries go whole: they are few and matter much
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.rho < 1:
-            raise SchemeError(f"RandK.rho is {self.rho}; give a share in (0, 1), or use Everything()")
+        if not 0 < self.rho < 1 and not (self.k and not self.rho):
+            raise SchemeError(f"RandK.rho is {self.rho}; give a share in (0, 1), or k alone, or use Everything()")
+        if self.k and self.rho:
+            raise SchemeError(f"RandK has rho={self.rho} and k={self.k}; give one")
         check_option(self, "mode", _MODES)
-        check_least(self, dense_below=0, seed=0)
+        check_least(self, k=0, dense_below=0, seed=0)
 
     @property
     def takes_turns(self) -> bool:
@@ -66,10 +68,14 @@ class RandK(SharedSelector):
 
     @property
     def density(self) -> float:
-        return self.rho
+        return self.rho or 0.5  # less than everything: how much less, the buckets decide
 
     def plan(self, layout: Layout, density: float) -> BucketPlan:
-        return plan_of_bucket(layout, density, self.dense_below)
+        plan = plan_of_bucket(layout, density, self.dense_below)
+        if not self.k or density == 1:
+            return plan
+        num_large = plan.num_entries - plan.num_fixed
+        return replace(plan, windows=tuple(replace(window, k=min(self.k, num_large)) for window in plan.windows))
 
     def positions(self, plan: BucketPlan, step: int, bucket: int, device: torch.device) -> Tensor:
         num_large = plan.num_entries - plan.num_fixed
@@ -77,16 +83,9 @@ class RandK(SharedSelector):
             return positions_of((), device)
         num_turns = -(-num_large // plan.k) if self.mode == "cycle" else 1
         cycle, turn = divmod(step, num_turns)
-        first = (hash_64(self.seed, bucket, cycle) + turn * plan.k) % num_large
-        before, draws = _fixed_before(plan, num_large, first)
-        if plan.k <= _FEW:
-            drawn = ((np.arange(plan.k) * float(num_large) + first) / plan.k).astype(np.int64)
-            return torch.from_numpy(drawn + np.repeat(before, draws)).to(device)
-        rank = _spread(num_large, plan.k, first, device)
-        if not plan.fixed:
-            return rank
-        sizes, counts = (torch.from_numpy(each).to(device) for each in (before, draws))
-        return rank.add_(sizes.repeat_interleave(counts, output_size=plan.k))
+        drawn = torch.empty(plan.k, dtype=torch.int64)
+        kernels.draw_distinct_(drawn, num_large, turn * plan.k, kernels.key_of(self.seed, bucket, cycle))
+        return kernels.to_device(_after_fixed(plan, drawn.numpy()), device)
 
 
 @dataclass(frozen=True)
@@ -139,28 +138,11 @@ class LowRank(Selector):
         return BucketPlan(layout.num_entries, fixed=whole, windows=windows)
 
 
-def _spread(n: int, k: int, first: int, device: torch.device) -> Tensor:
-    """floor((t*n + first) / k) for t = 0..k-1, int64.
+def _after_fixed(plan: BucketPlan, ranks: np.ndarray) -> Tensor:
+    """Positions in the bucket of entries of these ascending ranks among those that do not go whole.
 
-    While n*k < 2^53 a float64 quotient never reaches the next whole number by rounding, and takes a fifth of the time
-    of a division of integers; those stay under 2^62 for a bucket under 2^31.
+    A span that goes whole lies before all entries of rank r or more, where r is what lies before it of the others.
     """
-    if n * k < 1 << 53:
-        t = torch.arange(k, dtype=torch.float64, device=device)
-        return t.mul_(n).add_(first).div_(k).to(torch.int64)
-    return torch.div(torch.arange(k, device=device) * n + first, k, rounding_mode="trunc")
-
-
-def _fixed_before(plan: BucketPlan, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of fixed entries that lie before drawn ones, and how many draws in a row have each before them.
-
-    A fixed span lies before all entries of rank r or more among the n others; those of lower rank are the draws with
-    (t*n + first) / k < r. So no device is asked what was drawn.
-    """
-    before = [0]
-    drawn = [0]
-    for span in plan.fixed:
-        rank = span.start - before[-1]
-        before.append(before[-1] + span.num_entries)
-        drawn.append(min(plan.k, max(0, -((first - rank * plan.k) // n))))
-    return np.array(before), np.diff([*drawn, plan.k])
+    before = np.cumsum([0, *(span.num_entries for span in plan.fixed)])
+    first = np.searchsorted(ranks, [span.start - of for span, of in zip(plan.fixed, before[:-1], strict=True)])
+    return torch.from_numpy(ranks + np.repeat(before, np.diff([0, *first, len(ranks)])))

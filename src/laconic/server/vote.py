@@ -18,8 +18,9 @@ _MOST_LOG_ODDS = 4.0  # one worker that was never wrong outweighs no more than a
 
 @dataclass
 class Vote:
-    """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement (ours).
+    """vote = sign(sum over workers of w*sign), in {-1, 0, 1}; w = 1, or the clipped log-odds of past agreement.
 
+    Weights of a record are Park and Lee's (arXiv 2402.01340, ICML 2024, and 2403.16372); how it is kept is ours.
     A worker agrees where its sign is that of the others' plain sum, its own left out: who votes alone is not right for
     that. Records fade, and a worker that is wrong more often than right counts the other way round. (Judged by the
     weighted sum, records bear out a world in which right and wrong have changed places: training then diverges and

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.recipes import parse
-from laconic.scheme import TorchHook
+from laconic.scheme import GossipScheme, TorchHook
 from laconic.server import TIMEOUT_S, check_wait
 from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES, Measure
@@ -148,10 +148,13 @@ class Job:
             )
         if self.in_process and self.compile:
             raise TaskError("--in-process is to study what is sent, not how fast; leave --compile out")
-        if self.in_process and (self.is_gossip or not parse(self.scheme).talks):
+        scheme = parse(self.scheme)
+        if self.in_process and not scheme.talks:
             raise TaskError(
                 f"{self.scheme} trains a model on each worker; leave --in-process out, or give another scheme"
             )
+        if self.in_process and isinstance(scheme, GossipScheme) and scheme.exchange.mode != "matched":
+            raise TaskError(f"--in-process workers meet at each step; give {self.scheme} mode=matched")
 
     @cached_property  # launchers ask many times a second, and reading a scheme takes a millisecond
     def asks_servers(self) -> bool:

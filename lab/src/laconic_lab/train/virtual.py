@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from laconic.errors import SchemeError
 from laconic.layout import Bucket, Layout
 from laconic.recipes import parse
-from laconic.replicas import Follower, OuterRounds
-from laconic.scheme import OuterScheme, Scheme
+from laconic.replicas import Follower, policy_for
+from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.session import Session, Stats
 from laconic.testing import InProcess, in_process
 from laconic_lab.figures import sentences
@@ -45,7 +45,7 @@ def work_in_process(job: Job, tell: Callable[[Result], None], say: Say) -> int:
     own batch, exchange what they found as one bucket, and the first applies it. Times are of all of them together.
     """
     scheme = parse(job.scheme)
-    if not isinstance(scheme, Scheme | OuterScheme):
+    if not isinstance(scheme, Scheme | OuterScheme | GossipScheme):
         raise SchemeError(f"{scheme} lives inside PyTorch's DDP; leave --in-process out, or give another scheme")
     data = job.load_data()
     with Recorder(job.out) as records:
@@ -104,7 +104,9 @@ def run_virtual(
     return _interruptible(job, work, interrupted)
 
 
-def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[[TrainingLoop], T]) -> list[T]:
+def follow_virtually(
+    job: Job, scheme: OuterScheme | GossipScheme, data: Data, train: Callable[[TrainingLoop], T]
+) -> list[T]:
     """train() for each of job.workers virtual workers that train alone and agree now and then; results by rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
@@ -113,7 +115,8 @@ def follow_virtually(job: Job, scheme: OuterScheme, data: Data, train: Callable[
 
     def work(transport: InProcess) -> T:
         def followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Follower:
-            return Follower(OuterRounds(model, optimizer, scheme, transport, in_background=False))
+            options = {"in_background": False} if isinstance(scheme, OuterScheme) else {}
+            return Follower(policy_for(model, optimizer, scheme, transport, **options))
 
         course = Course(job, data, transport.rank, transport.num_workers)
         learner = _VirtualFollower(job, course, copy.deepcopy(first), followed, interrupted)

@@ -34,7 +34,7 @@ class Facts(ctypes.Structure):
     )
 
 
-INTERFACE = 6  # as in native/interface.cpp
+INTERFACE = 7  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -74,6 +74,7 @@ SIGNATURES = {
     "quantize_pack": (None, (_P, _N, _P, _N, _N, ctypes.c_int32, _INT, _U, _U, _INT, _P, _N, _INT)),
     "unpack_scale": (None, (_P, _N, _INT, _N, _INT, _P, _N, _N, _INT, _P)),
     "average_words": (None, (_P, _N, _N, _INT, _INT, _U, _U, _INT, _P)),
+    "draw_distinct": (None, (_N, _N, _N, _U, _U, _P)),
     "add_at": (_N, (_P, _N, _P, _P, _P, _N, _INT)),
     "sum_over_union": (_N, (_P, _N, _P, _P, _P, _N, _INT, _INT, _P, _P)),
     "orthonormal": (None, (_P, _P, _P, _N, _N)),

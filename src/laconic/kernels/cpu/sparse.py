@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
-from laconic.kernels.contract import note_
+from laconic.kernels.contract import Key, note_
 from laconic.kernels.cpu.library import Facts, check_apart, check_reach, library, num_threads, pointer
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
@@ -26,6 +26,14 @@ def all_finite(x: Tensor, below: float = math.inf) -> bool:
     if below < math.inf:  # a pass over memory takes the same time
         return not count_at_least(x, torch.tensor([below], dtype=torch.float32)).item()
     return bool(library().laconic_all_finite(pointer("x", x, torch.float32), x.numel(), num_threads()))
+
+
+def draw_distinct_(out: Tensor, n: int, start: int, key: Key) -> None:
+    at = pointer("out", out, torch.int64)
+    if not 0 <= out.numel() <= n < 1 << 31:
+        raise KernelError(f"{out.numel()} of {n} cannot be drawn; give k <= n < 2^31")
+    if out.numel():
+        library().laconic_draw_distinct(n, start % n, out.numel(), *(part & 0xFFFFFFFF for part in key), at)
 
 
 def mean_magnitude(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from laconic.kernels.contract import kernels_in
 
 TAKEN_FROM_REFERENCE = {
+    "draw_distinct_": "the host draws, while the GPU computes",
     "add_at_": "a launch of Triton's takes three times as long as index_add_",
     "encode_rice": "torch's own operations write and read it",
     "decode_rice": "torch's own operations write and read it",

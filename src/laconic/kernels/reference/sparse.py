@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.kernels.contract import kernel, note_
+from laconic.errors import KernelError
+from laconic.kernels.contract import Key, kernel, note_
 from laconic.kernels.host import nonzero
 from laconic.kernels.reference.bits import set_bits, unpack_bits
 
 _SAMPLE_ENTRIES = 16_384
 _CHUNK = 1 << 20
+_DRAW_ROUNDS = 6
+_LOW_HALF = 0xFFFFFFFF
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
@@ -44,6 +47,40 @@ def flag_nonfinite_(flag: Tensor, x: Tensor, below: float = math.inf) -> None:
 def zero_if_(x: Tensor, flag: Tensor) -> None:
     """x = 0 where `flag`, one int32, is set."""
     x.masked_fill_(flag.bool(), 0)
+
+
+@kernel
+def draw_distinct_(out: Tensor, n: int, start: int, key: Key) -> None:
+    """Overwrite `out` (k <= n, int64) with the images of start, ..., start + k - 1 mod n, ascending.
+
+    The permutation of [0, n) is a Feistel network over a grid of rows and columns of which n fill all but the end:
+    row += draw(column) mod rows; column += draw(row) mod columns; three times each, and again from where a number of n
+    or more comes out (Black and Rogaway, CT-RSA 2002). So every set of k is as good as drawn, without a table of n.
+    """
+    if not 0 <= out.numel() <= n < 1 << 31:
+        raise KernelError(f"{out.numel()} of {n} cannot be drawn; give k <= n < 2^31")
+    rows = math.isqrt(max(n - 1, 0)) + 1
+    columns = -(-n // rows)
+    x = (torch.arange(out.numel(), device=out.device) + start) % max(1, n)
+    walks = torch.arange(out.numel(), device=out.device)  # places of numbers that are not there yet
+    while walks.numel():
+        number = x[walks]
+        row, column = number // columns, number % columns
+        for turn in range(0, _DRAW_ROUNDS, 2):
+            row = (row + _drawn(column, turn, key, rows)) % rows
+            column = (column + _drawn(row, turn + 1, key, columns)) % columns
+        x[walks] = row * columns + column
+        walks = walks[x[walks] >= n]
+    out.copy_(x.sort().values)
+
+
+def _drawn(v: Tensor, turn: int, key: Key, span: int) -> Tensor:
+    """The high half of mix(v) * span: in [0, span), by lowbias32 (C. Wellons 2018), the key let in twice."""
+    v = v ^ ((key[0] + 0x9E3779B9 * turn) & _LOW_HALF)
+    v = (v ^ (v >> 16)) * 0x7FEB352D & _LOW_HALF
+    v = v ^ (key[1] & _LOW_HALF)
+    v = (v ^ (v >> 15)) * 0x846CA68B & _LOW_HALF
+    return (v ^ (v >> 16)) * span >> 32
 
 
 @kernel
