@@ -13,7 +13,7 @@ RECIPE_TEXTS = {
     "topk": "topk:rho=0.05",
     "chunked": "chunked:rho=0.1,chunk=512",
     "block-topk": "block-topk:rho=0.1,block=16",
-    "laplace": "laplace:rho=0.05,search=bisection",
+    "laplace": "laplace:rho=0.05",
     "dgc": "dgc:rho=0.05,ramp=2",
     "overlap": "overlap:rho=0.05",
     "sign": "sign",

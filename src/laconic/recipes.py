@@ -6,7 +6,6 @@ text or as an object: `topk(0.01, quantize="levels(bits=4)")` is `topk(0.01, qua
 
 # ruff: noqa: F401 - parse and RECIPES are found here
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -93,13 +92,22 @@ def block_topk(
 
 
 @recipe
-@functools.wraps(topk, assigned=["__annotations__"])  # its parameters, not its name
-def laplace(**as_topk: Any) -> Scheme:
-    """Top-k goes by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's own.
+def laplace(
+    rho: float = 0.01,
+    *,
+    tolerance: float = 0.25,
+    quantize: Code = "bf16",
+    per: str = "bucket",
+    warmup: int = 0,
+    exchange: Where = "all-gather",
+) -> Scheme:
+    """Top-k goes by the published search: a threshold of a Laplace law, bisected; `topk` has ours, which is faster.
 
-    t = mean|r| * ln(N/k) ; send the k largest of |r| >= t (Chen, Liu, Han, 2021).
+    t = mean|r| * ln(N/k), bisected until k to (1 + tolerance)*k entries reach it ; send the k largest (Chen, Liu,
+    Han, 2021).
     """
-    return topk(**as_topk)
+    select = TopK(rho, per=per, search="bisection", tolerance=tolerance)
+    return _with_feedback(select, quantize, exchange, warmup)
 
 
 @recipe
