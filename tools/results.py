@@ -109,9 +109,14 @@ def _compared(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _printed(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that another command prints, an object a line."""
+    """The rows that another command prints, an object a line, or one object with a list of them as "fits".
+
+    Of each row those columns are kept that the experiment names, or all.
+    """
     printed = _run(experiment, [], stdout=subprocess.PIPE).stdout
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    objects = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    rows = [one for each in objects for one in each.get("fits", [each])]
+    return [{key: one[key] for key in experiment.get("columns", one)} for one in rows]
 
 
 def _run(experiment: Mapping[str, Any], more: Sequence[str], stdout: Any) -> subprocess.CompletedProcess[str]:
