@@ -15,7 +15,7 @@ RECIPE_TEXTS = {
     "block-topk": "block-topk:rho=0.1,block=16",
     "laplace": "laplace:rho=0.05",
     "dgc": "dgc:rho=0.05,ramp=2",
-    "overlap": "overlap:rho=0.05",
+    "overlap": "overlap:rho=0.05,score=product",
     "sign": "sign",
     "sparse-sign": "sparse-sign:rho=0.1",
     "maxnorm": "maxnorm:bits=4",

@@ -37,7 +37,8 @@ from laconic_lab.train import Job
 from laconic_lab.train.course import Course
 
 TOPK = "topk:rho=0.01,exchange=server"
-SCHEMES = (TOPK, f"{TOPK}(down_rho=0.03)", "overlap:rho=0.01,down_rho=0.03", "overlap:rho=0.01,down_rho=0")
+SCORED = "overlap:rho=0.01,score=product"
+SCHEMES = (TOPK, f"{TOPK}(down_rho=0.03)", SCORED, f"{SCORED},down_rho=0")
 _FIRST_STEPS = 2  # left out of the means of bytes and unions: the past says nothing yet
 
 

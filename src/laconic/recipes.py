@@ -131,7 +131,7 @@ def dgc(
 def overlap(
     rho: float = 0.01,
     *,
-    score: str | Score = "product",
+    score: str | Score = "local",
     strength: float = 1.0,
     explore: float = 0.02,
     quantize: Code = "bf16",
@@ -139,11 +139,15 @@ def overlap(
     warmup: int = 0,
     down_rho: float | None = None,
 ) -> Scheme:
-    """Top-k goes by a score that makes the workers agree; a server replies with the largest, 3*rho of all entries.
+    """Top-k goes to a server, which replies with the largest sums, 3*rho of all entries, and keeps the rest for later.
 
-    s = |r| * (e + |G|/mean|G|), G being the last answer ; send the k largest s (after Wang et al., ICNCC 2018).
+    held += sum(r_i[I_i]) ; reply with the largest |held|. A `score` makes the workers agree instead (after Wang et al.,
+    ICNCC 2018): s = |r| * (e + |G|/mean|G|), G being the last reply ; send the k largest s.
     """
-    select = Overlap(rho, score=score_name(score), strength=strength, explore=explore, per=per)
+    scored = score_name(score)
+    select = TopK(rho, per=per)
+    if scored != "local":
+        select = Overlap(rho, score=scored, strength=strength, explore=explore, per=per)
     exchange = Server(down_rho=min(1.0, 3 * rho) if down_rho is None else down_rho)
     return _with_feedback(select, quantize, exchange, warmup)
 
