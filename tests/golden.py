@@ -48,7 +48,7 @@ TEXTS = tuple(text for text in (*ALL_TEXTS, *gossip_texts(), *outer_texts()) if 
 # A mean or a norm decides something here, and a processor may add it up in another order, or a product and a sum are
 # rounded once or twice: a sample must do.
 ORDER_SHOWS = (
-    "overlap:rho=0.05",
+    "overlap:rho=0.05,score=product",
     "overlap:rho=0.05,score=sum,strength=0.5",
     "sign:vote=weighted",
     "sparse-sign:cover=1.5,weight=0.9,score=product,vote=weighted",

@@ -113,7 +113,7 @@ class _Launching(Executor):
     [
         *(f"topk:rho=0.05,quantize={quantize}" for quantize in ("bf16", "none", "fp16")),
         "topk:rho=0.05,exchange=server",
-        "overlap:rho=0.05",
+        "overlap:rho=0.05,score=product",
         "overlap:rho=0.05,score=member,quantize=none",
     ],
 )

@@ -3,14 +3,15 @@
     laconic bench wire --json | python tools/results.py add wire --what "..." --command "laconic bench wire"
     python tools/results.py run votes     # an experiment that results/claims.toml declares, and its record
     python tools/results.py page          # docs/results.md, and the figures in README.md and docs/
+    python tools/results.py age           # which sources have changed since each record was made
 
 A record is {"command", "commit", "machine", "date", "seed", "what", "rows"}; each row is one object. It may also have
 "duration_s", the seconds that it took, "plot", the column that the site draws, and "sources", digests of the folders
-that it measured: where those have changed since, the site says so. results/claims.toml declares experiments, and what
-is claimed of their figures.
+that it measured: where those have changed since, the site says so. A row of several seeds has the mean as COLUMN and
+the list of them as "COLUMN by seed". results/claims.toml declares experiments, and what is claimed of their figures.
 
 A figure in a text stands between <!-- RECORD; ROW; COLUMN --> and <!-- -->, where ROW is the row's first cell, or
-COLUMN=VALUE, or several of them, or A over B: how many times A's figure is B's.
+COLUMN=VALUE, or several of them, or A over B: how many times A's figure is B's, or A minus B.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def write_result(
     what: str,
     command: str,
     rows: Sequence[Mapping[str, Any]],
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     sources: Sequence[str] = (),
     machine: str | None = None,
     duration_s: float | None = None,
@@ -93,15 +94,38 @@ def run_experiment(folder: Path, name: str) -> Path:
     if name not in declared:
         raise TaskError(f"no experiment is called {name!r}; write one of {', '.join(declared)}")
     args = declared[name]
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", *shlex.split(args["command"]), "--out", out]
-        start = time.monotonic()
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            raise TaskError(f"{args['command']} did not end well; its own words say why")
-        duration_s = time.monotonic() - start
-        rows = rows_of(Path(out), _COLUMNS if args["machine"] == "any" else _COLUMNS + _TIMES)
+    start = time.monotonic()
+    rows = (_compared if args["command"].startswith("laconic compare") else _printed)(args)
+    duration_s = time.monotonic() - start
     about = {key: args[key] for key in ("what", "command", "sources")}
-    return write_result(folder, name, rows=rows, seed=0, duration_s=duration_s, **about)
+    return write_result(folder, name, rows=rows, seed=args.get("seeds", 0), duration_s=duration_s, **about)
+
+
+def _compared(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The results of a comparison, scheme by scheme."""
+    with tempfile.TemporaryDirectory() as out:
+        _run(experiment, ["--out", out], stdout=sys.stderr)
+        return rows_of(Path(out), _COLUMNS if experiment["machine"] == "any" else _COLUMNS + _TIMES)
+
+
+def _printed(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that another command prints, an object a line, or one object with a list of them as "fits".
+
+    Of each row those columns are kept that the experiment names, or all.
+    """
+    printed = _run(experiment, [], stdout=subprocess.PIPE).stdout
+    objects = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    rows = [one for each in objects for one in each.get("fits", [each])]
+    return [{key: one[key] for key in experiment.get("columns", one)} for one in rows]
+
+
+def _run(experiment: Mapping[str, Any], more: Sequence[str], stdout: Any) -> subprocess.CompletedProcess[str]:
+    words = shlex.split(experiment["command"])
+    command = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words]), *more]
+    ran = subprocess.run(command, stdout=stdout, check=False, text=True)
+    if ran.returncode:
+        raise TaskError(f"{experiment['command']} did not end well; its own words say why")
+    return ran
 
 
 def rows_of(out: Path, columns: Sequence[str] = _COLUMNS) -> list[dict[str, Any]]:
@@ -118,23 +142,39 @@ def _declared(folder: Path) -> dict[str, Any]:
 
 
 def _claims(folder: Path) -> str:
-    """What is claimed, and whether its record says so."""
+    """The claims whose records exist, by paper, and the commands that would measure the others."""
     declared = _declared(folder)
-    rows = ["| claim | published | wanted | measured | holds |", "|---|---|---|---|---|"]
-    for one in declared.get("claim", []):
-        claim = f"{one['claim']} ({one['source']})" if "source" in one else one["claim"]
-        name, *row, column = one["figure"].split("; ")
-        least, most = one.get("at_least", -math.inf), one.get("at_most", math.inf)
-        wanted = f"at least {least:g}" if "at_least" in one else f"at most {most:g}"
-        measured, holds = "not yet", "-"
-        if (folder / f"{name}.json").exists():
-            value = float(_figure(folder, name, "; ".join(row), column))
-            measured, holds = f"[{_cell(value)}](#{name})", "yes" if least <= value <= most else "**no**"
-        rows.append(f"| {claim} | {one.get('published', '-')} | {wanted} | {measured} | {holds} |")
+    claims = [one for one in declared.get("claim", []) if (folder / f"{_record_of(one)}.json").exists()]
+    rows = [_claim_row(folder, one) for one in claims]
+    head = "| claim | whose | published | beside | wanted | measured | holds | commit |\n" + "|---" * 8 + "|\n"
+    table = f"\n## Claims\n\n{head}" + "".join(rows) if rows else ""
     missing = [one for one in declared.get("experiment", []) if not (folder / f"{one['name']}.json").exists()]
     to_run = "".join(f"- {one['name']} (machine: {one['machine']}): `{one['command']}`\n" for one in missing)
-    claims = "\n## Claims\n\n" + "\n".join(rows) + "\n" if len(rows) > 2 else ""
-    return claims + (f"\nNot measured yet:\n\n{to_run}" if to_run else "")
+    return table + (f"\nDeclared, and not measured on record:\n\n{to_run}" if to_run else "")
+
+
+def _claim_row(folder: Path, claim: Mapping[str, Any]) -> str:
+    name, *row, column = claim["figure"].split("; ")
+    values = figures_by_seed(folder, name, "; ".join(row), column)
+    value = sum(values) / len(values)
+    least, most = claim.get("at_least", -math.inf), claim.get("at_most", math.inf)
+    wanted = f"at least {least:g}" if "at_least" in claim else f"at most {most:g}"
+    spread = f", {_cell(min(values))} to {_cell(max(values))} in {len(values)} seeds" if len(values) > 1 else ""
+    cells = [
+        claim["claim"],
+        claim.get("source", "ours"),
+        claim.get("published", "-"),
+        claim.get("control", "-"),
+        wanted,
+        f"[{_cell(value)}](#{name}){spread}",
+        "yes" if least <= value <= most else "**no**",
+        _commit_word(read_result(folder / f"{name}.json")) or "-",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _record_of(claim: Mapping[str, Any]) -> str:
+    return str(claim["figure"]).split("; ")[0]
 
 
 def with_figures(text: str, folder: Path) -> str:
@@ -149,10 +189,26 @@ def with_figures(text: str, folder: Path) -> str:
 
 
 def _figure(folder: Path, name: str, row: str, column: str) -> Any:
-    """One cell of a record, or how many times one is another: `A over B`."""
+    """One cell of a record, how many times one is another, `A over B`, or how much more, `A minus B`."""
     rows = read_result(folder / f"{name}.json")["rows"]
+    if " minus " in row:
+        first, second = (float(_value(rows, one, column, name)) for one in row.split(" minus "))
+        return first - second
     values = [_value(rows, one, column, name) for one in row.split(" over ")]
     return values[0] if len(values) == 1 else float(values[0]) / float(values[1])
+
+
+def figures_by_seed(folder: Path, name: str, row: str, column: str) -> list[float]:
+    """That figure for each seed of a record, or the one that there is."""
+    rows = read_result(folder / f"{name}.json")["rows"]
+    operator = " minus " if " minus " in row else " over "
+    try:
+        cells = [_value(rows, one, f"{column} by seed", name) for one in row.split(operator)]
+    except TaskError:
+        return [float(_figure(folder, name, row, column))]
+    if len(cells) == 1:
+        return [float(value) for value in cells[0]]
+    return [a - b if operator == " minus " else a / b for a, b in zip(*cells, strict=True)]
 
 
 def _value(rows: Sequence[Mapping[str, Any]], row: str, column: str, name: str) -> Any:
@@ -173,9 +229,44 @@ def changed_sources(record: Mapping[str, Any]) -> list[str]:
     return [folder for folder, was in record.get("sources", {}).items() if _digest(Path(folder)) != was]
 
 
+def ages(folder: Path) -> list[str]:
+    """A line for each record: the commit that it was made on, and which of its sources have changed since.
+
+    Sources are the record's own, or those that claims.toml names for it. Where a record has no digests the
+    repository's history tells.
+    """
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        record = read_result(path)
+        sources = sources_of(folder, path.stem)
+        changed = changed_sources(record) if record.get("sources") else _changed_since(_commit_word(record), sources)
+        news = "unchanged" if not changed else f"changed since: {', '.join(changed)}"
+        lines.append(f"{path.stem} ({record['commit']}, {record['date']}): {news}")
+    return lines
+
+
+def sources_of(folder: Path, name: str) -> list[str]:
+    """The paths that a record speaks of."""
+    named = _declared(folder).get("sources", {}).get(name, [])
+    return list(read_result(folder / f"{name}.json").get("sources") or named)
+
+
+def _changed_since(commit: str, sources: Sequence[str]) -> list[str]:
+    if not commit:
+        return list(sources)
+    differing = ["git", "diff", "--quiet", commit, "HEAD", "--"]
+    return [each for each in sources if subprocess.run([*differing, each], check=False, capture_output=True).returncode]
+
+
+def _commit_word(record: Mapping[str, Any]) -> str:
+    """The first commit that a record names."""
+    first = re.search(r"\b[0-9a-f]{7,40}\b", record["commit"])
+    return first[0][:7] if first else ""
+
+
 def _digest(folder: Path) -> str:
     made = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         if path.is_file() and path.suffix in (".py", ".cpp", ".h"):
             made.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return made.hexdigest()[:16]
@@ -202,7 +293,14 @@ def _section(path: Path) -> str:
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(name)) for name in columns] for row in record["rows"]]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    seed = "" if record.get("seed") is None else f", seed {record['seed']}"
+    seeds = record.get("seed")
+    seed = (
+        ""
+        if seeds is None
+        else f", seeds {', '.join(map(str, seeds))}"
+        if isinstance(seeds, list)
+        else f", seed {seeds}"
+    )
     took = f", measured in {record['duration_s']:,} s" if "duration_s" in record else ""
     made = f"`{record['command']}`, commit {record['commit']}, {record['machine']}, {record['date']}{seed}{took}."
     at_build = "".join(
@@ -216,6 +314,8 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
     return f"{value:,}" if type(value) is int else str(value).replace("|", "\\|")
 
 
@@ -256,8 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("name", nargs="*", help="all of a machine's, unless some are named")
     run.add_argument("--machine", default="any", help="any: accuracy and bytes alone; lab: root and quiet cores")
     actions.add_parser("page", help=f"write {PAGE}, and the figures that README.md and docs/ mark, from all records")
+    actions.add_parser("age", help="say of each record which of its sources have changed since it was made")
     args = parser.parse_args(arguments)
-    if args.action == "add":
+    if args.action == "age":
+        print("\n".join(ages(RESULTS)))
+    elif args.action == "add":
         rows = [json.loads(line) for line in sys.stdin if line.strip()]
         about = {"what": args.what, "command": args.command, "seed": args.seed, "sources": args.source}
         print(write_result(RESULTS, args.name, rows=rows, **about))

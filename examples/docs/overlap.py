@@ -16,6 +16,6 @@ def worker(medium, scheme):
 
 
 plain = in_process(8, lambda medium: worker(medium, parse("topk:rho=0.01,exchange=server")))
-scored = in_process(8, lambda medium: worker(medium, parse("overlap:rho=0.01")))
+scored = in_process(8, lambda medium: worker(medium, parse("overlap:rho=0.01,score=product")))
 assert scored[0][1] < 0.8 * plain[0][1]
 assert all(torch.equal(scored[0][0], gradient) for gradient, _ in scored)

@@ -6,7 +6,6 @@ text or as an object: `topk(0.01, quantize="levels(bits=4)")` is `topk(0.01, qua
 
 # ruff: noqa: F401 - parse and RECIPES are found here
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -94,13 +93,22 @@ def block_topk(
 
 
 @recipe
-@functools.wraps(topk, assigned=["__annotations__"])  # its parameters, not its name
-def laplace(**as_topk: Any) -> Scheme:
-    """Top-k goes by an estimated threshold, corrected to exactly k; `search=bisection` is the paper's own.
+def laplace(
+    rho: float = 0.01,
+    *,
+    tolerance: float = 0.25,
+    quantize: Code = "bf16",
+    per: str = "bucket",
+    warmup: int = 0,
+    exchange: Where = "all-gather",
+) -> Scheme:
+    """Top-k goes by the published search: a threshold of a Laplace law, bisected; `topk` has ours, which is faster.
 
-    t = mean|r| * ln(N/k) ; send the k largest of |r| >= t (Chen, Liu, Han, 2021).
+    t = mean|r| * ln(N/k), bisected until k to (1 + tolerance)*k entries reach it ; send the k largest (Chen, Liu,
+    Han, 2021).
     """
-    return topk(**as_topk)
+    select = TopK(rho, per=per, search="bisection", tolerance=tolerance)
+    return _with_feedback(select, quantize, exchange, warmup)
 
 
 @recipe
@@ -124,7 +132,7 @@ def dgc(
 def overlap(
     rho: float = 0.01,
     *,
-    score: str | Score = "product",
+    score: str | Score = "local",
     strength: float = 1.0,
     explore: float = 0.02,
     quantize: Code = "bf16",
@@ -132,11 +140,15 @@ def overlap(
     warmup: int = 0,
     down_rho: float | None = None,
 ) -> Scheme:
-    """Top-k goes by a score that makes the workers agree; a server replies with the largest, 3*rho of all entries.
+    """Top-k goes to a server, which replies with the largest sums, 3*rho of all entries, and keeps the rest for later.
 
-    s = |r| * (e + |G|/mean|G|), G being the last answer ; send the k largest s (after Wang et al., ICNCC 2018).
+    held += sum(r_i[I_i]) ; reply with the largest |held|. A `score` makes the workers agree instead (after Wang et al.,
+    ICNCC 2018): s = |r| * (e + |G|/mean|G|), G being the last reply ; send the k largest s.
     """
-    select = Overlap(rho, score=score_name(score), strength=strength, explore=explore, per=per)
+    scored = score_name(score)
+    select = TopK(rho, per=per)
+    if scored != "local":
+        select = Overlap(rho, score=scored, strength=strength, explore=explore, per=per)
     exchange = Server(down_rho=min(1.0, 3 * rho) if down_rho is None else down_rho)
     return _with_feedback(select, quantize, exchange, warmup)
 

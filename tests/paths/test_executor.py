@@ -25,7 +25,7 @@ TEXTS = [
     "topk:rho=0.05,quantize=none",
     "topk:rho=0.1,per=parameter,quantize=fp16",
     "topk:rho=0.05,exchange=server",
-    "overlap:rho=0.05",
+    "overlap:rho=0.05,score=product",
 ]
 
 

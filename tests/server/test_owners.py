@@ -215,7 +215,7 @@ def test_scores_make_unions_smaller_and_remember_alike(score: str) -> None:
 
 def test_exploring_reaches_every_entry_and_is_no_wider_than_its_share() -> None:
     """rho 20 %, of which half go round: every entry within 10 steps, however small it stays."""
-    scheme = made("overlap:rho=0.2,explore=0.5")
+    scheme = made("overlap:rho=0.2,score=product,explore=0.5")
 
     def work(session: Session, rank: int) -> list[tuple[float | None, int | None]]:
         told = []
@@ -351,7 +351,7 @@ def _bytes_down(text: str, layout: Layout, num_workers: int) -> int:
 def test_a_step_that_is_skipped_leaves_what_a_cut_holds_as_it_was() -> None:
     """Two runs, one of which meets Inf in between, are the same before and after, at workers and owners."""
     scheme = made(
-        "overlap:rho=0.05,explore=0,down_rho=0.05"
+        "overlap:rho=0.05,score=product,explore=0,down_rho=0.05"
     )  # whose turn it is goes by steps, of which one run has more
 
     def work(transport: InProcess, meets_inf: bool) -> tuple[dict[str, Tensor], Tensor]:

@@ -106,7 +106,7 @@ def test_commands_in_the_readme_exist() -> None:
 
 def test_commands_are_taken_as_written() -> None:
     declared = tomllib.loads((ROOT / RESULTS / "claims.toml").read_text())["experiment"]
-    commands = [one["command"] for one in declared if one["command"].startswith("laconic ")]
+    commands = [one["command"] for one in declared if one["command"].startswith("laconic ")]  # others are tools
     commands += [line for page in PAGES for line in re.findall(r"^ {4}(laconic .*)", page.read_text(), re.M)]
     taken = [shlex.split(line, comments=True) for line in commands if "..." not in line]
     assert len(taken) > 20

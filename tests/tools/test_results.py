@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from laconic_lab.errors import TaskError
 from results import (
     PAGE,
     RESULTS,
+    ages,
     changed_sources,
     read_result,
     results_page,
     run_experiment,
+    sources_of,
     with_figures,
     write_result,
 )
@@ -53,18 +56,33 @@ def test_a_record_says_how_to_measure_it_again(tmp_path: Path) -> None:
 
 
 def test_claims_hold_or_do_not(tmp_path: Path) -> None:
-    write_result(tmp_path, "speed", what="", command="", rows=[{"scheme": "a", "s": 90.0}, {"scheme": "b", "s": 8.25}])
+    rows = [{"scheme": "a", "s": 90.0, "s by seed": [88.0, 92.0]}, {"scheme": "b", "s": 8.0, "s by seed": [8.0, 8.0]}]
+    path = write_result(tmp_path, "speed", what="", command="", rows=rows)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": "0123abcd4567"}))
     claims = (
         '[[claim]]\nclaim = "b is faster"\nfigure = "speed; a over b; s"\nat_least = 3\n'
-        '[[claim]]\nclaim = "b is quick"\nfigure = "speed; b; s"\nat_most = 8\n'
+        '[[claim]]\nclaim = "by much"\nsource = "B, 2019"\ncontrol = "a"\nfigure = "speed; a minus b; s"\nat_most = 8\n'
         '[[claim]]\nclaim = "c is"\nsource = "C, 2020"\npublished = "2x"\nfigure = "c; c; s"\nat_most = 1\n'
         '[[experiment]]\nname = "c"\nmachine = "lab"\ncommand = "laconic c"\n'
     )
     (tmp_path / "claims.toml").write_text(claims)
     page = results_page(tmp_path)
-    assert "| b is faster | - | at least 3 | [10.91](#speed) | yes |" in page
-    assert "| b is quick | - | at most 8 | [8.25](#speed) | **no** |" in page
-    assert "| c is (C, 2020) | 2x | at most 1 | not yet | - |" in page and "- c (machine: lab): `laconic c`" in page
+    row = "| b is faster | ours | - | - | at least 3 | [11.25](#speed), 11 to 11.5 in 2 seeds | yes | 0123abc |"
+    assert row in page
+    assert "| by much | B, 2019 | - | a | at most 8 | [82](#speed), 80 to 84 in 2 seeds | **no** | 0123abc |" in page
+    assert "c is" not in page and "- c (machine: lab): `laconic c`" in page  # none in the table without a record
+
+
+def test_each_record_says_of_which_sources_it_speaks() -> None:
+    declared = tomllib.loads((ROOT / RESULTS / "claims.toml").read_text(encoding="utf-8"))
+    experiments = {one["name"]: one["sources"] for one in declared["experiment"]}
+    records = {path.stem for path in (ROOT / RESULTS).glob("*.json")}
+    named = {name: sources_of(ROOT / RESULTS, name) for name in sorted(records)} | experiments
+    assert [name for name, sources in named.items() if not sources] == [], "name them in results/claims.toml"
+    gone = {each for sources in named.values() for each in sources if not (ROOT / each).exists()}
+    assert gone == set(), "no longer there; `python tools/results.py age` says which records speak of them"
+    claimed = {claim["figure"].split("; ")[0] for claim in declared["claim"]}
+    assert claimed <= records | set(experiments)
 
 
 def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +110,16 @@ def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: py
     (tmp_path / "claims.toml").write_text(declared.replace("-x", "-y"))
     with pytest.raises(TaskError, match="laconic compare -y did not end well"):
         run_experiment(tmp_path, "two")
+    printed = declared.replace("laconic compare -x", "laconic bench select --json") + "seeds = [0, 1]\n"
+    (tmp_path / "claims.toml").write_text(printed)
+
+    def bench(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, stdout='a word\n{"ms": 3}\n')
+
+    monkeypatch.setattr("results.subprocess.run", bench)
+    monkeypatch.setattr("results.time.monotonic", lambda: 0.0)
+    assert read_result(run_experiment(tmp_path, "two"))["rows"] == [{"ms": 3}]
+    assert ", seeds 0, 1, " in results_page(tmp_path)
     with pytest.raises(TaskError, match="no experiment is called 'three'; write one of two"):
         run_experiment(tmp_path, "three")
 
@@ -104,6 +132,8 @@ def test_a_record_tells_when_its_sources_have_changed(tmp_path: Path) -> None:
     assert changed_sources(read_result(path)) == [] and "<!-- age of speed -->" in results_page(tmp_path)
     (source / "a.py").write_text("a = 2\n")
     assert changed_sources(read_result(path)) == [str(source)]
+    (line,) = ages(tmp_path)
+    assert line.startswith("speed (") and line.endswith(f"changed since: {source}")
 
 
 def test_a_text_has_its_figures_from_records(tmp_path: Path) -> None:

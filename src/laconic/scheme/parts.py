@@ -65,6 +65,7 @@ ARGUMENTS = {
     "start": "Step from which on gradients are compressed, 2 or more.",
     "steps": "Steps between two exchanges of a worker.",
     "strength": "The score's own parameter; 0: its default.",
+    "tolerance": "Surplus of entries, over k, at which a search for the threshold ends.",
     "trigger": 'When a worker exchanges: a text like "period(steps=4)" or a part; unless given, `rate` decides.',
     "vote": "How signs are counted: majority, or weighted by each worker's record.",
     "warmup": "Steps at the start that send everything.",

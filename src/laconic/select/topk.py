@@ -34,6 +34,7 @@ class TopK(Chooser):
     per: str = "bucket"
     dense_below: int = 1000  # parameters with fewer entries go whole: selecting would cost more than it saves
     search: str = "threshold"
+    tolerance: float = 0.25  # of search="bisection": it ends at no more than (1 + this)*k candidates
 
     def __post_init__(self) -> None:
         if not (self.cover and not self.rho):
@@ -43,7 +44,7 @@ class TopK(Chooser):
             raise SchemeError(f"{name}.cover is {self.cover}; give a number above 0 and no rho, or rho alone")
         check_option(self, "per", _SCOPES)
         check_option(self, "search", SEARCHES)
-        check_least(self, dense_below=0)
+        check_least(self, dense_below=0, tolerance=0)
 
     @property
     def density(self) -> float:
@@ -70,7 +71,8 @@ class TopK(Chooser):
 
     @property
     def withdraw_window_(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return SEARCHES[self.search]
+        search_ = SEARCHES[self.search]
+        return partial(search_, tolerance=self.tolerance) if self.search == "bisection" else search_
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The cost of a selection, against torch.topk, sampled selection, and a copy of the same size."""
+"""The cost of a selection, against torch.topk, sampled selection, the Laplace paper's, and a copy of the same size."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class SelectBench:
     over_copy: float  # times as long as copying the gradient
     over_floor: float  # times as long as 12 bytes an entry take at the copy's bandwidth
     passes: float  # over the entries, per call
+    bisection_over_topk: float  # the Laplace paper's figure: times faster than torch.topk that its bisection is
+    bisection_over_sampled: float
+    bisection_passes: float
     exact: bool  # the same entries and the same residual as the reference took
 
 
@@ -52,11 +55,13 @@ def bench_select(n: int, rho: float, dist: str, device: str = "cpu", rounds: int
         "withdraw": _stepper(kernels.withdraw_, residual, stream, k, search),
         "copy": lambda: target.copy_(stream[0]),
     }
-    for name in ("torch", "sampled"):
-        works[name] = _stepper(SEARCHES[name], residual.clone(), stream, k, search.clone())
+    searches = {name: kernels.new_search(n, k, device) for name in ("torch", "sampled", "bisection")}
+    for name, own in searches.items():
+        works[name] = _stepper(SEARCHES[name], residual.clone(), stream, k, own)
     calls = max(1, _CUDA_ENTRIES_A_ROUND // n) if device == "cuda" else 1
     seconds = median_seconds(works, device, rounds, calls)
     after = search.tolist()
+    bisected = searches["bisection"].tolist()
     return SelectBench(
         n=n,
         k=k,
@@ -70,6 +75,9 @@ def bench_select(n: int, rho: float, dist: str, device: str = "cpu", rounds: int
         over_copy=seconds["withdraw"] / seconds["copy"],
         over_floor=seconds["withdraw"] / (seconds["copy"] * _FLOOR_BYTES / _COPY_BYTES),
         passes=(after[kernels.PASSES] - before[kernels.PASSES]) / (after[kernels.CALLS] - before[kernels.CALLS]),
+        bisection_over_topk=seconds["torch"] / seconds["bisection"],
+        bisection_over_sampled=seconds["sampled"] / seconds["bisection"],
+        bisection_passes=bisected[kernels.PASSES] / bisected[kernels.CALLS],
         exact=exact,
     )
 

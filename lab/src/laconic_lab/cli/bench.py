@@ -102,11 +102,24 @@ def run_select(args: argparse.Namespace) -> int:
     first = results[0]
     cores = f"{first.threads} threads of {platform.machine()}"
     machine = cores if args.device == "cpu" else torch.cuda.get_device_name()
-    head = ("gradients", "ms", "x torch.topk", "x sampled", "of a copy", "of 12 bytes", "passes", "result")
+    head = (
+        "gradients",
+        "ms",
+        "x torch.topk",
+        "x sampled",
+        "of a copy",
+        "of 12 bytes",
+        "passes",
+        "bisection x torch.topk",
+        "x sampled",
+        "its passes",
+        "result",
+    )
     rows = [
         (
             each.dist, f"{each.ms['withdraw']:.3f}", f"{each.speedup_topk:.1f}", f"{each.speedup_sampled:.1f}",
             f"{each.over_copy:.2f}", f"{each.over_floor:.2f}", f"{each.passes:.2f}",
+            f"{each.bisection_over_topk:.2f}", f"{each.bisection_over_sampled:.2f}", f"{each.bisection_passes:.2f}",
             "exact" if each.exact else "WRONG",
         )
         for each in results
