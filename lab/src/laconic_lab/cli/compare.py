@@ -1,10 +1,9 @@
-"""laconic compare, report and demo: the same job under several schemes, a table, and a report."""
+"""laconic compare and report: the same job under several schemes, a table, and a report."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -13,16 +12,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from laconic.cli import Commands, Parse, number, table
+from laconic.cli import number, table
 from laconic.recipes import parse
 from laconic_lab.cli import jobs
 from laconic_lab.cli.lab import roughness
 from laconic_lab.cli.live import PageSoFar, Runs, open_in_browser, watched
 from laconic_lab.cli.train import check_before_launch
 from laconic_lab.compare import Comparison, Run, SweepPoint, compare, conclusion, folder_of, quartiles, round_of
-from laconic_lab.errors import LabError, TaskError
+from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES, Measure, Place, columns
-from laconic_lab.network import LabSpec, Link, netlink
+from laconic_lab.network import LabSpec, Link
 from laconic_lab.records import Recorder, to_json
 from laconic_lab.report import write_report
 from laconic_lab.train import Job
@@ -32,10 +31,6 @@ _DEFAULT = ("dense", "bf16", "topk:rho=0.01")
 _RATES = ("10mbit", "100mbit", "1gbit", "none")
 _SWEEP_HOSTS = 4
 _SWEEP_STEPS = 16  # at 10mbit a dense step of the 1.2 M parameter net takes seven seconds
-
-_DEMO_LAB = ["--hosts", "2", "--link", "10mbit"]  # a core for each of them, on a machine of two
-_DEMO = "--scheme bf16 --scheme topk:rho=0.01 --steps 50 --batch 24 --momentum 0.8 --eval-every 5"
-_DEMO_END = "--target 0.7 --max-seconds 30"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,7 +64,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
+def run(args: argparse.Namespace) -> int:
     """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
     schemes = [str(parse(text)) for text in args.scheme or _DEFAULT]
     _check(args, schemes)
@@ -90,14 +85,14 @@ def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
             if page is not None and args.open:
                 open_in_browser(page.write())
             _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
-            comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s, is_timed=is_timed)
+            comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s)
             with Recorder(out) as records:
                 records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
                 for row in comparison.rows:
                     records.write("row", **row.as_dict())
             printed = to_json(comparison.as_dict()) if args.json else table_of(comparison)
             # On one machine, without links, time says little of a scheme.
-            sentence = conclusion(comparison, is_timed=is_timed and spec is not None)
+            sentence = conclusion(comparison, is_timed=spec is not None)
             printed += f"\n\n{sentence}." * bool(sentence and not args.json)
         if job.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
@@ -174,24 +169,19 @@ def table_of(comparison: Comparison) -> str:
         if row.diverged_at is not None:
             worth = f"diverged at step {row.diverged_at}"
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
-        seconds = _or_more(row.seconds_to_target, row.seconds_more_than, ".1f")
+        seconds = number(row.seconds_to_target, ".1f")
         rows.append(
             [
                 *(row.scheme, worth, seconds, f"{row.step_ms:.1f}", f"{lower:.0f}-{upper:.0f}"),
                 *(number(preparing, ".1f", " %"), f"{row.bytes_out:,}", f"{row.bytes_in:,}"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in beside_bytes),
                 number(row.ratio, ".1f", "x"),
-                _or_more(row.speedup, row.speedup_more_than, ".2f", "x"),
-                _or_more(row.speedup_bf16, row.speedup_bf16_more_than, ".2f", "x"),
+                number(row.speedup, ".2f", "x"),
+                number(row.speedup_bf16, ".2f", "x"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in at_end),
             ]
         )
     return table(head, rows)
-
-
-def _or_more(value: float | None, more_than: float | None, form: str, unit: str = "") -> str:
-    """A number, or the one that it is known to be above."""
-    return f"> {more_than:{form}}{unit}" if value is None and more_than is not None else number(value, form, unit)
 
 
 def sweep_spec(job: Job, args: argparse.Namespace) -> LabSpec:
@@ -285,24 +275,3 @@ def _write_page(args: argparse.Namespace) -> int:
     """Write the page and print where it is."""
     print(write_report(args.folder), flush=True)
     return 0
-
-
-def add_demo_parser(commands: Commands, parse: Parse) -> None:
-    """Add `laconic demo`; `parse` reads the words of the command that it stands for."""
-    parser = commands.add_parser("demo", help="show the point in two minutes: bf16 and topk on slow links")
-    parser.set_defaults(run=lambda _: run_demo(parse))
-
-
-def run_demo(parse: Parse) -> int:
-    """Compare in a lab; where none can be made, without times."""
-    where = _DEMO_LAB
-    try:
-        netlink.require()
-    except LabError as error:
-        print(f"laconic: {error}", file=sys.stderr)
-        print("laconic: without a slow link there is no speed-up to show; bytes and accuracy alone", file=sys.stderr)
-        where = ["--workers", "2"]
-    out = tempfile.mkdtemp(prefix="laconic-demo-")
-    words = ["compare", *where, *_DEMO.split(), *_DEMO_END.split(), "--out", out]
-    print(f"laconic: this is `laconic {shlex.join(words)}`", file=sys.stderr, flush=True)
-    return run(parse(words), is_timed=where is _DEMO_LAB)

@@ -137,10 +137,10 @@ def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
 def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
     words = worker_command(replace(job, workers=len(lab.hosts) - job.servers))
-    return _run_ranks(lab, signals, words, DIVERGED, partial(verdict, job=job))
+    return run_ranks(lab, signals, words, DIVERGED, partial(verdict, job=job))
 
 
-def _run_ranks(
+def run_ranks(
     lab: Lab,
     signals: list[int],
     words: Sequence[str],
@@ -179,4 +179,4 @@ def _in_a_lab(args: argparse.Namespace) -> int:
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
     words += ["--json"] * args.json + ["--strict"] * args.strict
     with noted_signals() as signals, Lab.create(spec) as lab:
-        return _run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _FOUND)
+        return run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _FOUND)

@@ -157,9 +157,9 @@ def add_address(namespace: str, device: str, address: str) -> None:
 
 
 def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
-    """Let what leaves by `device` pass a queue, which shapes it or only counts."""
+    """Let what leaves by `device` pass a queue, which shapes it or only counts, instead of the one that it has."""
     action = f"add a queue of kind {queue['kind']} to {device}"
-    ask(namespace, action, lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue))
+    ask(namespace, action, lambda kernel: kernel.tc("replace", index=index_of(kernel, device), **queue))
 
 
 def add_netem(namespace: str, device: str, link: Link) -> None:

@@ -23,7 +23,7 @@ _CHOICES = {
 }  # fmt: skip
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
-    *("labels_per_worker", "eval_every", "server_timeout", "max_seconds"),
+    *("labels_per_worker", "eval_every", "server_timeout"),
 )
 
 
@@ -51,7 +51,6 @@ class Job:
     wait: float | None = _option(None, "seconds that a server waits for late workers of outer steps (default: for all)")
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
-    max_seconds: float | None = _option(None, "training time that ends a run of gradients earlier than its steps")
     batch: int | None = _option(None, "examples per worker and step")
     context: int | None = _option(None, "tokens per example, of a task whose examples are made of those")
     optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
@@ -106,8 +105,6 @@ class Job:
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise TaskError("--backend nccl needs --device cuda")
-        if self.max_seconds is not None and self.follows:
-            raise TaskError(f"{self.scheme} trains models that meet when they may; leave --max-seconds out")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
 
