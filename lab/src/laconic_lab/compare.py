@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from laconic_lab import records
 from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
-from laconic_lab.network import Link
 from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
@@ -39,23 +38,6 @@ class Row(Record):
     figures: Values
     loss: float | None = None
     diverged_at: int | None = None  # the step from which on some round's loss was no number
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
-
-    link: str
-    scheme: str
-    step_ms: float
-    step_ms_quartiles: tuple[float, float]
-    speedup: float | None
-    speedup_bf16: float | None
-
-    @property
-    def bits_per_s(self) -> float:
-        """The link's rate; infinite where the link is as fast as the machine."""
-        return Link.parse(self.link).bits_per_s or math.inf
 
 
 @dataclass(frozen=True)
