@@ -28,6 +28,7 @@ from results import changed_sources, read_result, with_figures
 
 ROOT = Path(__file__).parents[1]
 _LINE = 80
+_FIRST = ("attach", "follow", "join", "plan", "serve", "hook", "parse", "Session", "Follower")  # of the reference
 _LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
 _MADE = re.compile(r"<!-- (names|options|plot|age) of ([\w./ -]+) -->")
 _WRITTEN = re.compile(r"<!-- (script|text) of ([\w./-]+) -->.*?<!-- -->", re.S)
@@ -48,7 +49,8 @@ def with_scripts(markdown: str) -> str:
 def names_of(module_name: str) -> str:
     """Every public name of a module, its signature, its docstring, its fields and methods."""
     module = importlib.import_module(module_name)
-    return "\n".join(_described(name, value) for name, value in public(module))
+    names = sorted(public(module), key=lambda pair: _FIRST.index(pair[0]) if pair[0] in _FIRST else len(_FIRST))
+    return "\n".join(_described(name, value) for name, value in names)
 
 
 def public(module: ModuleType) -> list[tuple[str, Any]]:

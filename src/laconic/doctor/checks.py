@@ -6,7 +6,7 @@ import ipaddress
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from laconic.doctor.facts import HostFacts
@@ -227,20 +227,8 @@ CHECKS: dict[str, Callable[[Seen], Reports]] = {
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """What all checks report: one finding for one cause, also where it shows on several hosts or links."""
-    reports = [Finding(name, *report) for name, check in CHECKS.items() for report in check(seen)]
-    slow = {each.host for each in reports if each.name == "slow link"}
-    merged: dict[tuple[str, ...], Finding] = {}
-    for each in reports:
-        if each.name == "rate" and slow & {*each.host.split(" to ")}:
-            continue  # the host's slow link explains it
-        first = merged.setdefault((each.name, each.expected, each.cure), each)
-        if first is not each:
-            measured = first.measured if each.measured in first.measured else f"{first.measured}; {each.measured}"
-            merged[each.name, each.expected, each.cure] = replace(
-                first, host=f"{first.host}, {each.host}", measured=measured
-            )
-    return list(merged.values())
+    """What all checks report."""
+    return [Finding(name, *report) for name, check in CHECKS.items() for report in check(seen)]
 
 
 def _differ(used: Interface, towards: Interface) -> bool:

@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         const=_PROBE_STEPS,
         default=0,
         metavar="N",
-        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the soonest three, to see what they cost in steps",
+        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the fastest three, to see what they cost in steps",
     )
     parser.add_argument(
         "--out", dest="folder", type=Path, metavar="DIR", help="write DIR/plan.json and DIR/report.html, a page"

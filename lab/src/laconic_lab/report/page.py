@@ -98,7 +98,7 @@ def _answer(facts: Facts) -> str:
     comparison = Comparison(setting.measure, setting.target, setting.steps or 0, facts.rows)
     sentence = conclusion(comparison, is_timed=setting.hosts is not None)
     rounds = "" if setting.rounds > 1 else " One seed and one round: differences of a few per cent may be chance."
-    return f'<p class="answer"><strong>{text(sentence)}.</strong>{text(rounds)}</p>' if sentence else ""
+    return f'<p class="answer"><b>{text(sentence)}.</b>{text(rounds)}</p>' if sentence else ""
 
 
 def _figures(facts: Facts) -> str:

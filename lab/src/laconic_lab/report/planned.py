@@ -122,6 +122,8 @@ def _winners(plan: Mapping[str, Any]) -> list[tuple[str, list[float]]]:
 
 def _winners_text(plan: Mapping[str, Any]) -> str:
     *others, (last, _) = _winners(plan)
+    if not others:
+        return f"{last} on all links"
     return "; ".join([*(f"up to {rate_text(rates[-1])} {scheme}" for scheme, rates in others), f"then {last}"])
 
 
