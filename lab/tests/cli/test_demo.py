@@ -33,6 +33,7 @@ def test_steps_between_links_lie_on_a_line() -> None:
     assert RUNS[0].seconds_a_step(1e8) == pytest.approx(0.3)
     assert RUNS[0].seconds_a_step(2e8) == pytest.approx(0.2)
     assert RUNS[0].seconds_a_step(1e12) == pytest.approx(0.1, abs=1e-3)
+    assert Run("bf16", [], 1e6, {"none": 0.1}).seconds_a_step(1e7) == pytest.approx(0.9)  # without a lab
 
 
 def test_gains_are_of_the_time_to_a_loss_that_all_reached() -> None:

@@ -35,7 +35,7 @@ _STEPS, _EVAL_EVERY, _PERIOD = 96, 12, 16  # of a run; of averages
 _TEST_EXAMPLES = 192  # by which curves are drawn: all of them would take longer than training does
 _UNSETTLED = 4  # steps after a change of links that are not timed
 _TIMED_S = 3.0  # for steps of gradients on one link, three at least
-_WORTH = 1.1  # times sooner than bf16, below which the difference is noise
+_WORTH = 1.2  # times sooner than bf16, below which the difference is noise
 _TEXT_BYTES = 1_000_000
 _COLUMNS, _LINES = 34, 8  # of a plot
 _OWN = "laconic plan --hosts 2 --link 100mbit script.py"
@@ -51,7 +51,12 @@ class Run:
     step_s: dict[str, float]  # by link
 
     def seconds_a_step(self, bits_per_s: float) -> float:
-        """The step on a link of any rate: a straight line over the time that a bit takes, between measured ones."""
+        """The step on a link of any rate: a straight line over the time that a bit takes, between measured ones.
+
+        Where none was measured, the step without a link and the time that its bytes take.
+        """
+        if len(self.step_s) == 1:
+            return self.step_s[_UNSHAPED] + 8 * self.bytes_out / bits_per_s
         points = sorted((1 / RATES[rate] if rate in RATES else 0.0, step_s) for rate, step_s in self.step_s.items())
         for (x0, y0), (x1, y1) in pairwise(points):
             if 1 / bits_per_s <= x1 * (1 + 1e-9):
