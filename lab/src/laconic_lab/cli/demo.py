@@ -31,7 +31,7 @@ from laconic_lab.train.worker import LossObserver, end_with_the_launcher, make_l
 RATES = {"1gbit": 10**9, "100mbit": 10**8, "10mbit": 10**7}  # in the order in which they are measured
 _UNSHAPED = "none"
 _HOSTS = 2  # a core for each, on a machine of two
-_STEPS, _EVAL_EVERY, _PERIOD = 96, 12, 16  # of a run; of averages
+_STEPS, _EVAL_EVERY, _PERIOD = 80, 10, 16  # of a run; of averages
 _TEST_EXAMPLES = 192  # by which curves are drawn: all of them would take longer than training does
 _UNSETTLED = 4  # steps after a change of links that are not timed
 _TIMED_S = 3.0  # for steps of gradients on one link, three at least
@@ -172,16 +172,17 @@ def _work(folder: Path) -> int:
     with process_group("gloo"):
         leads = dist.get_rank() == 0
         trained = {name: [_train(job, s) for s in of] for name, (job, of) in jobs(folder / "text").items()}
-        for rate in RATES if (folder / "lab").exists() else ():
+        for rate in (_UNSHAPED, *RATES) if (folder / "lab").exists() else (_UNSHAPED,):
             if leads:
-                say(f"laconic: timing steps at {rate}")
+                say(f"laconic: timing steps, link: {rate}")
+            if leads and rate != _UNSHAPED:
                 (folder / "draft").write_text(rate)
                 (folder / "draft").replace(folder / "wanted")
                 while not (folder / rate).exists():
                     time.sleep(0.02)
             dist.barrier()
             for loop, measured in (pair for of in trained.values() for pair in of):
-                measured.step_s[rate] = _time(loop, measured.step_s[_UNSHAPED])
+                measured.step_s[rate] = _time(loop)
         if leads:
             facts = {name: [vars(measured) for _, measured in of] for name, of in trained.items()}
             (folder / "measured").write_text(json.dumps(facts))
@@ -202,18 +203,19 @@ def _train(job: Job, scheme: str) -> tuple[TrainingLoop, Run]:
     loop = TrainingLoop(job, learner.course, learner, learner.group)
     observer = LossObserver()
     loop.run_(observer)
-    own = statistics.fmean(fact["ms"] for fact in loop.facts[_UNSETTLED:]) / 1e3
     sent = statistics.fmean(fact["bytes_out"] for fact in loop.facts)
-    return loop, Run(scheme, observer.losses, sent, {_UNSHAPED: slowest(own)})
+    return loop, Run(scheme, observer.losses, sent, {})
 
 
-def _time(loop: TrainingLoop, expected_s: float) -> float:
-    """The mean step on the present link: over a period, in which models exchange all, or over some steps."""
+def _time(loop: TrainingLoop) -> float:
+    """The step on the present link: the median of some, or the mean of a period, in which models exchange all."""
+    expected_s = _TIMED_S
     for _ in range(_UNSETTLED if loop.learner.owns_model else 1):
         expected_s = slowest(loop.step_()["ms"] / 1e3)
-    steps = _PERIOD if loop.learner.owns_model else max(3, min(10, round(_TIMED_S / expected_s)))
+    number = _PERIOD if loop.learner.owns_model else max(3, min(10, round(_TIMED_S / expected_s)))
     dist.barrier()
-    return slowest(statistics.fmean(loop.step_()["ms"] / 1e3 for _ in range(steps)))
+    taken = [loop.step_()["ms"] / 1e3 for _ in range(number)]
+    return slowest(statistics.fmean(taken) if loop.learner.owns_model else statistics.median(taken))
 
 
 def _target(runs: Sequence[Run]) -> float:
