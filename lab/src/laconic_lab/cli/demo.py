@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from laconic.cli import Commands, as_worker, is_worker, say, table
 from laconic.recipes import parse
+from laconic.scheme import OuterScheme
 from laconic_lab.cli.jobs import run_ranks
 from laconic_lab.errors import LabError
 from laconic_lab.network import Lab, LabSpec, Link, netlink, noted_signals
@@ -215,7 +216,8 @@ def _time(loop: TrainingLoop) -> float:
         expected_s = slowest(loop.step_()["ms"] / 1e3)
     number = _PERIOD if loop.learner.owns_model else max(3, min(10, round(_TIMED_S / expected_s)))
     dist.barrier()
-    exchanges = getattr(parse(loop.job.scheme).when, "fragments", 0) if loop.learner.owns_model else 0
+    scheme = parse(loop.job.scheme)
+    exchanges = scheme.when.fragments if isinstance(scheme, OuterScheme) else 0
     return slowest(_mean_step([loop.step_()["ms"] / 1e3 for _ in range(number)], exchanges))
 
 
