@@ -102,6 +102,8 @@ def test_a_script_says_itself_how_it_trains(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "own.py").write_text(SCRIPT)
     assert cli.main(["plan", "--batch", "4", str(tmp_path / "own.py")]) == 2
     assert "--batch is for built-in tasks" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "own.py"), "--hosts", "2"]) == 2
+    assert "options of the plan come before it" in capsys.readouterr().err
     assert cli.main(["plan", "--workers", "1"]) == 2
     assert "give it 2 or more" in capsys.readouterr().err
     assert cli.main(["plan", "none.py"]) == 2

@@ -116,6 +116,8 @@ def _check_script(args: argparse.Namespace) -> None:
     """TaskError where there is no such script, or where it is told how to train."""
     if not Path(args.script[0]).is_file():
         raise TaskError(f"there is no script {args.script[0]}; give the path of the one that you start with torchrun")
+    if late := [word for word in args.script[1:] if word.partition("=")[0] in ("--hosts", "--link")]:
+        raise TaskError(f"{late[0]} stands after the script, whose own it would be; options of the plan come before it")
     given = [option.name for option in fields(PlanJob) if getattr(args, option.name, None)]
     if more := sorted({*given} - _WITH_A_SCRIPT):
         raise TaskError(
