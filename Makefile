@@ -11,7 +11,8 @@ install: .venv/installed
 .venv/installed: pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/*/native/*) lab/src/laconic_lab/network/relay.cpp
 	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable lab
+	@echo 'installing torch and the rest into .venv: some minutes, and 1 to 5 GB'
+	$(PY) -m pip install --constraint constraints.txt --editable '.[dev]' --editable lab
 	touch $@
 
 run: install

@@ -1,7 +1,8 @@
 """Accelerate: attach to what `prepare` returns.
 
-`save_state` writes custom objects of the main process alone; registered by `attach`, the states of all ranks are in it.
-Start it with `torchrun --nproc-per-node 2 examples/with_accelerate.py`, or by `accelerate launch`.
+`accelerator.save_state` then also writes the session's state of every rank,
+and `load_state` reads it. Start it with `accelerate launch`, or
+`torchrun --nproc-per-node 2 examples/with_accelerate.py`.
 """
 
 import tempfile
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from laconic.integrations.accelerate import attach as attach_laconic
 
 x = torch.randn(1280, 64)
-loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True)
+loader = DataLoader(
+    TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True
+)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 accelerator = Accelerator(cpu=not torch.cuda.is_available())

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 
 dist.init_process_group()
-model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+)
 session = laconic.attach(model, "topk:rho=0.01")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(20):

@@ -1,7 +1,8 @@
-"""Fabric: attach to what `setup` returns, and save the session with the model.
+"""Fabric: attach to what `setup` returns, and save the session with it.
 
-`RankZeroState` brings the states of all ranks to rank 0, whose file is the only one that Fabric writes.
-Start it with `torchrun --nproc-per-node 2 examples/with_fabric.py`.
+Fabric writes rank 0's file alone; `RankZeroState` puts the states of all
+ranks into it. Start it with
+`torchrun --nproc-per-node 2 examples/with_fabric.py`.
 """
 
 import os
@@ -22,9 +23,15 @@ fabric = Fabric(
 )
 fabric.launch()
 x = torch.randn(1280, 64)
-loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True))
+loader = fabric.setup_dataloaders(
+    DataLoader(
+        TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True
+    )
+)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = fabric.setup(
+    model, torch.optim.SGD(model.parameters(), lr=0.1)
+)
 session = laconic.attach(model, "topk:rho=0.01")
 for inputs, targets in loader:
     optimizer.zero_grad()

@@ -1,6 +1,7 @@
-"""FSDP2: it shards inside a node, and between nodes each shard follows its replicas.
+"""FSDP2 shards inside a node; between nodes laconic keeps replicas together.
 
-Start it on both of two nodes, or alone as if it were both, with `torchrun --nproc-per-node 4 examples/with_fsdp.py`.
+Start it on two nodes, or on one machine that stands for both, with
+`torchrun --nproc-per-node 4 examples/with_fsdp.py`.
 """
 
 import tempfile
@@ -17,14 +18,20 @@ from torch.nn.functional import cross_entropy
 import laconic
 
 dist.init_process_group()
-mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+mesh = init_device_mesh(
+    "cpu",
+    (2, dist.get_world_size() // 2),
+    mesh_dim_names=("replicate", "shard"),
+)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in model:
     fully_shard(layer, mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-follower = laconic.follow(model, optimizer, "streaming", group=mesh.get_group("replicate"))
+follower = laconic.follow(
+    model, optimizer, "streaming", group=mesh.get_group("replicate")
+)
 torch.manual_seed(dist.get_rank())
 for _ in range(20):
     x = torch.randn(32, 64)
@@ -33,7 +40,7 @@ for _ in range(20):
     loss.backward()
     optimizer.step()
     follower.step()  # laconic
-follower.average_()  # laconic: replicas differ between two agreements, and one of them is saved
+follower.average_()  # laconic: replicas differ until they are averaged
 model_state, optimizer_state = get_state_dict(model, optimizer)
 state = {"model": model_state, "optimizer": optimizer_state}
 state["laconic"] = laconic.PerRankState(follower)

@@ -1,7 +1,9 @@
-"""Lightning: another strategy, on CPU too, where `DDPStrategy(ddp_comm_hook=...)` does nothing and does not say so.
+"""Lightning: give the trainer a `LaconicStrategy`.
 
-Checkpoints are written by rank 0, with the states of all ranks in them. `Trainer.fit(..., ckpt_path=...)` resumes.
-Start it with `torchrun --nproc-per-node 2 examples/with_lightning.py`.
+It also works on CPU, where Lightning ignores `DDPStrategy(ddp_comm_hook=...)`
+without a warning. Checkpoints hold the states of all ranks, and
+`Trainer.fit(..., ckpt_path=...)` resumes from them. Start it with
+`torchrun --nproc-per-node 2 examples/with_lightning.py`.
 """
 
 import os
@@ -20,7 +22,9 @@ class Classifier(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)
+        )
 
     def training_step(self, batch, _):
         """The loss of one batch."""
@@ -33,7 +37,9 @@ class Classifier(LightningModule):
 
 
 x = torch.randn(1280, 64)
-loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True)
+loader = DataLoader(
+    TensorDataset(x, x[:, :10].argmax(1)), batch_size=32, shuffle=True
+)
 trainer = Trainer(
     max_epochs=1,
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),

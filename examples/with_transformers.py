@@ -1,8 +1,9 @@
-"""Transformers: `LaconicTrainer(scheme=...)` for `Trainer(...)`.
+"""Transformers: use `LaconicTrainer(scheme=...)` instead of `Trainer(...)`.
 
-A checkpoint has `laconic.pt` beside the trainer's files, with the states of all ranks;
-`train(resume_from_checkpoint=...)` reads it. Other trainers: `class Mine(LaconicMixin, SFTTrainer)`.
-Start it with `torchrun --nproc-per-node 2 examples/with_transformers.py`.
+A checkpoint has `laconic.pt` beside the trainer's files, with the states of
+all ranks; `train(resume_from_checkpoint=...)` reads it. For other trainers
+write `class Mine(LaconicMixin, SFTTrainer)`. Start it with
+`torchrun --nproc-per-node 2 examples/with_transformers.py`.
 """
 
 import tempfile
@@ -14,7 +15,9 @@ from laconic.integrations.transformers import LaconicTrainer as Trainer
 
 tokens = torch.randint(100, (160, 16))
 dataset = [{"input_ids": row, "labels": row} for row in tokens]
-model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=16, n_embd=64, n_layer=2, n_head=2))
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=100, n_positions=16, n_embd=64, n_layer=2, n_head=2)
+)
 arguments = TrainingArguments(
     output_dir=f"{tempfile.gettempdir()}/trainer",
     per_device_train_batch_size=8,

@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: six questions, fragments' turns, who learns sooner, what plans foretell.
+"""Draw the pictures of the documentation: six questions, rounds of fragments, curves by seconds, what plans predict.
 
 python tools/draw_pictures.py          # writes them; tests/test_docs.py says whether they are up to date
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from laconic.trigger import Rounds
+from laconic_lab.report.drawing import colour, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
 _CURVES = DOCS.parent / "results" / "outer-under-sgd.json"
 _CELLS = DOCS.parent / "results" / "plan-cells.json"
+_LOSSES = DOCS.parent / "results" / "outer-steps-gpt2.json"
 _WIDTH = 500  # narrow, so that they can be read on a phone
 _BOX_WIDTH, _BOX_HEIGHT = 206, 92
 _LEFT, _RIGHT = 38, 284
@@ -23,7 +25,7 @@ _BOXES = (
     (_LEFT, _ROWS[0], "of what?", "attach, follow", "gradient, or drift"),
     (_RIGHT, _ROWS[0], "what is sent?", "select", "exactly k, low rank"),
     (_RIGHT, _ROWS[1], "how is it written?", "quantize, wire", "few bits, in frames"),
-    (_LEFT, _ROWS[1], "what is kept?", "memory", "what was not said"),
+    (_LEFT, _ROWS[1], "what is kept?", "memory", "what was not sent"),
     (_RIGHT, _ROWS[2], "where does it go?", "exchange", "all, owners, peers"),
     (_LEFT, _ROWS[2], "when, and then what?", "trigger, outer", "each step, or in rounds"),
 )
@@ -52,12 +54,13 @@ _STYLE += "".join(
     f"    .c{number} {{ stroke: {colour}; stroke-width: 2.4; fill: none }}\n" for number, colour in enumerate(_COLOURS)
 )
 _UNDER_SGD = "Accuracy against training seconds under SGD, outer steps beside sparse gradients and gossip."
+_BY_SECONDS = "Training seconds at 1gbit to a validation loss of 2.20, and to that after 320 steps, under four schemes."
 _FORETOLD = (
-    "Steps that plans foretold against measured ones, a point for each cell, beside the diagonal and a tenth off it."
+    "Steps that plans predicted against measured ones, a point for each cell, beside the diagonal and a tenth off it."
 )
 _QUESTIONS = (
     "One step of a worker: from its gradient or drift a part is selected, written in few bits and exchanged; what was "
-    "not said is kept and added to the next; a trigger says when, and an outer optimizer what comes of it."
+    "not sent is kept and added to the next; a trigger says when, and an outer optimizer what follows."
 )
 _ROUNDS = (
     "Outer steps in four fragments: every four steps another one is sent, travels while training goes on, and its "
@@ -70,8 +73,8 @@ def questions() -> str:
     drawn = ""
     for x, y, question, part, words in _BOXES:
         drawn += f'  <rect class="box" x="{x}" y="{y}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="8"/>\n'
-        for look, below, said in (("q", 27, question), ("n", 51, part), ("t", 75, words)):
-            drawn += f'  <text class="{look}" x="{x + 14}" y="{y + below}">{said}</text>\n'
+        for look, below, text in (("q", 27, question), ("n", 51, part), ("t", 75, words)):
+            drawn += f'  <text class="{look}" x="{x + 14}" y="{y + below}">{text}</text>\n'
     for path, label in _ARROWS:
         drawn += f'  <path class="a" d="{path}"/>\n'
         if label:
@@ -96,7 +99,7 @@ def rounds() -> str:
             drawn += f'  <rect class="sent" x="{x}" y="{y}" width="{pitch * rule.delay}" height="22"/>\n'
             drawn += f'  <path class="a" d="M{x + pitch * rule.delay} {y} V42"/>\n'
     bottom = 72 + row * rule.fragments
-    drawn += f'  <text class="t" x="{left}" y="{bottom}">a bar: under way; an arrow: applied</text>\n'
+    drawn += f'  <text class="t" x="{left}" y="{bottom}">a bar: in flight; an arrow: applied</text>\n'
     return _svg(_ROUNDS, bottom + 16, drawn)
 
 
@@ -108,7 +111,7 @@ def under_sgd() -> str:
         top += _PANEL_HEIGHT
     for number, scheme in enumerate(curves):
         x, y = 20 + 240 * (number % 2), top + 8 + 22 * (number // 2)
-        drawn += f'  <path class="c{number}" d="M{x} {y} h24"/>\n'
+        drawn += f'  <path {_line(scheme, curves)} d="M{x} {y} h24"/>\n'
         drawn += f'  <text class="t" x="{x + 32}" y="{y + 5}">{scheme.partition(",")[0]}</text>\n'
     return _svg(_UNDER_SGD, top + 16 + 22 * (len(curves) // 2), drawn)
 
@@ -125,13 +128,56 @@ def _panel(task: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: 
     for quarter in range(1, 5):
         x = left + (right - left) * quarter / 4
         drawn += f'  <text class="t" x="{x:.0f}" y="{low + 22}" text-anchor="end">{last * quarter / 4:.0f} s</text>\n'
-    for number, points in enumerate(curves.values()):
+    for scheme, points in curves.items():
         places = " L".join(
             f"{left + (right - left) * seconds / last:.1f} {low - (low - high) * accuracy / most:.1f}"
             for seconds, accuracy in points
         )
-        drawn += f'  <path class="c{number}" d="M{places}"/>\n'
+        drawn += f'  <path {_line(scheme, curves)} d="M{places}"/>\n'
     return drawn
+
+
+def _line(scheme: str, schemes: Iterable[str]) -> str:
+    """A line in the colour that the scheme has in reports, too."""
+    return f'style="stroke: {colour(looks(schemes)[scheme])}; stroke-width: 2.4; fill: none"'
+
+
+def loss_by_seconds() -> str:
+    """Validation loss against training seconds on a logarithmic axis, by the two points that the record has of each."""
+    rows = [row for row in json.loads(_LOSSES.read_text(encoding="utf-8"))["rows"] if "seconds to 2.20" in row]
+    curves = {
+        row["scheme"]: [
+            (row["seconds to 2.20"], 2.2),
+            (320 * row["mean ms a step at 1gbit"] / 1e3, row["loss after 320 steps"]),
+        ]
+        for row in rows
+        if row["loss after 320 steps"] < 2.2
+    }
+    left, right, low, high = 44, _WIDTH - 16, 226, 36
+    first, last, least, most = 5.0, 1000.0, 1.75, 2.25
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = math.log(x / first) / math.log(last / first)
+        return left + (right - left) * across, low - (low - high) * (y - least) / (most - least)
+
+    drawn = f'  <text class="n" x="{left}" y="22">validation loss</text>\n'
+    for loss in (1.8, 2.0, 2.2):
+        y = place(first, loss)[1]
+        drawn += f'  <path class="tick" d="M{left} {y:.1f} H{right}"/>\n'
+        drawn += f'  <text class="t" x="10" y="{y + 5:.1f}">{loss}</text>\n'
+    for mark in (10, 30, 100, 300):
+        x = place(mark, most)[0]
+        drawn += f'  <path class="tick" d="M{x:.1f} {low} V{high}"/>\n'
+        drawn += f'  <text class="t" x="{x:.1f}" y="{low + 20}" text-anchor="middle">{mark} s</text>\n'
+    for number, (scheme, points) in enumerate(curves.items()):
+        ends = [place(*point) for point in points]
+        drawn += f'  <path {_line(scheme, curves)} d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in ends)}"/>\n'
+        for x, y in ends:
+            drawn += f'  <circle {_line(scheme, curves)} cx="{x:.1f}" cy="{y:.1f}" r="4"/>\n'
+        x, y = 20 + 240 * (number % 2), low + 46 + 22 * (number // 2)
+        drawn += f'  <path {_line(scheme, curves)} d="M{x} {y} h24"/>\n'
+        drawn += f'  <text class="t" x="{x + 32}" y="{y + 5}">{scheme.partition(",")[0]}</text>\n'
+    return _svg(_BY_SECONDS, low + 56 + 22 * (len(curves) // 2), drawn)
 
 
 def foretold() -> str:
@@ -158,7 +204,7 @@ def foretold() -> str:
     for cell in cells:
         x, y = place(cell["step ms, measured"], left, right), place(cell["step ms, foretold"], low, high)
         drawn += f'  <circle class="c{models.index(cell["model"])}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>\n'
-    axes = "measured, ms a step (upwards: foretold)"
+    axes = "measured, ms a step (upwards: predicted)"
     drawn += f'  <text class="t" x="{right}" y="{low + 42}" text-anchor="end">{axes}</text>\n'
     for number, model in enumerate(models):
         x = 20 + 96 * number
@@ -183,6 +229,7 @@ PICTURES = {
     DOCS / "rounds.svg": rounds,
     DOCS / "under-sgd.svg": under_sgd,
     DOCS / "foretold.svg": foretold,
+    DOCS / "loss-by-seconds.svg": loss_by_seconds,
 }
 
 if __name__ == "__main__":

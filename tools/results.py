@@ -85,7 +85,9 @@ def write_result(
 
 def results_page(folder: Path) -> str:
     """The page of all records in a folder; the same records give the same text."""
-    return _HEAD + _claims(folder) + "".join(_section(path) for path in sorted(folder.glob("*.json")))
+    head = folder / "head.md"  # what readers ask for first
+    first = f"\n{with_figures(head.read_text(encoding='utf-8'), folder)}" if head.exists() else ""
+    return _HEAD + first + _claims(folder) + "".join(_section(path) for path in sorted(folder.glob("*.json")))
 
 
 def run_experiment(folder: Path, name: str) -> Path:

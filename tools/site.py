@@ -1,9 +1,12 @@
-"""What mkdocs asks for while it builds the site: figures from records, names from docstrings, options from argparse.
+"""The pages: scripts stand in their Markdown, and the rest is put in while mkdocs builds the site.
 
-Where a page says `<!-- names of laconic.select -->` or `<!-- options of laconic train -->`, these are put in, as are
-`<!-- plot of RECORD -->` and `<!-- age of RECORD -->`, which says whether the sources have changed since.
-`<!-- script of NAME -->` is a script in examples/ as a diff, in which the lines that hold laconic are new, and
-`<!-- text of FILE -->` a file there.
+    python tools/site.py        # writes examples/ into README.md and docs/; tests/tools/test_docs.py checks them
+
+Between `<!-- text of FILE -->` and `<!-- -->` stands a file of examples/, and between `<!-- script of NAME -->` and
+`<!-- -->` examples/with_NAME.py as a diff, so that both can be read on a Git host. Where a page says
+`<!-- names of laconic.select -->`, `<!-- options of laconic train -->`, `<!-- plot of RECORD -->` or
+`<!-- age of RECORD -->` (whether the sources have changed since), mkdocs puts in what docstrings, argparse and records
+have, through the hook below.
 """
 
 from __future__ import annotations
@@ -25,26 +28,29 @@ from results import changed_sources, read_result, with_figures
 
 ROOT = Path(__file__).parents[1]
 _LINE = 80
-_MADE = re.compile(r"<!-- (names|options|plot|age|script|text) of ([\w./ -]+) -->")
+_FIRST = ("attach", "follow", "join", "plan", "serve", "hook", "parse", "Session", "Follower")  # of the reference
+_LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
+_MADE = re.compile(r"<!-- (names|options|plot|age) of ([\w./ -]+) -->")
+_WRITTEN = re.compile(r"<!-- (script|text) of ([\w./-]+) -->.*?<!-- -->", re.S)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as it is built: mkdocs calls this for each."""
-    made = {
-        "names": names_of,
-        "options": options_of,
-        "plot": plot_of,
-        "age": age_of,
-        "script": script_of,
-        "text": text_of,
-    }
-    return _MADE.sub(lambda found: made[found[1]](found[2]), with_figures(markdown, ROOT / "results"))
+    made = {"names": names_of, "options": options_of, "plot": plot_of, "age": age_of}
+    return _MADE.sub(lambda mark: made[mark[1]](mark[2]), with_figures(markdown, ROOT / "results"))
+
+
+def with_scripts(markdown: str) -> str:
+    """The page with every script that it marks as examples/ has it today."""
+    made = {"script": script_of, "text": text_of}
+    return _WRITTEN.sub(lambda mark: f"<!-- {mark[1]} of {mark[2]} -->\n{made[mark[1]](mark[2])}\n<!-- -->", markdown)
 
 
 def names_of(module_name: str) -> str:
     """Every public name of a module, its signature, its docstring, its fields and methods."""
     module = importlib.import_module(module_name)
-    return "\n".join(_described(name, value) for name, value in public(module))
+    names = sorted(public(module), key=lambda pair: _FIRST.index(pair[0]) if pair[0] in _FIRST else len(_FIRST))
+    return "\n".join(_described(name, value) for name, value in names)
 
 
 def public(module: ModuleType) -> list[tuple[str, Any]]:
@@ -181,15 +187,30 @@ def age_of(name: str) -> str:
 
 
 def script_of(name: str) -> str:
-    """What a script says of itself, and the script as a diff."""
+    """The docstring of a script, and the script as a diff, in which the statements that name laconic are new."""
     source = (ROOT / "examples" / f"with_{name}.py").read_text()
-    words = ast.get_docstring(ast.parse(source)) or ""
-    lines = source.split('"""\n', 1)[1].strip().splitlines()
-    marked = [f"{'+' if 'laconic' in line.lower() else ' '}{line.removesuffix('  # laconic')}" for line in lines]
-    return "\n".join([words, "", "```diff", *marked, "```"])
+    module = ast.parse(source)
+    lines = source.splitlines()
+    new = {number for number, line in enumerate(lines, 1) if "laconic" in line.lower()}
+    for node in ast.walk(module):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno in new:
+            new |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    begin = (module.body[0].end_lineno or 0) + 1  # after the docstring and an empty line
+    shown = [
+        f"{'+' if number in new else ' '}{line.removesuffix('  # laconic')}".rstrip()
+        for number, line in enumerate(lines, 1)
+        if number > begin
+    ]
+    return "\n".join([ast.get_docstring(module) or "", "", "```diff", *shown, "```"])
 
 
 def text_of(name: str) -> str:
-    """A file of examples/ as it is."""
+    """A file of examples/ as it is, without its docstring."""
     path = ROOT / "examples" / name
-    return f"```{path.suffix[1:]}\n{path.read_text().rstrip()}\n```"
+    text = re.sub(r'\A""".*?"""\n+', "", path.read_text(), flags=re.S)
+    return f"```{_LANGUAGES[path.suffix]}\n{text.rstrip()}\n```"
+
+
+if __name__ == "__main__":
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page.write_text(with_scripts(page.read_text()))

@@ -1,4 +1,4 @@
-"""Build both wheels, install them in a clean environment, and use what is inside: commands, kernels, the relay.
+"""Build both wheels, install them in a clean environment, and use them: the first script, commands, kernels, relay.
 
 With `--python python3.11 --torch 2.6.0` it tries the oldest of both, which no CI does.
 """
@@ -63,11 +63,21 @@ def try_wheel(folder: Path, python: str = sys.executable, torch: str | None = No
     assert re.search(r"-py3-none-\w+\.whl$", wheel.name) and "-any." not in wheel.name, f"{wheel.name} holds no kernels"
     _run([*pip, "install", "--constraint", constraints, wheel])
     assert "topk" in _run([inside / "laconic", "schemes"])
+    _run_first_script(folder, inside)
     refused = subprocess.run([inside / "laconic", "train"], capture_output=True, text=True, check=False)
     assert "pip install 'laconic[lab]'" in refused.stderr, refused.stderr
     _run([*pip, "install", "--constraint", constraints, lab])
     print(f"{wheel.name}:", _run([inside / "python", "-c", _INSIDE]).strip(), flush=True)
     _use(inside)
+
+
+def _run_first_script(folder: Path, inside: Path) -> None:
+    """Run the script of the first page, as its text has it, with the library alone."""
+    script = folder / "script.py"
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S)
+    script.write_text(code)
+    printed = _run([inside / "torchrun", "--nproc-per-node", "2", script])
+    assert "20 steps (0 skipped), 2 workers" in printed, printed
 
 
 def _use(inside: Path) -> None:

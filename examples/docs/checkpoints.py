@@ -1,34 +1,48 @@
-import io
-
 import torch
-from laconic import Session, parse
-from laconic.exchange import in_process
-from laconic.layout import Bucket, Layout
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-layout = Layout.of(["weight"], [10_000])
+import laconic
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 
 
-def train(medium, session, steps):
+def build():
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    session = laconic.attach(ddp, "topk:rho=0.01")
+    return ddp, optimizer, schedule, session
+
+
+def train(ddp, optimizer, schedule, session, steps):
     for step in steps:
-        draw = torch.Generator().manual_seed(100 * medium.rank + step)
-        gradient = torch.randn(10_000, generator=draw)
-        session.exchange_(Bucket(0, layout, gradient, is_last=True))
-    return gradient
+        data = torch.Generator().manual_seed(100 * rank + step)
+        x = torch.randn(32, 256, generator=data)
+        optimizer.zero_grad()
+        ddp(x).logsumexp(1).mean().backward()
+        optimizer.step()
+        schedule.step()
 
 
-def in_one_go(medium):
-    return train(medium, Session(parse("topk:rho=0.01"), medium), range(10))
+first = build()
+train(*first, range(20))
+names = ("model", "optimizer", "schedule", "laconic")
+state = {name: part.state_dict() for name, part in zip(names, first)}
+torch.save(state, f"rank-{rank}.pt")  # one file for each rank
+if rank == 0:
+    print(first[-1].stats())
+train(*first, range(20, 30))
+first[-1].close()
 
-
-def with_a_break(medium):
-    first = Session(parse("topk:rho=0.01"), medium)
-    train(medium, first, range(5))
-    file = io.BytesIO()  # one per rank: rank-0.pt, rank-1.pt
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second = Session(parse("topk:rho=0.01"), medium)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    return train(medium, second, range(5, 10))
-
-
-assert torch.equal(in_process(2, in_one_go)[0], in_process(2, with_a_break)[0])
+again = build()  # in the process that resumes
+state = torch.load(f"rank-{rank}.pt", weights_only=True)
+for name, part in zip(names, again):
+    part.load_state_dict(state[name])
+train(*again, range(20, 30))
+assert torch.equal(again[0].module.weight, first[0].module.weight)
+again[-1].close()
+dist.destroy_process_group()

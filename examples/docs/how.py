@@ -5,8 +5,11 @@ from laconic.layout import Bucket, Layout
 
 layout = Layout.of([f"layer{i}" for i in range(8)], [2**16] * 8)
 draw = torch.Generator().manual_seed(0)
-scales = torch.logspace(0, -3, 8).repeat_interleave(2**16)  # layers differ in size by up to a thousand
-gradients = [scales * torch.randn(2**19, generator=draw) ** 3 for _ in range(4)]
+# Layers differ in size by up to a thousand.
+scales = torch.logspace(0, -3, 8).repeat_interleave(2**16)
+gradients = [
+    scales * torch.randn(2**19, generator=draw) ** 3 for _ in range(4)
+]
 true = sum(gradients) / 4
 
 
@@ -22,5 +25,6 @@ def error_and_bits(text):
     return float((flat - true).norm() ** 2 / true.norm() ** 2), bits
 
 
-fine, coarse = error_and_bits("multiscale:share=4"), error_and_bits("maxnorm:levels=15")
-assert fine[0] < coarse[0] and fine[1] < coarse[1]  # less error in fewer bits
+fine = error_and_bits("multiscale:share=4")
+coarse = error_and_bits("maxnorm:levels=15")
+assert fine[0] < coarse[0] and fine[1] < coarse[1]  # in error and in bits

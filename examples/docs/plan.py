@@ -1,12 +1,13 @@
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 
 dist.init_process_group("gloo")
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-ddp = DistributedDataParallel(model)
+layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+ddp = DistributedDataParallel(nn.Sequential(*layers))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
@@ -16,7 +17,8 @@ def step():
     optimizer.step()
 
 
-plan = laconic.plan(ddp, optimizer, step, schemes=["bf16", "topk:rho=0.01", "local:every=16"])  # before attach
+schemes = ["bf16", "topk:rho=0.01", "local:every=16"]
+plan = laconic.plan(ddp, optimizer, step, schemes=schemes)
 if dist.get_rank() == 0:
     print(plan)  # rows, reasons, and the line to paste
     print(plan.what_if(workers=16, bits_per_s=10e9).pick)

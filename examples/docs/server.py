@@ -1,5 +1,6 @@
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
@@ -7,14 +8,16 @@ import laconic
 dist.init_process_group("gloo")
 scheme, servers = "overlap:rho=0.01", [0]
 if dist.get_rank() in servers:
-    laconic.serve(scheme, servers=servers)  # returns when the workers are done
+    laconic.serve(scheme, servers=servers)  # until the workers are done
 else:
     workers = dist.new_group(
-        [r for r in range(dist.get_world_size()) if r not in servers], use_local_synchronization=True
+        range(1, dist.get_world_size()), use_local_synchronization=True
     )
-    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    ddp = DistributedDataParallel(model, process_group=workers)
-    ddp.broadcast_buffers = False  # which DDP would do among workers, at every step
+    layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    ddp = DistributedDataParallel(
+        nn.Sequential(*layers), process_group=workers
+    )
+    ddp.broadcast_buffers = False  # would end with the first dead worker
     session = laconic.attach(ddp, scheme, servers=servers)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(20):

@@ -8,8 +8,10 @@ layout = Layout.of(["weight"], [10_000])
 
 def worker(medium):
     session = Session(recipes.topk(rho=0.01), medium)
-    gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(medium.rank))
-    session.exchange_(Bucket(0, layout, gradient, is_last=True))  # overwrites it with the mean of what was sent
+    draw = torch.Generator().manual_seed(medium.rank)
+    gradient = torch.randn(10_000, generator=draw)
+    # Overwrites the gradient with the mean of what was sent.
+    session.exchange_(Bucket(0, layout, gradient, is_last=True))
     return gradient, session.stats().bytes_out
 
 

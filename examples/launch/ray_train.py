@@ -1,4 +1,4 @@
-"""Ray Train: `prepare_model` returns a DistributedDataParallel, to which one attaches."""
+"""Ray Train: attach to the DDP model that `prepare_model` returns."""
 
 import ray.train
 import ray.train.torch

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from laconic import cli
+from laconic.cli.doctor import merged
 from laconic.doctor import CHECKS, Finding, Seen, examine, findings
 from laconic.doctor.examine import gather_all
 from laconic.doctor.facts import HostFacts, facts_here
@@ -117,6 +118,13 @@ def test_a_fault_is_found_and_nothing_else(name: str) -> None:
     assert {name.startswith(finding.name) for finding in reported} == {True}, reported
     assert reported[0].host == host and cure in reported[0].cure
     assert all("\n" not in text for finding in reported for text in vars(finding).values())
+
+
+def test_one_cause_is_one_row() -> None:
+    rows = merged(findings(FAULTS["rate"][0]))
+    assert [row[:2] for row in rows] == [["rate", "host0 to host1 and 5 more"]]
+    slow = replace(seen(), links=_links(3, [(0, 2), (2, 0), (1, 2), (2, 1)]), nominal_bits_per_s=10e9)
+    assert [row[:2] for row in merged(findings(slow)) if "host2" in row[1]] == [["slow link", "host2"]]
 
 
 def test_each_check_has_a_fault_that_it_finds() -> None:

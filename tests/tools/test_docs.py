@@ -26,23 +26,19 @@ MEASURED = re.compile(r"\d (?:ms a step|times (?:faster|as fast|sooner)|points|%
 
 
 def _blocks() -> dict[str, str]:
-    """Every piece of Python by the page that it is on, or is put in by the build; the same piece on two pages once."""
-    found = {
+    """Every piece of Python by the page that it is on; the same piece on two pages once."""
+    pieces = {
         code: f"{page.name}-{number}"
         for page in PAGES
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
     }
-    found |= {
-        (ROOT / "examples" / name).read_text(): f"{page.name}-{name}"
-        for page in PAGES
-        for name in re.findall(r"<!-- text of (docs/\w+\.py) -->", page.read_text())
-    }
-    return {name: code for code, name in found.items()}
+    return {name: code for code, name in pieces.items()}
 
 
 def _by_hand(page: Path) -> str:
-    """What was written by hand: neither figures nor the comments that mark them."""
-    return re.sub(r"<!--.*?-->", "", re.sub(r"<!-- [^>]*; [^>]* -->.*?<!-- -->", "", page.read_text()), flags=re.S)
+    """What was written by hand: neither figures and scripts nor the comments that mark them."""
+    inserted = r"<!-- (?:[^>]*; [^>]*|(?:script|text) of [^>]*) -->.*?<!-- -->"
+    return re.sub(r"<!--.*?-->", "", re.sub(inserted, "", page.read_text(), flags=re.S), flags=re.S)
 
 
 def _prose(page: Path) -> str:
@@ -55,35 +51,47 @@ def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
     for package in ("wandb", "mlflow"):
         if f"import {package}\n" in code:
             pytest.importorskip(package, reason=f"pip install {package}; tests/integrations/test_monitoring.py runs it")
-    if "init_process_group" not in code:
-        exec(
-            compile(code, "docs", "exec"), {"__name__": "__main__"}
-        )  # here: starting torch takes longer than any of them
+    if "import ray" in code:
+        pytest.skip("tests/integrations/test_launch.py runs it where there is a Ray")
+    if "init_process_group" not in code:  # here: starting torch takes longer than any of them
+        exec(compile(code, "docs", "exec"), {"__name__": "__main__"})
         return
     script = tmp_path / "script.py"
     script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{code}")  # some write files
     codes, printed = run_script(script, 3 if "laconic.serve" in code else 2)
     assert not any(codes), printed
-    assert "20 steps (0 skipped), 2 workers" in printed
+    assert "20 steps (0 skipped), 2 workers" in printed or "0.693 is guessing" in printed
 
 
 def test_lines_that_a_diff_adds_are_in_a_script_that_runs() -> None:
     scripts = "".join(_blocks().values())
-    diffs = [diff for page in PAGES for diff in re.findall(r"```diff\n(.*?)```", page.read_text(), re.S)]
-    assert diffs and all(line in scripts for diff in diffs for line in re.findall(r"^\+(.*)$", diff, re.M))
+    diffs = [page.read_text() for page in PAGES if page.name in ("README.md", "using.md")]
+    added = [line for diff in diffs for line in re.findall(r"^\+(.*)$", diff, re.M)]
+    assert len(added) == 2 and all(line in scripts for line in added)
 
 
-def test_pages_of_trainers_show_what_their_script_adds() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_in_pages_are_those_of_the_examples(page: Path) -> None:
     made = runpy.run_path(str(ROOT / "tools" / "site.py"))
-    pages = [page.read_text() for page in PAGES if page.name.startswith("with-")]
-    names = [name for page in pages for name in re.findall(r"<!-- script of (\w+) -->", page)]
-    assert len(names) == len(pages) == 5
-    for name in names:
-        shown = made["script_of"](name)
-        script = (ROOT / "examples" / f"with_{name}.py").read_text()
-        added = re.findall(r"^\+(.*)$", shown, re.M)
-        assert len(added) >= 3 and all(line in script for line in added)
-        assert "laconic" in added[0] and "laconic" not in re.sub(r"^\+.*$", "", shown.split("```diff")[1], flags=re.M)
+    assert page.read_text() == made["with_scripts"](page.read_text()), "`python tools/site.py` writes them anew"
+    assert page.name.startswith("with-") == ("<!-- script of " in page.read_text())
+
+
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "fsdp", "lightning", "transformers"])
+def test_pages_of_trainers_show_what_their_script_adds(name: str) -> None:
+    diff = (ROOT / "docs" / f"with-{name}.md").read_text().split("```diff\n")[1].split("```")[0]
+    script = (ROOT / "examples" / f"with_{name}.py").read_text()
+    added = re.findall(r"^\+(.*)$", diff, re.M)
+    assert len(added) >= 3 and all(line in script for line in added)
+    assert "laconic" in added[0] and "laconic" not in re.sub(r"^\+.*$", "", diff, flags=re.M)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_code_fits_80_columns(page: Path) -> None:
+    text = page.read_text()
+    fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.S))
+    indented = "\n".join(re.findall(r"^ {4}(\S.*|  .*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M))
+    assert [line for line in f"{fenced}\n{indented}".splitlines() if len(line) > 80] == []
 
 
 def test_each_question_has_a_page_with_python() -> None:
@@ -107,7 +115,8 @@ def test_commands_in_the_readme_exist() -> None:
 def test_commands_are_taken_as_written() -> None:
     declared = tomllib.loads((ROOT / RESULTS / "claims.toml").read_text())["experiment"]
     commands = [one["command"] for one in declared if one["command"].startswith("laconic ")]  # others are tools
-    commands += [line for page in PAGES for line in re.findall(r"^ {4}(laconic .*)", page.read_text(), re.M)]
+    texts_of_pages = [re.sub(r"\\\n +", "", page.read_text()) for page in PAGES]  # lines that go on are one
+    commands += [line for text in texts_of_pages for line in re.findall(r"^ {4}(laconic .*)", text, re.M)]
     taken = [shlex.split(line, comments=True) for line in commands if "..." not in line]
     assert len(taken) > 20
     for line in taken:
@@ -121,7 +130,7 @@ def test_pages_are_short() -> None:
     words = {page.name: len(re.findall(r"\S*\w\S*", _prose(page))) for page in WRITTEN}
     assert all(number <= MOST_WORDS_OF_A_PAGE for number in words.values()), words
     assert sum(words.values()) <= MOST_WORDS, f"{sum(words.values())} words: {words}"
-    assert all(page.read_text().count("\n") < MOST_LINES for page in WRITTEN)
+    assert all(_prose(page).count("\n") < MOST_LINES for page in WRITTEN)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

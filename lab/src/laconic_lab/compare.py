@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from laconic_lab import records
 from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
-from laconic_lab.network import Link
 from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
@@ -39,26 +38,6 @@ class Row(Record):
     figures: Values
     loss: float | None = None
     diverged_at: int | None = None  # the step from which on some round's loss was no number
-    seconds_more_than: float | None = None  # that every round trained, out of time before it reached the target
-    speedup_more_than: float | None = None  # where dense was out of time
-    speedup_bf16_more_than: float | None = None
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One scheme on one link; speed-up is of the median step time, since accuracy by step is the same on every link."""
-
-    link: str
-    scheme: str
-    step_ms: float
-    step_ms_quartiles: tuple[float, float]
-    speedup: float | None
-    speedup_bf16: float | None
-
-    @property
-    def bits_per_s(self) -> float:
-        """The link's rate; infinite where the link is as fast as the machine."""
-        return Link.parse(self.link).bits_per_s or math.inf
 
 
 @dataclass(frozen=True)
@@ -91,17 +70,12 @@ def compare(
     measure: Measure,
     target: float | None = None,
     link_bits_per_s: int | None = None,
-    *,
-    is_timed: bool = True,
 ) -> Comparison:
-    """Read the records of every scheme and round and hold them side by side; schemes are named as they print.
-
-    Where it is not timed, there is no time to the target and no speed-up.
-    """
+    """Read the records of every scheme and round and hold them side by side; schemes are named as they print."""
     runs = {scheme: [Run.read(round_of(out, scheme, number)) for number in range(1, rounds + 1)] for scheme in schemes}
     if target is None:
         target = _default_target(runs, measure)
-    return _side_by_side(runs, measure, target, link_bits_per_s, is_timed=is_timed)
+    return _side_by_side(runs, measure, target, link_bits_per_s)
 
 
 def compare_so_far(
@@ -125,18 +99,10 @@ def rounds_so_far(out: Path, folder: str, rounds: int) -> int:
 
 
 def _side_by_side(
-    runs: Mapping[str, Sequence[Run]],
-    measure: Measure,
-    target: float | None,
-    link_bits_per_s: int | None,
-    *,
-    is_timed: bool = True,
+    runs: Mapping[str, Sequence[Run]], measure: Measure, target: float | None, link_bits_per_s: int | None
 ) -> Comparison:
     times = {scheme: median([run.seconds_to(target, measure) for run in of]) for scheme, of in runs.items()}
-    without = {scheme: median([run.seconds_without(target, measure) for run in of]) for scheme, of in runs.items()}
-    if not is_timed:
-        times = without = dict.fromkeys(runs)
-    rows = [_row(scheme, of, times, without, link_bits_per_s) for scheme, of in runs.items()]
+    rows = [_row(scheme, of, times, link_bits_per_s) for scheme, of in runs.items()]
     # One that diverged has fewer steps.
     steps = max((run.result["steps"] for of in runs.values() for run in of), default=0)
     return Comparison(measure.name, target, steps, tuple(rows))
@@ -186,12 +152,6 @@ class Run:
         trained = (fact for fact in self.evaluations if fact["step"] > 0)
         return next((float(fact["seconds"]) for fact in trained if measure.reaches(fact[measure.name], target)), None)
 
-    def seconds_without(self, target: float | None, measure: Measure) -> float | None:
-        """The training time that was not enough for the target, where there was no more."""
-        if not self.result.get("is_out_of_time") or self.seconds_to(target, measure) is not None:
-            return None
-        return float(self.result["seconds"])
-
 
 def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
     facts = list(records.read(folder))
@@ -210,22 +170,13 @@ def conclusion(comparison: Comparison, *, is_timed: bool) -> str:
     if not is_timed:
         came = [f"{measure.text(getattr(each, measure.name))}" for each in (row, bf16)]
         return f"{row.scheme} sent {fewer} than bf16, and came to {came[0]} where bf16 came to {came[1]}"
-    times, more_than = row.speedup_bf16, ""
-    if times is None:
-        times, more_than = row.speedup_bf16_more_than, "more than "
     goal = measure.brief(comparison.target)
-    if times is None:
+    if row.speedup_bf16 is None:
         return f"{row.scheme} sent {fewer} than bf16, and one of them did not reach {goal}"
-    return f"{row.scheme} reached {goal} {more_than}{times:.1f}x sooner than bf16, sending {fewer}"
+    return f"{row.scheme} reached {goal} {row.speedup_bf16:.1f}x sooner than bf16, sending {fewer}"
 
 
-def _row(
-    scheme: str,
-    runs: Sequence[Run],
-    times: Mapping[str, float | None],
-    without: Mapping[str, float | None],
-    link_bits_per_s: int | None,
-) -> Row:
+def _row(scheme: str, runs: Sequence[Run], times: Mapping[str, float | None], link_bits_per_s: int | None) -> Row:
     step_ms = [fact["ms"] for run in runs for fact in run.steps]
     split = {
         name: statistics.median(run.result["split_ms"][name] for run in runs) for name in runs[0].result["split_ms"]
@@ -248,9 +199,6 @@ def _row(
         figures={**of_rounds([run.result for run in runs], steps), "link_use": _link_use(runs, link_bits_per_s)},
         loss=median([run.result["loss"] for run in runs]),
         diverged_at=_diverged_at(runs),
-        seconds_more_than=without[scheme],
-        speedup_more_than=_quotient(without.get("dense"), times[scheme]),
-        speedup_bf16_more_than=_quotient(without.get("bf16"), times[scheme]),
     )
 
 

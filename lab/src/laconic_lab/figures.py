@@ -131,7 +131,7 @@ FIGURES = (
         over_rounds=first, place=Place.BYTES, head="|U|/k", form=".2f", sentence="|U|/k {:.2f}",
     ),
     Figure(
-        name="oldest_residual", meaning="steps for which an entry that is owed has waited at most",
+        name="oldest_residual", meaning="the most steps that an unsent entry has waited",
         source=Source.STATS,
     ),
     Figure(

@@ -320,7 +320,6 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--hosts", "2", "--workers", "2"], "leave --workers out"),
         (["train", "--servers", "1", "--scheme", "topk"], "topk asks no server; leave --servers out"),
-        (["compare", "--suite", "links", "--workers", "2"], "--target, --target-loss and --workers out"),
         (["compare", "--out", "/dev"], "/dev is not empty; give --out a new folder"),
         (["compare", "--scheme", "dense", "--scheme", "dense"], "given twice"),
         (["compare", "--target", "88"], "between 0 and 1"),

@@ -1,103 +1,110 @@
-"""The first command of a newcomer: a bound on time, a speed-up that is at least so much, and a sentence."""
+"""The first command of a newcomer: what it concludes from measured steps, and that it runs."""
 
 from __future__ import annotations
 
-import argparse
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laconic import cli
-from laconic_lab.cli import compare as command
-from laconic_lab.compare import compare, conclusion, round_of
-from laconic_lab.errors import LabError, TaskError
-from laconic_lab.figures import MEASURES
+from laconic_lab.cli import demo
+from laconic_lab.cli.demo import Run, gains, ladder, page, plot, verdict
 from laconic_lab.network import netlink
-from laconic_lab.records import Recorder
-from laconic_lab.report import write_report
-from laconic_lab.train import Job, work_in_process
-from laconic_lab.train.result import Result
 
 
-def test_a_run_ends_with_its_time_and_is_judged_then(few_images: Path) -> None:
-    told: list[Result] = []
-    job = Job(in_process=True, workers=2, steps=50, batch=4, max_seconds=1e-6, scheme="topk:rho=0.1", data=few_images)
-    assert work_in_process(job, told.append, lambda _: None) == 0
-    assert told[0].is_out_of_time and told[0].steps == 1 and told[0].accuracy > 0
-    with pytest.raises(TaskError, match="leave --max-seconds out"):
-        Job(scheme="gossip", max_seconds=30)
+def _run(scheme: str, steps_to_one: float, unshaped_s: float, bits: float) -> Run:
+    """A loss that falls in a straight line to 1.0, and a step that takes as long as its bits."""
+    losses = [(float(step), 3.0 - 2.0 * step / steps_to_one) for step in range(0, 97, 12)]
+    step_s = {"none": unshaped_s} | {rate: unshaped_s + bits / per_s for rate, per_s in demo.RATES.items()}
+    return Run(scheme, losses, bits / 8, step_s)
 
 
-def _records(out: Path) -> None:
-    """bf16 has 30 s and comes to 60 %; topk comes to 80 % in 4 of its 6."""
-    with Recorder(out) as records:
-        facts: dict[str, Any] = {
-            "task": "fashion-mnist",
-            "model": None,
-            "workers": 2,
-            "hosts": 2,
-            "link": "10mbit",
-            "link_of": {},
-        }
-        records.write("comparison", **facts, steps=60, batch=32, seed=0, rounds=1, target=0.7)
-    for scheme, num_bytes, seconds, accuracy in (("bf16", 6300, 30.0, 0.6), ("topk", 100, 6.0, 0.8)):
-        with Recorder(round_of(out, scheme, 1)) as records:
-            for part in (0.5, 2 / 3, 1):
-                judged = {"accuracy": accuracy if part > 0.5 else 0.1, "loss": 1.0}
-                records.write("eval", step=round(6 * part), seconds=seconds * part, bytes_out=num_bytes, **judged)
-            records.write("step", step=1, ms=1.0, exchange_ms=1.0)
-            result: dict[str, Any] = {"split_ms": {"select": 0.0, "encode": 0.0}, "steps": 1, "seconds": seconds}
-            sent = {"bytes_out": num_bytes, "bytes_in": num_bytes, "ratio": 2.0}
-            records.write("result", diverged_at=None, is_out_of_time=scheme == "bf16", **result, **judged, **sent)
+RUNS = [
+    _run("bf16", 84, 0.10, 2e7),
+    _run("local:every=16", 90, 0.11, 1.25e6),
+    _run("topk:rho=0.01", 86, 0.12, 2e5),
+]
 
 
-def test_what_had_no_time_left_took_more_than_it_had(tmp_path: Path) -> None:
-    _records(tmp_path)
-    found = compare(tmp_path, ["bf16", "topk"], 1, MEASURES["accuracy"], 0.7)
-    bf16, topk = found.rows
-    assert (bf16.seconds_to_target, bf16.seconds_more_than) == (None, 30.0)
-    assert (topk.speedup_bf16, topk.speedup_bf16_more_than) == (None, 7.5)
-    assert "> 30.0" in command.table_of(found) and "> 7.50x" in command.table_of(found)
-    said = conclusion(found, is_timed=True).replace("\N{NO-BREAK SPACE}", " ")
-    assert said == "topk reached 70 % more than 7.5x sooner than bf16, sending 63x fewer bytes"
-    with Recorder(tmp_path, keeps_old=True) as records:
-        for row in found.rows:
-            records.write("row", **row.as_dict())
-    page = write_report(tmp_path).read_text()
-    assert "&gt; 7.50x" in page and "&gt; 30.0" in page
+def test_steps_between_links_lie_on_a_line() -> None:
+    assert RUNS[0].seconds_a_step(1e8) == pytest.approx(0.3)
+    assert RUNS[0].seconds_a_step(2e8) == pytest.approx(0.2)
+    assert RUNS[0].seconds_a_step(1e12) == pytest.approx(0.1, abs=1e-3)
+    assert Run("bf16", [], 1e6, {"none": 0.1}).seconds_a_step(1e7) == pytest.approx(0.9)  # without a lab
 
 
-def test_without_links_there_is_no_speed_up(tmp_path: Path) -> None:
-    _records(tmp_path)
-    found = compare(tmp_path, ["bf16", "topk"], 1, MEASURES["accuracy"], 0.7, is_timed=False)
-    for row in found.rows:
-        assert row.seconds_to_target is row.seconds_more_than is row.speedup_bf16_more_than is None
-    assert conclusion(found, is_timed=False) == (
-        "topk sent 63x fewer bytes than bf16, and came to 80.00 % where bf16 came to 60.00 %"
+def test_gains_are_of_the_time_to_a_loss_that_all_reached() -> None:
+    slow = gains(RUNS, 1e7)
+    assert slow["topk:rho=0.01"] == pytest.approx(2.1 / 0.14 * 84 / 86, rel=0.05)
+    assert slow["local:every=16"] < slow["topk:rho=0.01"]
+    assert gains(RUNS, 1e12)["topk:rho=0.01"] < 1
+
+
+def test_the_verdict_names_a_scheme_only_where_it_pays() -> None:
+    assert verdict(RUNS).startswith("at 10mbit topk:rho=0.01, 14.")
+    assert verdict(RUNS).endswith("at 1gbit none")
+    assert ladder(RUNS).startswith("up to about ") and ladder(RUNS).endswith("beyond: none: stay with bf16")
+    alike = [RUNS[0], _run("local:every=16", 86, 0.12, 2.1e5), RUNS[2]]
+    assert verdict(alike).startswith("at 10mbit local:every=16 or topk:rho=0.01, ")
+
+
+def test_curves_fit_a_terminal() -> None:
+    lines = page("a net", RUNS).splitlines()
+    assert max(map(len, lines)) <= 90 and any("*" in line for line in lines)
+    first, *_, axis = plot({"b": [(0.0, 2.0), (10.0, 1.0)]}, "s")
+    assert first.startswith(" 2.0|b") and axis.endswith("10 s")
+
+
+@pytest.mark.slow  # two minutes on two cores
+def test_the_demo_shows_a_gain_on_slow_links(tmp_path: Path) -> None:
+    netlink.require()
+    ran = subprocess.run(
+        [sys.executable, "-m", "laconic", "demo", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert conclusion(compare(tmp_path, ["topk"], 1, MEASURES["accuracy"], 0.7), is_timed=True) == ""
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(rows) == 2 * 3 * 4
+    for scheme in ("topk:rho=0.01", "streaming:every=16"):
+        sooner = {row["link"]: row["times sooner than bf16"] for row in rows if row["scheme"] == scheme}
+        assert sooner["10mbit"] > 2 and sooner["none"] < 1.3
 
 
-@pytest.mark.parametrize("missing", ["", "a lab needs Linux"])
-def test_the_demo_runs_in_a_lab_where_it_can(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[tuple[argparse.Namespace, bool]] = []
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for _ in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).logsumexp(1).mean().backward()
+    optimizer.step()
+print("trained to the end")
+"""
 
-    def require() -> None:
-        if missing:
-            raise LabError(missing)
 
-    def run(words: argparse.Namespace, *, is_timed: bool) -> int:
-        asked.append((words, is_timed))
-        words.out.rmdir()
-        return 0
+@pytest.mark.parametrize(("steps", "code"), [("400", 0), ("5", 1)])
+def test_a_plan_of_a_script_that_knows_nothing_of_it(steps: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    words = ["plan", "--workers", "2", "--scheme", "bf16", "--json", str(script), "0.1", steps]
+    ran = subprocess.run([sys.executable, "-m", "laconic", *words], capture_output=True, text=True, check=False)
+    assert bool(ran.returncode) == bool(code), ran.stderr
+    if code:
+        assert "ended before a plan was made" in ran.stderr
+    else:
+        assert json.loads(ran.stdout.splitlines()[-1])["pick"] == "bf16" and "trained" not in ran.stdout
 
-    monkeypatch.setattr(netlink, "require", require)
-    monkeypatch.setattr(command, "run", run)
-    assert cli.main(["demo"]) == 0
-    ((words, is_timed),) = asked
-    assert (words.hosts, is_timed) == ((None, False) if missing else (2, True))
-    assert words.scheme == ["bf16", "topk:rho=0.01"] and words.max_seconds == 30
-    assert ("bytes and accuracy alone" in capsys.readouterr().err) == bool(missing)
+
+def test_a_script_says_itself_how_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT)
+    assert cli.main(["plan", "--batch", "4", str(tmp_path / "own.py")]) == 2
+    assert "--batch is for built-in tasks" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "own.py"), "--hosts", "2"]) == 2
+    assert "options of the plan come before it" in capsys.readouterr().err
+    assert cli.main(["plan", "--workers", "1"]) == 2
+    assert "give it 2 or more" in capsys.readouterr().err
+    assert cli.main(["plan", "none.py"]) == 2
+    assert "there is no script none.py" in capsys.readouterr().err

@@ -76,22 +76,7 @@ def _write(folder: Path, facts: list[dict[str, Any]]) -> None:
     (folder / "records.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in facts))
 
 
-def _sweep() -> list[dict[str, Any]]:
-    facts = []
-    for link, dense_ms in (("10mbit", 6900.0), ("100mbit", 686.0), ("1gbit", 105.0), ("none", 60.0)):
-        for scheme, ms in (("dense", dense_ms), ("bf16", 30 + dense_ms / 2), ("topk:rho=0.01", 55 + dense_ms / 60)):
-            times = {"speedup": dense_ms / ms, "speedup_bf16": (30 + dense_ms / 2) / ms}
-            quartiles = [ms - 3, ms + 4]
-            facts.append(
-                {"kind": "sweep", "link": link, "scheme": scheme, "step_ms": ms, "step_ms_quartiles": quartiles}
-            )
-            facts[-1].update(times)
-    return facts
-
-
-def make(
-    folder: Path, *, rename: dict[str, str] | None = None, rows: bool = True, sweep: bool = True, **instead: Any
-) -> Path:
+def make(folder: Path, *, rename: dict[str, str] | None = None, rows: bool = True, **instead: Any) -> Path:
     """A comparison's folder; `instead` replaces what was run."""
     setting = {**SETTING, **instead}
     facts = [setting]
@@ -102,7 +87,7 @@ def make(
         facts.append(row)
         for which in range(setting["rounds"]):
             _write(folder / row["folder"] / f"round-{which + 1}", [{"kind": "job"}, *_evals(row, which)])
-    _write(folder, facts + (_sweep() if sweep else []))
+    _write(folder, facts)
     return folder
 
 
@@ -164,6 +149,7 @@ def test_the_table_holds_every_number(folder: Path) -> None:
     read = _Reader(_page(folder))
     assert read.tables[0][2:] == SHOWN
     assert sorted(read.bold) == sorted(BEST)
+    assert "topk:rho=0.01 reached 87.3\N{NO-BREAK SPACE}% 4.7x sooner than bf16, sending 32x fewer bytes." in read.text
     for said in (
         "4 workers",
         "4 hosts",
@@ -186,7 +172,7 @@ def test_every_figure_has_its_numbers_behind_it(folder: Path) -> None:
 
 def _check_numbers(read: _Reader) -> None:
     """Each number of the records stands in the table behind its figure."""
-    _, seconds, sent, split, use, sweep = read.tables
+    _, seconds, sent, split, use = read.tables
     rows = [_row(scheme, number, tuple(figures)) for number, (scheme, *figures) in enumerate(FIGURES)]
     evals = [(row["scheme"], which, e) for row in rows for which in (0, 1) for e in _evals(row, which)]
     for table, name, form in ((seconds, "seconds", ".2f"), (sent, "bytes_out", ",.0f")):
@@ -198,10 +184,6 @@ def _check_numbers(read: _Reader) -> None:
         [row["scheme"], *(f"{ms:.2f}" for ms in row["split_ms"].values()), f"{row['step_ms']:.2f}"] for row in rows
     ]
     assert use[1:] == [[row["scheme"], f"{100 * row['link_use']:.2f} %"] for row in rows if row["link_use"]]
-    assert [(line[0], line[1], line[2], line[4], line[5]) for line in sweep[1:]] == [
-        (s["scheme"], s["link"], f"{s['step_ms']:,.1f}", f"{s['speedup']:.2f}x", f"{s['speedup_bf16']:.2f}x")
-        for s in _sweep()
-    ]
 
 
 def test_it_needs_nothing_from_outside_and_runs_nothing(folder: Path) -> None:
@@ -229,7 +211,7 @@ def test_names_from_the_records_stay_texts(tmp_path: Path) -> None:
 
 
 def test_outside_a_lab_the_interface_is_not_spoken_of(tmp_path: Path) -> None:
-    read = _Reader(_page(make(tmp_path, hosts=None, link=None, link_of={}, target=None, sweep=False, rounds=1)))
+    read = _Reader(_page(make(tmp_path, hosts=None, link=None, link_of={}, target=None, rounds=1)))
     assert "one machine" in read.text and "lab" not in read.text.split() and "interface" not in read.text
     lab = (5, 7, 11)
     assert read.tables[0][2:] == [[cell for i, cell in enumerate(row) if i not in lab] for row in SHOWN]
@@ -287,11 +269,6 @@ def test_figures_are_declared_once_and_keep_their_names() -> None:
     assert declared.of_rounds([{**one, "server_link_bytes_out": 88} for one in rounds], 8)["server_bytes_out"] == 11
 
 
-def test_a_sweep_alone_is_a_report_too(tmp_path: Path) -> None:
-    read = _Reader(_page(make(tmp_path, rows=False)))
-    assert len(read.tables) == len(read.drawings) == 1
-
-
 def test_the_command_prints_where_the_page_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     compare.add_report_parser(parser.add_subparsers())
@@ -315,12 +292,11 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere has no records.jsonl.*laconic compare --out")
     _write(tmp_path / "train", [{"kind": "job"}])
     refused(tmp_path / "train", "train holds one run of `laconic train`; give a folder that `laconic compare --out`")
-    refused(make(tmp_path / "neither", rows=False, sweep=False), "no row and no sweep")
+    refused(make(tmp_path / "none", rows=False), "holds no row")
     for name, old, new, why in (
-        ("cut", '"kind": "sweep"', '"kind": "swe', "is not JSON"),
+        ("cut", '"kind": "row"', '"kind": "ro', "is not JSON"),
         ("lacking", '"step_ms": 686.04', '"a": 1', "a row lacks step_ms"),
         ("word", '"accuracy": 0.8912', '"accuracy": "good"', "cannot be made from the records"),
-        ("link", '"link": "10mbit"', '"link": "fast"', "cannot be made from the records"),
         ("list", '{"kind": "comparison"', '[]\n{"kind": "comparison"', "cannot be made from the records"),
         ("rounds", '"rounds": 2', '"rounds": 3', "round-3 has no records.jsonl"),
     ):
@@ -370,8 +346,9 @@ def test_a_plans_page_holds_its_answer_rows_and_picture(tmp_path: Path) -> None:
     assert rows[2] == ["bf16", "41.0", "7.2", "2.400", "4.8", "1.10 (0.97 to inf)", "45", "a record"]
     assert rows[-1][1] == "50.0*" and rows[-1][5:] == ["-", "-", "-"]
     assert read.bold == ["streaming:every=64", "40.0*"]
-    assert numbers[0][:3] == ["link", "streaming:every=64", "bf16"] and len(numbers[0]) == 1 + 8
+    assert numbers[0][:3] == ["link", "streaming:every=64", "bf16"] and len(numbers[0]) == 1 + 5
     assert len(numbers) == 1 + 21 and numbers[1][:2] == ["1mbit", "2,040.0"]
+    assert page.count('<span class="w') == 21 and "which scheme reaches a target first: " in read.text
     assert len(read.drawings) == 1 and "yours: 94.1mbit" in page and "<script" not in page
 
 
@@ -445,7 +422,7 @@ def test_a_browser_draws_it_without_complaint(folder: Path, tmp_path: Path) -> N
     read = _Reader(dumped)
     assert read.tables[0][2:] == SHOWN
     _check_numbers(read)
-    assert len(read.drawings) == 6 and min(read.drawings) > 15
+    assert len(read.drawings) == 5 and min(read.drawings) > 15
     faulty = tmp_path / "faulty.html"
     faulty.write_text('<svg><path d="M NaN"/></svg>')
     assert _browse(faulty, tmp_path)[1], "the browser does not tell of faults, so its silence means nothing"

@@ -74,11 +74,27 @@ def _print(findings: Sequence[Finding], arguments: argparse.Namespace, looked_at
     if arguments.json:
         print(to_json([asdict(finding) for finding in findings]), flush=True)
     elif findings:
-        rows = [[one.name, one.host, one.measured, one.expected, one.cure] for one in findings]
-        print(table(["found", "host", "measured", "expected", "cure"], rows, num_left=5), flush=True)
+        print(table(["found", "host", "measured", "expected", "cure"], merged(findings), num_left=5), flush=True)
     else:
         print(f"nothing found {looked_at}", flush=True)
     return _code(findings, arguments)
+
+
+def merged(findings: Sequence[Finding]) -> list[list[str]]:
+    """A row for each cause: one that shows on several hosts or links is one row, and a slow host's links are its own.
+
+    JSON has every finding.
+    """
+    slow = {each.host for each in findings if each.name == "slow link"}
+    of_cause: dict[tuple[str, str], list[Finding]] = {}
+    for each in findings:
+        if each.name != "rate" or not slow & {*each.host.split(" to ")}:
+            of_cause.setdefault((each.name, each.cure), []).append(each)
+    rows = []
+    for (name, cure), (first, *others) in of_cause.items():
+        host = f"{first.host} and {len(others)} more" if others else first.host
+        rows.append([name, host, first.measured, first.expected, cure])
+    return rows
 
 
 def _code(findings: Sequence[Finding], arguments: argparse.Namespace) -> int:

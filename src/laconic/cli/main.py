@@ -43,7 +43,7 @@ def all_commands() -> argparse.ArgumentParser:
     """The parser of every command and option; the documentation lists them from it."""
     from laconic import __version__
 
-    parser = _Parser(prog="laconic", description="Data-parallel training that says less.")
+    parser = _Parser(prog="laconic", description="PyTorch data-parallel training that sends less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (schemes, doctor, members):

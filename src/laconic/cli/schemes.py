@@ -18,7 +18,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `laconic schemes`."""
     parser = commands.add_parser("schemes", help="list every scheme with its parameters")
     parser.add_argument("scheme", nargs="*", metavar="SCHEME", help="tell the bits of these alone")
-    parser.add_argument("--workers", type=int, default=4, metavar="M", help="for how many bits are told (default 4)")
+    parser.add_argument(
+        "--workers", type=int, default=4, metavar="M", help="workers among whom bits are counted (default 4)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -54,7 +54,7 @@ def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True)
 
 def _add_effort(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="in which all take turns (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="of all, interleaved (default 5)")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,41 +1,29 @@
-"""laconic compare, report and demo: the same job under several schemes, a table, and a report."""
+"""laconic compare and report: the same job under several schemes, a table, and a report."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from laconic.cli import Commands, Parse, number, table
+from laconic.cli import number, table
 from laconic.recipes import parse
 from laconic_lab.cli import jobs
-from laconic_lab.cli.lab import roughness
 from laconic_lab.cli.live import PageSoFar, Runs, open_in_browser, watched
 from laconic_lab.cli.train import check_before_launch
-from laconic_lab.compare import Comparison, Run, SweepPoint, compare, conclusion, folder_of, quartiles, round_of
-from laconic_lab.errors import LabError, TaskError
+from laconic_lab.compare import Comparison, compare, conclusion, round_of
+from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES, Measure, Place, columns
-from laconic_lab.network import LabSpec, Link, netlink
+from laconic_lab.network import LabSpec
 from laconic_lab.records import Recorder, to_json
 from laconic_lab.report import write_report
 from laconic_lab.train import Job
 
 _DEFAULT = ("dense", "bf16", "topk:rho=0.01")
-
-_RATES = ("10mbit", "100mbit", "1gbit", "none")
-_SWEEP_HOSTS = 4
-_SWEEP_STEPS = 16  # at 10mbit a dense step of the 1.2 M parameter net takes seven seconds
-
-_DEMO_LAB = ["--hosts", "2", "--link", "10mbit"]  # a core for each of them, on a machine of two
-_DEMO = "--scheme bf16 --scheme topk:rho=0.01 --steps 50 --batch 24 --momentum 0.8 --eval-every 5"
-_DEMO_END = "--target 0.7 --max-seconds 30"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,47 +46,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
     )
-    parser.add_argument(
-        "--suite",
-        choices=("links",),
-        help="links: step times at 10mbit, 100mbit, 1gbit and none, with --delay and --loss if given, not accuracy",
-    )
     parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows as they run")
     jobs.add_lab_options(parser)
     jobs.add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, *, is_timed: bool = True) -> int:
+def run(args: argparse.Namespace) -> int:
     """Train under each scheme in turn, round after round, then print the table, and what it comes to."""
     schemes = [str(parse(text)) for text in args.scheme or _DEFAULT]
     _check(args, schemes)
     job, *_ = [jobs.job_of(args, scheme=scheme, json=False, quiet=True, no_checkpoint=True) for scheme in schemes]
-    spec = sweep_spec(job, args) if args.suite is not None else jobs.lab_spec(args)
+    spec = jobs.lab_spec(args)
     if job.out is not None and job.out.is_dir() and any(job.out.iterdir()):
         raise TaskError(f"{job.out} is not empty; give --out a new folder, or remove what is in this one")
     num_steps = check_before_launch(job, jobs.num_workers(job, spec))
     with _folder(job.out) as out:
-        if args.suite is not None:
-            printed = sweep(job, schemes, out, args)
-        else:
-            bits_per_s = jobs.link_bits_per_s(job, spec)
-            measure, target = _goal(args, job)
-            what = jobs.setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
-            folders = {s: [round_of(out, s, number) for number in range(1, args.rounds + 1)] for s in schemes}
-            page = PageSoFar(out, what, schemes, args.rounds, bits_per_s) if job.out is not None else None
-            if page is not None and args.open:
-                open_in_browser(page.write())
-            _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
-            comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s, is_timed=is_timed)
-            with Recorder(out) as records:
-                records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
-                for row in comparison.rows:
-                    records.write("row", **row.as_dict())
-            printed = to_json(comparison.as_dict()) if args.json else table_of(comparison)
-            # On one machine, without links, time says little of a scheme.
-            sentence = conclusion(comparison, is_timed=is_timed and spec is not None)
-            printed += f"\n\n{sentence}." * bool(sentence and not args.json)
+        bits_per_s = jobs.link_bits_per_s(job, spec)
+        measure, target = _goal(args, job)
+        what = jobs.setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
+        folders = {s: [round_of(out, s, number) for number in range(1, args.rounds + 1)] for s in schemes}
+        page = PageSoFar(out, what, schemes, args.rounds, bits_per_s) if job.out is not None else None
+        if page is not None and args.open:
+            open_in_browser(page.write())
+        _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
+        comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s)
+        with Recorder(out) as records:
+            records.write("comparison", **{**what, "steps": comparison.steps, "target": comparison.target})
+            for row in comparison.rows:
+                records.write("row", **row.as_dict())
+        printed = to_json(comparison.as_dict()) if args.json else table_of(comparison)
+        # On one machine, without links, time says little of a scheme.
+        sentence = conclusion(comparison, is_timed=spec is not None)
+        printed += f"\n\n{sentence}." * bool(sentence and not args.json)
         if job.out is not None:
             print(f"laconic: wrote {write_report(out)}", file=sys.stderr)
     print(printed, flush=True)
@@ -174,99 +154,19 @@ def table_of(comparison: Comparison) -> str:
         if row.diverged_at is not None:
             worth = f"diverged at step {row.diverged_at}"
         preparing = 100 * (row.split_ms["select"] + row.split_ms["encode"]) / row.step_ms if row.step_ms else None
-        seconds = _or_more(row.seconds_to_target, row.seconds_more_than, ".1f")
+        seconds = number(row.seconds_to_target, ".1f")
         rows.append(
             [
                 *(row.scheme, worth, seconds, f"{row.step_ms:.1f}", f"{lower:.0f}-{upper:.0f}"),
                 *(number(preparing, ".1f", " %"), f"{row.bytes_out:,}", f"{row.bytes_in:,}"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in beside_bytes),
                 number(row.ratio, ".1f", "x"),
-                _or_more(row.speedup, row.speedup_more_than, ".2f", "x"),
-                _or_more(row.speedup_bf16, row.speedup_bf16_more_than, ".2f", "x"),
+                number(row.speedup, ".2f", "x"),
+                number(row.speedup_bf16, ".2f", "x"),
                 *(figure.shown(row.figures.get(figure.name)) for figure in at_end),
             ]
         )
     return table(head, rows)
-
-
-def _or_more(value: float | None, more_than: float | None, form: str, unit: str = "") -> str:
-    """A number, or the one that it is known to be above."""
-    return f"> {more_than:{form}}{unit}" if value is None and more_than is not None else number(value, form, unit)
-
-
-def sweep_spec(job: Job, args: argparse.Namespace) -> LabSpec:
-    """The lab of a sweep, before it has links; an error where something is asked that the sweep chooses itself."""
-    targets = (args.target, args.target_loss)
-    if args.network or args.link or args.link_of or targets != (None, None) or hasattr(args, "workers"):
-        raise TaskError(
-            "--suite links chooses the rates, times steps and puts a worker on each of --hosts; "
-            "leave --network, --link, --link-of, --target, --target-loss and --workers out"
-        )
-    if job.epochs is not None:
-        raise TaskError("--suite links times steps; give --steps instead of --epochs")
-    return LabSpec(_SWEEP_HOSTS if args.hosts is None else args.hosts)
-
-
-def sweep(job: Job, schemes: list[str], out: Path, args: argparse.Namespace) -> str:
-    """Time every scheme on every link; the table, or one JSON object."""
-    hosts = sweep_spec(job, args).hosts
-    job = replace(job, steps=job.steps or _SWEEP_STEPS, eval_every=10**9)
-    points = []
-    with Recorder(out) as records:
-        steps = job.steps or _SWEEP_STEPS
-        what = jobs.setting(job, LabSpec(hosts), rounds=args.rounds, steps=steps, target=None, measure=job.measure.name)
-        records.write("comparison", **{**what, "link": None})
-        for rate in _RATES:
-            shaped = replace(Link.parse(rate), **roughness(args))
-            link = str(shaped)
-            step_ms: dict[str, list[float]] = {scheme: [] for scheme in schemes}
-            numbers = range(1, args.rounds + 1)
-            folders = {s: [out / link / folder_of(s) / f"round-{number}" for number in numbers] for s in schemes}
-            runs = Runs(folders, job.steps or _SWEEP_STEPS, job.measure, shaped.bits_per_s)
-            with jobs.launcher(LabSpec(hosts, shaped)) as start, watched(runs) as is_shown:
-                for number in numbers:
-                    for scheme in schemes:
-                        if not is_shown:
-                            run_name = f"laconic: {scheme} at {link} (round {number} of {args.rounds})"
-                            print(run_name, file=sys.stderr, flush=True)
-                        folder = folders[scheme][number - 1]
-                        start(replace(job, scheme=scheme, out=folder))
-                        step_ms[scheme] += [fact["ms"] for fact in Run.read(folder).steps]
-            for point in _points(link, step_ms):
-                records.write("sweep", **asdict(point))
-                points.append(point)
-            if job.out is not None:
-                page = write_report(out, running=f"Running, and done up to {link}.")
-                if args.open and rate == _RATES[0]:
-                    open_in_browser(page)
-    return json.dumps({"points": [asdict(point) for point in points]}) if args.json else _sweep_text(points)
-
-
-def _points(link: str, step_ms: dict[str, list[float]]) -> list[SweepPoint]:
-    medians = {scheme: statistics.median(times) for scheme, times in step_ms.items()}
-
-    def against(reference: str, scheme: str) -> float | None:
-        return medians[reference] / medians[scheme] if reference in medians else None
-
-    return [
-        SweepPoint(link, scheme, medians[scheme], quartiles(times), against("dense", scheme), against("bf16", scheme))
-        for scheme, times in step_ms.items()
-    ]
-
-
-def _sweep_text(points: list[SweepPoint]) -> str:
-    rows = [
-        [
-            point.scheme,
-            point.link,
-            f"{point.step_ms:.1f}",
-            "-".join(f"{quartile:.0f}" for quartile in point.step_ms_quartiles),
-            number(point.speedup, ".2f", "x"),
-            number(point.speedup_bf16, ".2f", "x"),
-        ]
-        for point in points
-    ]
-    return table(["scheme", "link", "step ms", "quartiles", "vs dense", "vs bf16"], rows)
 
 
 def add_report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -285,24 +185,3 @@ def _write_page(args: argparse.Namespace) -> int:
     """Write the page and print where it is."""
     print(write_report(args.folder), flush=True)
     return 0
-
-
-def add_demo_parser(commands: Commands, parse: Parse) -> None:
-    """Add `laconic demo`; `parse` reads the words of the command that it stands for."""
-    parser = commands.add_parser("demo", help="show the point in two minutes: bf16 and topk on slow links")
-    parser.set_defaults(run=lambda _: run_demo(parse))
-
-
-def run_demo(parse: Parse) -> int:
-    """Compare in a lab; where none can be made, without times."""
-    where = _DEMO_LAB
-    try:
-        netlink.require()
-    except LabError as error:
-        print(f"laconic: {error}", file=sys.stderr)
-        print("laconic: without a slow link there is no speed-up to show; bytes and accuracy alone", file=sys.stderr)
-        where = ["--workers", "2"]
-    out = tempfile.mkdtemp(prefix="laconic-demo-")
-    words = ["compare", *where, *_DEMO.split(), *_DEMO_END.split(), "--out", out]
-    print(f"laconic: this is `laconic {shlex.join(words)}`", file=sys.stderr, flush=True)
-    return run(parse(words), is_timed=where is _DEMO_LAB)

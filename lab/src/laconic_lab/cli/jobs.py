@@ -29,20 +29,32 @@ _AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" 
 _PROBLEMS = 1  # the exit code of `laconic doctor --strict` where something was found
 
 
+_GROUPS = {
+    "what is trained": "task model data seed labels_per_worker",
+    "how it is trained": "steps epochs batch context optimizer lr warmup schedule momentum betas weight_decay "
+    "clip_norm accumulate amp compile",
+    "what is sent": "scheme auto no_pipeline flipped",
+    "where it runs": "workers servers server_timeout wait in_process backend device",
+    "what is written": "eval_every out no_checkpoint resume tensorboard quiet json",
+}
+
+
 def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
     """One option for each field of Job; one that is not given is not in the namespace, and Job knows its default."""
     hints = get_type_hints(Job)
+    groups = {name: parser.add_argument_group(title) for title, names in _GROUPS.items() for name in names.split()}
     for option in fields(Job):
         if option.name in without:
             continue
+        group = groups[option.name]
         name = f"--{option.name.replace('_', '-')}"
         meaning = str(option.metadata["meaning"]).replace("%", "%%")
         if hints[option.name] is bool:
-            parser.add_argument(name, action="store_true", help=meaning)
+            group.add_argument(name, action="store_true", help=meaning)
         else:
             kind = next(t for t in (*get_args(hints[option.name]), hints[option.name]) if t is not type(None))
             shown = f"{meaning} (default {option.default})" if option.default is not None else meaning
-            parser.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
+            group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
 
 
 def job_of(args: argparse.Namespace, **instead: Any) -> Job:
@@ -79,7 +91,8 @@ def _metavar(kind: type) -> str:
 
 def add_lab_options(parser: argparse.ArgumentParser) -> None:
     """--hosts, --link and what else shapes links: run in a lab."""
-    add_spec(parser, "of a lab to run in, one worker on each, instead of --workers here")
+    lab = parser.add_argument_group("hosts on slow links, made on this machine")
+    add_spec(lab, "of a lab to run in, one worker on each, instead of --workers here")
 
 
 def lab_spec(args: argparse.Namespace) -> LabSpec | None:
@@ -137,10 +150,10 @@ def _sharing_gpus(start: Launcher, job: Job, spec: LabSpec | None) -> int:
 def _launch_on_hosts(lab: Lab, signals: list[int], job: Job) -> int:
     """One rank on each host, servers first; only the worker that leads prints results."""
     words = worker_command(replace(job, workers=len(lab.hosts) - job.servers))
-    return _run_ranks(lab, signals, words, DIVERGED, partial(verdict, job=job))
+    return run_ranks(lab, signals, words, DIVERGED, partial(verdict, job=job))
 
 
-def _run_ranks(
+def run_ranks(
     lab: Lab,
     signals: list[int],
     words: Sequence[str],
@@ -179,4 +192,4 @@ def _in_a_lab(args: argparse.Namespace) -> int:
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
     words += ["--json"] * args.json + ["--strict"] * args.strict
     with noted_signals() as signals, Lab.create(spec) as lab:
-        return _run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _PROBLEMS)
+        return run_ranks(lab, signals, [sys.executable, "-m", "laconic", "doctor", *words], _PROBLEMS)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from laconic.cli import table
+from laconic.cli import say, table
 from laconic_lab.errors import LabError
 from laconic_lab.network import NETWORKS, Lab, LabSpec, Link, labs, links, noted_signals, remove_abandoned, run
 from laconic_lab.network.spec import parse_loss, parse_seconds
@@ -122,7 +122,7 @@ def run_measure(args: argparse.Namespace) -> int:
     if spec.hosts < 2:
         raise LabError("a link is measured between two hosts; give --hosts 2 or more")
     with noted_signals(), Lab.create(spec) as lab:
-        listed = links.measure(lab, args.packets)
+        listed = links.measure(lab, args.packets, lambda text: say(f"laconic: {text}"))
     print(json.dumps(listed) if args.json else table(list(listed), [[str(value) for value in listed.values()]]))
     return 0
 
@@ -138,7 +138,7 @@ def run_cut_or_heal(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_spec(parser: argparse.ArgumentParser, use: str) -> None:
+def add_spec(parser: argparse._ActionsContainer, use: str) -> None:
     """Add --hosts, and what shapes their links."""
     parser.add_argument("--hosts", type=int, metavar="N", help=f"hosts {use}")
     parser.add_argument(

@@ -1,33 +1,44 @@
-"""laconic plan: what would pay for a task on this network, before it is trained."""
+"""laconic plan: what would pay for a script or a task on this network, before it is trained."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from laconic.cli import as_worker, is_worker
 from laconic.planning import CANDIDATES, Plan, candidate
-from laconic_lab.cli.jobs import add_job_options, add_lab_options, given_options, lab_spec, launcher
+from laconic_lab.cli.jobs import add_job_options, add_lab_options, given_options, lab_spec, launcher, num_workers
 from laconic_lab.errors import TaskError
 from laconic_lab.network.spec import Link
 from laconic_lab.records import RECORDS, make_writable, to_json
 from laconic_lab.report import write_report
 from laconic_lab.report.planned import PLAN
 from laconic_lab.train.planning import LEAST_STEPS, NOT_PLANNED, PlanJob
-from laconic_lab.train.worker import check_device, work_plan
+from laconic_lab.train.worker import check_device, work_plan, work_script
 
 _DEFAULT_STEPS = 1000
 _PROBE_STEPS = 60
+_WITH_A_SCRIPT = {"scheme", "workers", "steps", "json"}  # options of a job that stand beside a script
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `laconic plan`."""
     parser = commands.add_parser(
         "plan",
-        help="say beforehand which scheme would pay, and what limits",
-        description="Measure a task's step, the network and what exchanges cost, and rank schemes by time to accuracy. "
-        "* marks what is predicted. In a script of your own: laconic.plan(model, optimizer, step).",
+        help="say which scheme would pay for your training script, before you change it",
+        description="Run a training script, or a built-in task, for some steps, measure them, the network and what "
+        "exchanges cost, and rank schemes by the time to the same loss. * marks what is predicted. The script stays as "
+        "it is: it wraps its model in DistributedDataParallel, steps one optimizer, and ends once the plan is made.",
+        epilog="""examples:
+  laconic plan --workers 2 script.py                    your script on this machine
+  laconic plan --hosts 4 --link 100mbit script.py       the same between hosts with slow links
+  laconic plan --if-link 1gbit script.py --lr 0.1       what another link would want; --lr is the script's
+  torchrun --nnodes 2 ... -m laconic plan script.py     on a real network
+  laconic plan --task fashion-mnist --hosts 4 --link 100mbit --out DIR""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--scheme", action="append", metavar="NAME", help=f"a scheme; repeat it (default {len(CANDIDATES)} usual ones)"
@@ -49,13 +60,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         const=_PROBE_STEPS,
         default=0,
         metavar="N",
-        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the soonest three, to see what they cost in steps",
+        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the fastest three, to see what they cost in steps",
     )
     parser.add_argument(
         "--out", dest="folder", type=Path, metavar="DIR", help="write DIR/plan.json and DIR/report.html, a page"
     )
     add_lab_options(parser)
     add_job_options(parser, without=NOT_PLANNED)
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="your training script, and its own arguments"
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,10 +87,13 @@ def run(args: argparse.Namespace) -> int:
     more += [word for link in args.if_link or () for word in ("--if-link", str(link))]
     more += ["--probe", str(args.probe)] if args.probe else []
     more += ["--out", str(args.folder)] if args.folder else []
+    more += args.script
     job = PlanJob(**{**given_options(args), "scheme": "bf16"}, more_words=tuple(more))
+    if (int(os.environ["WORLD_SIZE"]) if is_worker() else num_workers(job, lab_spec(args))) < 2:
+        raise TaskError("a plan is of what workers send to each other; give it 2 or more")
     if not is_worker():
         check_device(job)  # what is missing is said once
-        job.load_data()
+        _check_script(args) if args.script else job.load_data()
         if args.folder:
             _check_folder(args.folder)
         with launcher(lab_spec(args)) as start:
@@ -90,7 +107,23 @@ def run(args: argparse.Namespace) -> int:
             print(f"laconic: the page is {write_report(args.folder)}", file=sys.stderr, flush=True)
         print(_json(plan, others) if job.json else _text(plan, others), flush=True)
 
+    if args.script:
+        return as_worker(lambda: work_script(args.script, schemes, job.steps or _DEFAULT_STEPS, tell))
     return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=args.probe))
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    """TaskError where there is no such script, or where it is told how to train."""
+    if not Path(args.script[0]).is_file():
+        raise TaskError(f"there is no script {args.script[0]}; give the path of the one that you start with torchrun")
+    if late := [word for word in args.script[1:] if word.partition("=")[0] in ("--hosts", "--link")]:
+        raise TaskError(f"{late[0]} stands after the script, whose own it would be; options of the plan come before it")
+    given = [option.name for option in fields(PlanJob) if getattr(args, option.name, None)]
+    if more := sorted({*given} - _WITH_A_SCRIPT):
+        raise TaskError(
+            f"--{more[0].replace('_', '-')} is for built-in tasks; a script says itself how it trains, "
+            "and its own arguments follow it"
+        )
 
 
 def _check_folder(folder: Path) -> None:

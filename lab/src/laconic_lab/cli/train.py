@@ -36,6 +36,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train",
         help="train a task under a scheme, on this machine or under torchrun",
         description="Train a task under a scheme. Starts its own workers; under torchrun it is one of them.",
+        epilog="""examples:
+  laconic train --scheme topk:rho=0.01
+  laconic train --hosts 4 --link 100mbit --scheme topk:rho=0.01 --out DIR
+  laconic train --task chars --data FILE --model gpt-tiny --scheme streaming
+  laconic train --out DIR --resume
+  torchrun --nnodes 2 ... -m laconic train --scheme bf16""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_lab_options(parser)
     add_job_options(parser)

@@ -68,13 +68,13 @@ def hold(count: int) -> None:
     """
     for index in range(count):
         call("unshare", CLONE_NEWNET)
-        with suppress(OSError):  # a kernel that has another one alone
+        with suppress(OSError):  # a kernel that has another one alone: who made the lab says so
             CONGESTION_CONTROL.write_text("cubic")
         made = os.open("/proc/self/ns/net", os.O_RDONLY)
         os.dup2(made, _FIRST_FILE + index)
         os.close(made)
     if pid := os.fork():  # so that the holder is nobody's child, and the lab may outlive who made it
-        print(pid, flush=True)
+        print(pid, CONGESTION_CONTROL.read_text().strip(), flush=True)
         return
     os.setsid()
     if os.read(0, 2) != b"go":  # who made it was killed before it wrote the lab down

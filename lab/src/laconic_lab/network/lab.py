@@ -101,6 +101,11 @@ class Lab:
         netlink.add_default_route(host.namespace, far)
         netlink.masquerade(gateway.namespace)
 
+    def set_rate(self, bits_per_s: int) -> None:
+        """Give all hosts links of another rate, while processes on them run."""
+        for host in self.hosts:
+            self._shape(host, Link(bits_per_s))
+
     def close(self) -> None:
         """End all processes on the hosts and remove what `create` made; a second call does nothing."""
         for host in self.hosts:
@@ -151,11 +156,14 @@ class Lab:
             netlink.switch(self.wires, f"port{host.index}", "up")
         netlink.add_address(host.namespace, INTERFACE, host.address)
         netlink.switch(host.namespace, "lo", "up")
+        self._shape(host, host.link)
+
+    def _shape(self, host: Host, link: Link) -> None:
         # A queue shapes what leaves: the host's end is its way out, the switch's end its way in.
-        netlink.add_queue(host.namespace, INTERFACE, host.link.queue)
-        netlink.add_queue(self.switch, host.name, host.link.queue)
-        if host.link.max_segments is not None:
-            netlink.limit_segments(host.namespace, INTERFACE, host.link.max_segments)
+        netlink.add_queue(host.namespace, INTERFACE, link.queue)
+        netlink.add_queue(self.switch, host.name, link.queue)
+        if link.max_segments is not None:
+            netlink.limit_segments(host.namespace, INTERFACE, link.max_segments)
 
 
 def labs() -> list[Lab]:

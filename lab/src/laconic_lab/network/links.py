@@ -29,12 +29,16 @@ _END, _ENDS = b"end", 20
 _STREAM_S = 8.0
 
 
-def measure(lab: Lab, packets: int = PACKETS) -> dict[str, Any]:
+def measure(lab: Lab, packets: int = PACKETS, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The link between the first two hosts beside what was asked of it, and TCP from every host to the next at once."""
     link = lab.hosts[0].link
     sender, receiver = lab.hosts[0], lab.hosts[1]
+    say(f"{_ECHOES} echoes")
     (round_trips,) = between([(sender, receiver)], "echo", "ping", _ECHOES)
+    flood_s = packets * (_PAYLOAD + _HEADERS) * 8 / (link.bits_per_s or 10**9)
+    say(f"{packets:,} packets of UDP, about {flood_s:.0f} s")
     (flood,) = between([(sender, receiver)], "sink", "flood", packets)
+    say(f"streams of TCP, {_STREAM_S:.0f} s")
     pairs = list(zip(lab.hosts, (*lab.hosts[1:], sender), strict=True))
     streams = between(pairs, "drink", "pour", _STREAM_S)
     return {

@@ -6,6 +6,7 @@ A namespace is named by its path: /proc/HOLDER/fd/NUMBER.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import pickle
 import platform
@@ -23,6 +24,8 @@ from laconic_lab.errors import LabError
 from laconic_lab.network import enter
 from laconic_lab.network.enter import CLONE_NEWNET, become_owner, call, join
 from laconic_lab.network.spec import Link
+
+_log = logging.getLogger("laconic.lab")
 
 T = TypeVar("T")
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # bits of CapEff: links and queues; namespaces
@@ -99,10 +102,13 @@ def hold(count: int, note: Callable[[int], None]) -> None:
     ) as starting:
         assert starting.stdin and starting.stdout and starting.stderr
         try:
-            note(int(starting.stdout.readline()))
+            holder, congestion_control = starting.stdout.readline().split()
+            note(int(holder))
         except ValueError:
             reason = starting.stderr.read().strip().rpartition("\n")[2]
             raise LabError(f"{count} network namespaces could not be made: {reason}") from None
+        if congestion_control != "cubic":
+            _log.warning("TCP could not be set to cubic, so this lab's hosts use %s", congestion_control)
         starting.stdin.write("go")
 
 
@@ -178,9 +184,9 @@ def masquerade(namespace: str) -> None:
 
 
 def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
-    """Let what leaves by `device` pass a queue, which shapes it or only counts."""
+    """Let what leaves by `device` pass a queue, which shapes it or only counts, instead of the one that it has."""
     action = f"add a queue of kind {queue['kind']} to {device}"
-    ask(namespace, action, lambda kernel: kernel.tc("add", index=index_of(kernel, device), **queue))
+    ask(namespace, action, lambda kernel: kernel.tc("replace", index=index_of(kernel, device), **queue))
 
 
 def queue_state(namespace: str, device: str) -> QueueState:

@@ -59,7 +59,7 @@ _KEPT = ("fill", "fill-opacity", "opacity", "stroke", "stroke-width", "stroke-da
 _NUM_COLOURS = 8
 _DASHES: tuple[Any, ...] = ("-", (0, (3.5, 1.5)), (0, (1, 1.5)), (0, (4.5, 1.5, 1, 1.5)), (0, (6, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_USUAL = ("dense", "bf16", "topk", "torch-powersgd", "silent", "overlap", "diloco", "streaming")
+_USUAL = ("dense", "bf16", "topk", "torch-powersgd", "local", "overlap", "diloco", "streaming")
 
 
 def looks(schemes: Iterable[str]) -> dict[str, int]:

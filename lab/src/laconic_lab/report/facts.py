@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from laconic_lab import figures, records
-from laconic_lab.compare import Comparison, Row, SweepPoint, rounds_so_far
+from laconic_lab.compare import Comparison, Row, rounds_so_far
 from laconic_lab.errors import TaskError
 from laconic_lab.figures import MEASURES, Measure, pick
 from laconic_lab.report.drawing import looks
@@ -74,7 +74,6 @@ class Facts:
 
     setting: Setting
     rows: tuple[ShownRow, ...]
-    sweep: tuple[SweepPoint, ...]
 
     @property
     def measure(self) -> Measure:
@@ -84,7 +83,7 @@ class Facts:
     @cached_property
     def schemes(self) -> tuple[str, ...]:
         """Each scheme once, in the order of the records."""
-        return tuple(dict.fromkeys([row.scheme for row in self.rows] + [point.scheme for point in self.sweep]))
+        return tuple(dict.fromkeys(row.scheme for row in self.rows))
 
     @cached_property
     def looks(self) -> dict[str, int]:
@@ -100,10 +99,9 @@ def read_facts(folder: Path) -> Facts:
         raise TaskError(f"{folder} holds {held}; give a folder that `laconic compare --out` wrote")
     setting = Setting(**pick(Setting, comparison, "setting"))
     rows = tuple(_row(folder, fact, setting.rounds) for fact in records.read(folder, "row"))
-    sweep = tuple(SweepPoint(**pick(SweepPoint, fact, "sweep")) for fact in records.read(folder, "sweep"))
-    if not rows and not sweep:
-        raise TaskError(f"{folder / records.RECORDS} holds no row and no sweep; let `laconic compare` end first")
-    return Facts(setting, rows, sweep)
+    if not rows:
+        raise TaskError(f"{folder / records.RECORDS} holds no row; let `laconic compare` end first")
+    return Facts(setting, rows)
 
 
 def facts_so_far(folder: Path, comparison: Mapping[str, Any], comparison_so_far: Comparison) -> Facts:
@@ -111,7 +109,7 @@ def facts_so_far(folder: Path, comparison: Mapping[str, Any], comparison_so_far:
     setting = Setting(**pick(Setting, comparison, "setting"))
     shown = [rounds_so_far(folder, row.folder, setting.rounds) for row in comparison_so_far.rows]
     rows = [_shown(folder, row.as_dict(), rounds) for row, rounds in zip(comparison_so_far.rows, shown, strict=True)]
-    return Facts(setting, tuple(rows), ())
+    return Facts(setting, tuple(rows))
 
 
 def _row(folder: Path, fact: dict[str, Any], rounds: int) -> ShownRow:

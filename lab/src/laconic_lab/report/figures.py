@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from laconic_lab.figures import Measure
 from laconic_lab.report.charts import Bar, Chart, Curve, Scale, bar_chart, line_chart
 from laconic_lab.report.drawing import COLOURS, colour
 from laconic_lab.report.facts import Facts, Point, ShownRow
-from laconic_lab.report.markup import brief_percent, figure, keys, number, numbers_behind, percent, quartiles, si_bytes
+from laconic_lab.report.markup import brief_percent, figure, keys, number, numbers_behind, percent, si_bytes
 
 _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast ones would share a fifth of the width
 
@@ -41,7 +40,10 @@ def over_bytes(facts: Facts) -> str:
 
 
 def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
-    """The chart of accuracy or loss over a quantity of the evaluations; a logarithmic axis leaves out its zeros."""
+    """The chart of accuracy or loss over a quantity of the evaluations, but for the one before any training.
+
+    That one would stretch the axis, so that nothing of the race is seen.
+    """
     measure = facts.measure
 
     def places(points: Sequence[Point], scheme: str) -> list[tuple[float, float, str]]:
@@ -50,7 +52,7 @@ def _curves(facts: Facts, quantity: str, x_name: str, is_log: bool) -> str:
             for point in points
             if (value := getattr(point, measure.name)) is not None
         ]
-        return [place for place in shown if place[0] > 0 or not is_log]
+        return [place for place in shown if place[0] > 0]
 
     curves = [
         Curve(
@@ -148,51 +150,4 @@ def link_use(facts: Facts) -> str:
         "one that is not waits for the workers.",
         bar_chart("Link use", brief_percent, max(1.0, *(use for _, use in used)), bars),
         numbers_behind("Link use", ["scheme", "link use"], [[scheme, percent(use)] for scheme, use in used]),
-    )
-
-
-def over_links(facts: Facts) -> str:
-    """Speed-up of the step time against link speed."""
-    rows = [
-        [
-            point.scheme,
-            point.link,
-            number(point.step_ms, ",.1f"),
-            quartiles(point.step_ms_quartiles),
-            number(point.speedup, ".2f", "x"),
-            number(point.speedup_bf16, ".2f", "x"),
-        ]
-        for point in facts.sweep
-    ]
-    return figure(
-        "Speed-up against link speed",
-        "Dense's median step over the scheme's, on the same link; both axes are logarithmic. "
-        "Where a line falls below 1, dense is better.",
-        _speedups(facts) if any(point.speedup for point in facts.sweep) else "",
-        numbers_behind("Speed-up", ["scheme", "link", "step ms", "quartiles", "vs dense", "vs bf16"], rows),
-    )
-
-
-def _speedups(facts: Facts) -> str:
-    rates = {point.link: point.bits_per_s for point in facts.sweep}
-    after_last = 10 * max((rate for rate in rates.values() if rate < math.inf), default=1.0)
-    places = {link: min(rate, after_last) for link, rate in rates.items()}  # none stands a decade after the last rate
-    links = {place: link.partition(",")[0] for link, place in places.items()}
-    curves = []
-    for scheme in facts.schemes:
-        points = sorted(
-            (places[point.link], point.speedup, f"{scheme} at {point.link}: {point.speedup:.2f}x")
-            for point in facts.sweep
-            if point.scheme == scheme and point.speedup
-        )
-        curves += [Curve(scheme, facts.looks[scheme], points)] if points else []
-    return line_chart(
-        Chart(
-            label="Speed-up over link speed",
-            x=Scale("link of every host", links.__getitem__, is_log=True, ticks=sorted(links)),
-            # From 0.5 at most, so that the losing side is seen also when nobody is on it.
-            y=Scale("speed-up of the step against dense", "{:g}x".format, is_log=True, reaches=[0.5, 1.0]),
-            shaded_below=(1.0, "slower than dense"),
-            curves=curves,
-        )
     )

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from laconic_lab import records
-from laconic_lab.compare import Comparison
+from laconic_lab.compare import Comparison, conclusion
 from laconic_lab.errors import LaconicError, TaskError
 from laconic_lab.figures import MEASURES
 from laconic_lab.report.facts import Facts, Setting, facts_so_far, read_facts
-from laconic_lab.report.figures import link_use, over_bytes, over_links, over_time, step_split
+from laconic_lab.report.figures import link_use, over_bytes, over_time, step_split
 from laconic_lab.report.inspected import fits_page
-from laconic_lab.report.markup import frame
+from laconic_lab.report.markup import frame, text
 from laconic_lab.report.planned import PLAN, plan_page
 from laconic_lab.report.table import other_figures, table
 
@@ -29,7 +29,6 @@ _NOTES = (
 _INTERFACE_NOTE = "The interface sees more bytes than laconic counts, by TCP/IP headers and acknowledgements."
 _LAB_NOTE = "The lab limits the rate of each link and adds no propagation delay, which would slow every exchange."
 _DELAY_NOTE = "A link's delay, jitter and loss are those between two hosts, one way."
-_SWEEP_NOTE = "Against link speed, speed-up is that of a step, not of the time to a target."
 
 
 def write_report(folder: Path, *, running: str = "") -> Path:
@@ -79,11 +78,11 @@ def _page(facts: Facts, state: str = "", refresh_s: int | None = None) -> str:
     notes = [*_NOTES] if facts.rows else []
     if facts.setting.hosts is not None:
         notes += [_INTERFACE_NOTE] if facts.rows else []
-        links = [facts.setting.link or "", *facts.setting.link_of.values(), *(point.link for point in facts.sweep)]
+        links = [facts.setting.link or "", *facts.setting.link_of.values()]
         notes += [_DELAY_NOTE if any("delay=" in link for link in links) else _LAB_NOTE]
     notes += [f"Under {figure.head}: {figure.meaning}." for figure in other_figures(facts.rows)]
-    notes += [_SWEEP_NOTE] if facts.sweep else []
-    body = f"""{table(facts) if facts.rows else ""}
+    body = f"""{_answer(facts)}
+{table(facts) if facts.rows else ""}
 <section class="figures">
 {_figures(facts)}
 </section>"""
@@ -91,10 +90,18 @@ def _page(facts: Facts, state: str = "", refresh_s: int | None = None) -> str:
     return frame(title, sentence, body, notes, refresh_s=refresh_s)
 
 
+def _answer(facts: Facts) -> str:
+    """What the comparison comes to, before its numbers."""
+    setting = facts.setting
+    comparison = Comparison(setting.measure, setting.target, setting.steps or 0, facts.rows)
+    sentence = conclusion(comparison, is_timed=setting.hosts is not None)
+    rounds = "" if setting.rounds > 1 else " One seed and one round: differences of a few per cent may be chance."
+    return f'<p class="answer"><b>{text(sentence)}.</b>{text(rounds)}</p>' if sentence else ""
+
+
 def _figures(facts: Facts) -> str:
     draw = [over_time, over_bytes, step_split] if facts.rows else []
     draw += [link_use] if any(row.figures["link_use"] is not None for row in facts.rows) else []
-    draw += [over_links] if facts.sweep else []
     return "\n".join(one(facts) for one in draw)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from laconic_lab.report.drawing import looks
 from laconic_lab.report.markup import figure, frame, heads, number, numbers_behind, table, text
 
 PLAN = "plan.json"
-_MOST_CURVES = 8  # as many as there are colours
+_MOST_CURVES = 5  # more than that cannot be told apart
 _TICKS = (1e6, 1e8, 1e10)  # rates, far enough apart for their names on a phone
 _HEAD = ("scheme", "step ms", "waits ms", "MB out", "MB kept", "x steps", "seconds", "x steps from")
 _NOTES = (
@@ -87,9 +88,9 @@ def _over_links(plan: Mapping[str, Any]) -> str:
     ]
     return figure(
         "Step time against link speed",
-        "What a step would take on other links, all predicted; both axes are logarithmic. Shown are those that are "
-        "soonest to a target somewhere, and those that are soonest here.",
-        _chart(plan, shown),
+        "What a step would take on other links, all predicted; both axes are logarithmic. The bar below shows which "
+        f"scheme reaches a target first: {_winners_text(plan)}.",
+        _chart(plan, shown) + _winners_bar(plan, shown),
         numbers_behind("Milliseconds of a step", ["link", *shown], numbers),
     )
 
@@ -100,12 +101,41 @@ def _that_matter(plan: Mapping[str, Any]) -> list[str]:
     factors: dict[str, float | None] = {row["scheme"]: row["steps_factor"] for row in plan["rows"]}
     known = [scheme for scheme in curves if factors[scheme] is not None] or list(curves)
 
+    somewhere = [scheme for scheme, _ in _winners(plan)]
+    order = [plan["pick"], *(["bf16"] if "bf16" in curves else []), *somewhere, *known, *curves]
+    return list(dict.fromkeys(order))[:_MOST_CURVES]
+
+
+def _winners(plan: Mapping[str, Any]) -> list[tuple[str, list[float]]]:
+    """Who is soonest to a target, and on links of which rates, from slow ones to fast ones."""
+    curves: dict[str, list[tuple[float, float]]] = plan["curves"]
+    factors: dict[str, float | None] = {row["scheme"]: row["steps_factor"] for row in plan["rows"]}
+    known = [scheme for scheme in curves if factors[scheme] is not None] or list(curves)
+
     def soonest(place: int) -> str:
         return min(known, key=lambda scheme: curves[scheme][place][1] * (factors[scheme] or 1))
 
-    somewhere = [soonest(place) for place in range(len(curves[plan["pick"]]))]
-    order = [plan["pick"], *(["bf16"] if "bf16" in curves else []), *somewhere, *known, *curves]
-    return list(dict.fromkeys(order))[:_MOST_CURVES]
+    rates = [rate for rate, _ in curves[plan["pick"]]]
+    places = sorted(range(len(rates)), key=rates.__getitem__)
+    return [(scheme, [rates[place] for place in of]) for scheme, of in groupby(places, soonest)]
+
+
+def _winners_text(plan: Mapping[str, Any]) -> str:
+    *others, (last, _) = _winners(plan)
+    if not others:
+        return f"{last} on all links"
+    return "; ".join([*(f"up to {rate_text(rates[-1])} {scheme}" for scheme, rates in others), f"then {last}"])
+
+
+def _winners_bar(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
+    """A strip as wide as the axis of links, in the colours of the schemes that win there."""
+    numbers = looks(shown)
+    parts = [
+        f'<span class="w{numbers[scheme] % 8 if scheme in numbers else "x"}" '
+        f'title="{text(scheme)}"></span>' * len(rates)
+        for scheme, rates in _winners(plan)
+    ]
+    return f'<div class="winners">{"".join(parts)}</div>'
 
 
 def _chart(plan: Mapping[str, Any], shown: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ class _Column:
     best: Callable[[list[float]], float] | None = None
     below: Callable[[ShownRow], str] | None = None  # a second, smaller line
     is_lab: bool = False  # means nothing outside a lab
-    more_than: Callable[[ShownRow], float | None] | None = None  # what is known where there is no value
 
 
 def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -> list[_Column]:
@@ -41,22 +40,15 @@ def _columns(measure: Measure, target: float | None, rows: Sequence[ShownRow]) -
     to_target = "s to target" if target is None else f"s to {measure.brief(target)}"
     return [
         _Column("", measure.noun, lambda row: getattr(row, measure.name), measure.text, measure.best),
-        _Column(
-            "", to_target, lambda row: row.seconds_to_target, tenth, min, more_than=lambda row: row.seconds_more_than
-        ),
+        _Column("", to_target, lambda row: row.seconds_to_target, tenth, min),
         _Column("", "step ms", lambda row: row.step_ms, tenth, min, lambda row: quartiles(row.step_ms_quartiles)),
         _Column("bytes out per step", "counted", lambda row: row.bytes_out, whole, min),
         _Column("bytes out per step", "interface", _figure("link_bytes_out"), whole, min, _more_out, True),
         _Column("bytes in per step", "counted", lambda row: row.bytes_in, whole, min),
         _Column("bytes in per step", "interface", _figure("link_bytes_in"), whole, min, _more_in, True),
         _Column("", "ratio", lambda row: row.ratio, lambda value: number(value, ",.1f", "x"), max),
-        _Column(
-            *("speed-up vs", "dense", lambda row: row.speedup, times, max), more_than=lambda row: row.speedup_more_than
-        ),
-        _Column(
-            *("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),
-            more_than=lambda row: row.speedup_bf16_more_than,
-        ),
+        _Column("speed-up vs", "dense", lambda row: row.speedup, times, max),
+        _Column("speed-up vs", "bf16", lambda row: row.speedup_bf16, times, max),
         _Column("", "link use", _figure("link_use"), percent, None, None, True),
         *(_Column("", figure.head, _figure(figure.name), figure.shown) for figure in other_figures(rows)),
     ]
@@ -114,8 +106,6 @@ def _competes(row: ShownRow) -> bool:
 def _cell(column: _Column, row: ShownRow, best: float | None) -> str:
     value = column.value(row)
     shown = text(column.form(value))
-    if value is None and column.more_than and (bound := column.more_than(row)) is not None:
-        shown = text(f"> {column.form(bound)}")
     if value is not None and value == best and _competes(row):
         shown = f"<strong>{shown}</strong>"
     below = f"<small>{text(column.below(row))}</small>" if column.below and value is not None else ""

@@ -23,7 +23,7 @@ _CHOICES = {
 }  # fmt: skip
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
-    *("labels_per_worker", "eval_every", "server_timeout", "max_seconds"),
+    *("labels_per_worker", "eval_every", "server_timeout"),
 )
 
 
@@ -47,11 +47,10 @@ class Job:
     auto: bool = _option(False, "choose the scheme by a plan at the start, like --scheme auto")
     workers: int = _option(4, "worker processes on this machine; under torchrun its own number counts")
     servers: int = _option(0, "more processes, or hosts of --hosts, that hold no data and answer for a server scheme")
-    server_timeout: float = _option(TIMEOUT_S, "seconds after which a silent worker or server counts as gone")
+    server_timeout: float = _option(TIMEOUT_S, "seconds without a message after which a peer counts as gone")
     wait: float | None = _option(None, "seconds that a server waits for late workers of outer steps (default: for all)")
     steps: int | None = _option(None, f"steps to train (default {DEFAULT_STEPS}, unless --epochs is given)")
     epochs: float | None = _option(None, "passes over the data, instead of --steps")
-    max_seconds: float | None = _option(None, "training time that ends a run of gradients earlier than its steps")
     batch: int | None = _option(None, "examples per worker and step")
     context: int | None = _option(None, "tokens per example, of a task whose examples are made of those")
     optimizer: str | None = _option(None, f"{' or '.join(OPTIMIZERS)} (default: what the model is best trained with)")
@@ -75,7 +74,7 @@ class Job:
     backend: str = _option("gloo", "gloo or nccl")
     device: str = _option("cpu", "cpu or cuda")
     out: Path | None = _option(None, "folder for records and checkpoints")
-    no_pipeline: bool = _option(False, "exchange one bucket after the other, instead of several stations at once")
+    no_pipeline: bool = _option(False, "exchange one bucket after the other, without overlap")
     no_checkpoint: bool = _option(False, "write records alone to --out")
     resume: bool = _option(False, "continue from the checkpoint in --out")
     tensorboard: bool = _option(False, "also write TensorBoard events to --out")
@@ -106,8 +105,6 @@ class Job:
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise TaskError("--backend nccl needs --device cuda")
-        if self.max_seconds is not None and self.follows:
-            raise TaskError(f"{self.scheme} trains models that meet when they may; leave --max-seconds out")
         if self.out is None and (self.resume or self.tensorboard):
             raise TaskError("--resume and --tensorboard need --out DIR")
 

@@ -90,33 +90,24 @@ class TrainingLoop:
         self.facts: list[dict[str, Any]] = []
         self.last_evaluation: dict[str, Any] = {}
         self.diverged_at: int | None = None  # the step from which on the loss was no number
-        self.is_out_of_time = False
         self.is_saved = True  # whether no worker failed to write the last checkpoint that was due
         self._not_finite_since: int | None = None
 
     def _is_over(self) -> bool:
-        return self.steps_done == self.course.num_steps or self.is_out_of_time
+        return self.steps_done == self.course.num_steps
 
     def run_(self, observer: Observer) -> None:
-        """Train to the end of the job or of its time, or to the evaluation that finds the loss to be no number."""
+        """Train to the end of the job, or to the evaluation that finds the loss to be no number."""
         if self.steps_done == 0:
             observer.evaluation(self.evaluate())
         while not self._is_over() and self.diverged_at is None:
             observer.step(self.step_())
-            self.is_out_of_time = self._next_would_be_late()
             if self._is_over():
                 fault_point("train.average", self)
                 self._spend_(self.learner.finish_())
             if self._is_over() or self.steps_done % self.job.eval_every == 0:
                 observer.evaluation(self.evaluate())
         fault_point("train.end", self)
-
-    def _next_would_be_late(self) -> bool:
-        """Return whether another step like the last ends after the job's time, by the mean clock, so that all agree."""
-        if self.job.max_seconds is None or self.steps_done == self.course.num_steps:
-            return False
-        then = self.group.total(torch.tensor([self.seconds + self.facts[-1]["ms"] / 1e3], dtype=torch.float64))
-        return then.item() > self.job.max_seconds * self.group.num_living
 
     def step_(self) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""

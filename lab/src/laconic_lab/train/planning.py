@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import runpy
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.planning import Candidate, Penalty, Plan, answer, candidate, plan
+from laconic_lab.errors import TaskError
 from laconic_lab.tasks import Data
 from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import in_ddp
@@ -27,7 +35,7 @@ _JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
 
 # A job's options that no plan depends on.
 NOT_PLANNED = (
-    *("scheme", "auto", "servers", "server_timeout", "epochs", "max_seconds", "flipped", "in_process", "eval_every"),
+    *("scheme", "auto", "servers", "server_timeout", "epochs", "flipped", "in_process", "eval_every"),
     *("no_pipeline", "no_checkpoint", "resume", "tensorboard", "quiet", "out"),
 )
 
@@ -156,3 +164,88 @@ def plan_here(
         float(loss)  # as in training, where it is noted
 
     return plan(ddp, updater.optimizer, step, schemes=candidates, steps=steps)
+
+
+class _PlanIsMade(BaseException):
+    """Ends a script in the midst of its loop."""
+
+
+class _Script:
+    """A training script whose steps a plan takes: each lasts to the end of the next optimizer.step().
+
+    The plan has a thread of its own, which runs while the script waits in optimizer.step(), and waits while it runs.
+    """
+
+    def __init__(
+        self, make: Callable[[DistributedDataParallel, torch.optim.Optimizer, Callable[[], None]], Plan]
+    ) -> None:
+        self._make = make
+        self._may_go_on = threading.Semaphore(0)
+        self._has_stepped = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self.models: list[DistributedDataParallel] = []
+        self.plan: Plan | None = None
+        self.error: BaseException | None = None
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Let the plan go on, until it wants another step; torch calls this after every optimizer.step()."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        model = next((m for m in self.models if any(id(p) in stepped for p in m.parameters())), None)
+        if model is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(model, optimizer), daemon=True)
+            self._thread.start()
+        else:
+            self._has_stepped.release()
+        self._may_go_on.acquire()
+        if self.plan is not None or self.error is not None:
+            raise _PlanIsMade
+
+    def _run(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        device = next(model.parameters()).device
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self.plan = self._make(model, optimizer, self._step)
+        except BaseException as error:
+            self.error = error
+        self._may_go_on.release()
+
+    def _step(self) -> None:
+        self._may_go_on.release()
+        self._has_stepped.acquire()
+
+
+def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> Plan:
+    """Run a training script as it is, and plan in place of its second step; a call that all workers make.
+
+    The script wraps its model in DistributedDataParallel and steps one optimizer over it. It ends where the plan is
+    made, so that it neither trains nor writes what it would write after that.
+    """
+    script = _Script(lambda model, optimizer, step: plan(model, optimizer, step, schemes=candidates, steps=steps))
+    made = DistributedDataParallel.__init__
+
+    def remember(model: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        made(model, *args, **options)
+        script.models.append(model)
+
+    sys.argv = list(words)  # the script and its arguments
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    DistributedDataParallel.__init__ = remember  # type: ignore[assignment,method-assign]
+    hook = register_optimizer_step_post_hook(script.stepped)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except _PlanIsMade:
+        pass
+    finally:
+        hook.remove()
+        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+    if script.error is not None:
+        raise script.error
+    if script.plan is None:
+        raise TaskError(
+            f"{words[0]} ended before a plan was made; it must wrap its model in DistributedDataParallel and take "
+            "about 100 steps of one optimizer over it"
+        )
+    return script.plan

@@ -34,7 +34,6 @@ class Result(Record):
     diverged_at: int | None  # the step from which on the loss was no number; the run ended at the next evaluation
     lost_workers: dict[str, str]  # that died while the others went on, and how
     figures: Values
-    is_out_of_time: bool = False  # it ended before its steps did
 
 
 def beside_dense(ratio: float | None) -> str:
@@ -82,5 +81,4 @@ def summarize(loop: TrainingLoop) -> Result:
         diverged_at=loop.diverged_at,
         lost_workers=end.lost_workers,
         figures=of_run(sources, end.servers),
-        is_out_of_time=loop.is_out_of_time,
     )

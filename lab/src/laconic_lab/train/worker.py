@@ -33,7 +33,7 @@ from laconic_lab.train.job import DEFAULT_STEPS, Job
 from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
-from laconic_lab.train.planning import Losses, plan_here, probe
+from laconic_lab.train.planning import Losses, plan_here, plan_script, probe
 from laconic_lab.train.progress import Progress
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.resume import check_saved, resume_, save
@@ -49,13 +49,13 @@ def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> 
 
     `data` stands in for the task's own.
     """
-    _end_with_the_launcher()
+    end_with_the_launcher()
     if int(os.environ["RANK"]) < job.servers:
         return _serve(job)
     torch.manual_seed(job.seed)
     device = device_of(job)
     data = data or job.load_data()
-    with _process_group(job.backend):
+    with process_group(job.backend):
         if job.auto:
             job = settle_scheme(job, data, device)
         learner = make_learner(job, data, device)
@@ -85,17 +85,26 @@ def work_plan(
     job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None], *, probe_steps: int = 0
 ) -> int:
     """Plan instead of training, or train as many steps under each of the soonest; the first worker tells."""
-    _end_with_the_launcher()
+    end_with_the_launcher()
     torch.manual_seed(job.seed)
     device = device_of(job)
     data = job.load_data()
-    with _process_group(job.backend):
+    with process_group(job.backend):
         planned = plan_here(job, data, device, own_group(world(), device), candidates, steps)
         if probe_steps:
             few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
-            planned = probe(job, planned, probe_steps, lambda short: _losses(short, few, device), _slowest, _say)
+            planned = probe(job, planned, probe_steps, lambda short: _losses(short, few, device), slowest, _say)
         if dist.get_rank() == 0:
             tell(planned)
+    return 0
+
+
+def work_script(words: Sequence[str], candidates: Sequence[str], steps: int, tell: Callable[[Plan], None]) -> int:
+    """Plan a user's script, which makes the process group itself; the first worker tells."""
+    end_with_the_launcher()
+    planned = plan_script(words, candidates, steps)
+    if dist.get_rank() == 0:
+        tell(planned)
     return 0
 
 
@@ -104,14 +113,14 @@ def _losses(job: Job, data: Data, device: torch.device) -> Losses:
     _say(f"probes {job.scheme} for {job.steps} steps")
     torch.manual_seed(job.seed)
     learner = make_learner(job, data, device)
-    observer = _LossObserver()
+    observer = LossObserver()
     TrainingLoop(job, learner.course, learner, learner.group).run_(observer)
-    _slowest(0.0)  # who closes while others gossip would count as gone
+    slowest(0.0)  # who closes while others gossip would count as gone
     learner.session.close()
     return observer.losses
 
 
-def _slowest(own: float) -> float:
+def slowest(own: float) -> float:
     """The largest of everyone's numbers, on all workers."""
     device = place_of_texts(world())
     largest = torch.tensor([own], dtype=torch.float64, device=device)
@@ -125,7 +134,7 @@ def _say(text: str) -> None:
         print(f"laconic: {text}", file=sys.stderr, flush=True)
 
 
-class _LossObserver(Observer):
+class LossObserver(Observer):
     """Notes evaluations alone."""
 
     def __init__(self) -> None:
@@ -160,7 +169,7 @@ def make_learner(job: Job, data: Data, device: torch.device) -> DdpLearner | Fol
 
 def _serve(job: Job) -> int:
     """Answer the workers of a job to its end; under a scheme that asks no server, be there, as rank 0 must."""
-    with _process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
+    with process_group(job.backend, timeout=_TO_MEET if job.asks_servers else _AS_LONG_AS_IT_TAKES):
         if job.asks_servers:
             facts = partial(link_bytes_since, interface_bytes())  # a lab stands longer than one run in it
             servers = range(job.servers)
@@ -210,7 +219,7 @@ class _LeadersLog(Observer):
         self._open.__exit__(kind, error, trace)
 
 
-def _end_with_the_launcher() -> None:
+def end_with_the_launcher() -> None:
     """Let the kernel end this worker when its launcher is killed, which then cannot do so itself (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -233,7 +242,8 @@ def device_of(job: Job) -> torch.device:
 
 
 @contextmanager
-def _process_group(backend: str, timeout: timedelta | None = None) -> Iterator[None]:
+def process_group(backend: str, timeout: timedelta | None = None) -> Iterator[None]:
+    """Be a rank of torch.distributed inside the block, as the environment says."""
     dist.init_process_group(backend, timeout=timeout)
     try:
         yield
