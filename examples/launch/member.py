@@ -1,4 +1,7 @@
-"""A member that joins the server of members.yaml, and leaves when Kubernetes ends its pod: LACONIC_SERVER=HOST:PORT."""
+"""A member of the server of members.yaml: LACONIC_SERVER=HOST:PORT.
+
+It leaves when Kubernetes ends its pod.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ def main(steps: int = int(os.environ.get("STEPS", "1000000"))) -> None:
     signal.signal(signal.SIGTERM, end)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    member = laconic.join(os.environ["LACONIC_SERVER"], model, optimizer, id=os.environ.get("HOSTNAME", ""))
+    server, name = os.environ["LACONIC_SERVER"], os.environ.get("HOSTNAME", "")
+    member = laconic.join(server, model, optimizer, id=name)
     for _ in range(steps):
         inputs = torch.randn(64, 32)
-        loss = (model(inputs) - inputs.sum(1, keepdim=True).tanh()).square().mean()
+        targets = inputs.sum(1, keepdim=True).tanh()
+        loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
