@@ -165,6 +165,7 @@ def runs(kinds: Sequence[ModelCase], seeds: range) -> Iterator[PenaltyRun]:
         for scheme, accumulate in everything
         for kind in kinds
         if scheme != "sign" or kind.lr is None  # a vote has an optimizer of its own
+        if not (scheme.startswith("dgc") and kind.optimizer == "muon")  # two momenta
     ]
     yield from sorted(made, key=lambda run: (run.kind.lr is not None, not run.is_base))
 

@@ -59,6 +59,7 @@ def test_a_failure_on_a_host_is_one_line() -> None:
     assert ran.returncode == 2 and ran.stdout == ""
     *ranks, last = ran.stderr.splitlines()
     assert last == "laconic: a host of the lab ended with exit code 1; all were stopped"
+    ranks = [line for line in ranks if "could not be set to cubic" not in line]  # where the kernel gives another TCP
     assert ranks and all(line.startswith("laconic: rank") for line in ranks), ran.stderr
 
 
