@@ -120,7 +120,7 @@ def _check(scheme: str, seeds: range, combine: str = "mean") -> int:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_is_lost_and_anchors_are_equal(scheme: str) -> None:
-    assert _check(scheme, range(5)) > 40
+    assert _check(scheme, range(3)) > 20
 
 
 @pytest.mark.parametrize("num_joins", [MOST_GONE + 20, pytest.param(5000, marks=pytest.mark.slow)])

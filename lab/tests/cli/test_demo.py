@@ -85,7 +85,7 @@ print("trained to the end")
 """
 
 
-@pytest.mark.parametrize(("steps", "code"), [("400", 0), ("5", 1)])
+@pytest.mark.parametrize(("steps", "code"), [("400", 0), pytest.param("5", 1, marks=pytest.mark.slow)])
 def test_a_plan_of_a_script_that_knows_nothing_of_it(steps: str, code: int, tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
