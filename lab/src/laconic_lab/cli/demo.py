@@ -37,6 +37,7 @@ _STEPS, _EVAL_EVERY, _PERIOD = 64, 8, 16  # of a run; of averages
 _TEST_EXAMPLES = 128  # by which curves are drawn: all of them would take longer than training does
 _UNSETTLED = 4  # steps after a change of links that are not timed
 _TIMED_S = 3.0  # for steps of gradients on one link, three at least
+_NONE = "none: stay with bf16"
 _WORTH = 1.2  # times sooner than bf16, below which the difference is noise
 _TEXT_BYTES = 1_000_000
 _COLUMNS, _LINES = 34, 8  # of a plot
@@ -276,9 +277,11 @@ def ladder(runs: Sequence[Run]) -> str:
 
     def winner(bits_per_s: float) -> str:
         scheme, gain = max(gains(runs, bits_per_s).items(), key=lambda pair: pair[1])
-        return scheme if gain >= _WORTH else "none: stay with bf16"
+        return scheme if gain >= _WORTH else _NONE
 
     spans = [(scheme, list(of)) for scheme, of in groupby(rates, winner)]
+    pays_not = [scheme for scheme, _ in spans].index(_NONE) if _NONE in dict(spans) else len(spans)
+    spans = spans[: pays_not + 1]  # what a faster link seems to bring after that is noise of step times
     ends = [f"up to about {Link(int(float(f'{of[-1]:.0e}')))}: {scheme}" for scheme, of in spans[:-1]]
     return "; ".join([*ends, f"{'beyond' if ends else 'on all links'}: {spans[-1][0]}"])
 
