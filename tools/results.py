@@ -117,8 +117,8 @@ def _printed(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     printed = _run(experiment, [], stdout=subprocess.PIPE).stdout
     objects = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    rows = [one for each in objects for one in each.get("fits", [each])]
-    return [{key: one[key] for key in experiment.get("columns", one)} for one in rows]
+    rows = [row for each in objects for row in each.get("fits", [each])]
+    return [{key: row[key] for key in experiment.get("columns", row)} for row in rows]
 
 
 def _run(experiment: Mapping[str, Any], more: Sequence[str], stdout: Any) -> subprocess.CompletedProcess[str]:
@@ -146,8 +146,8 @@ def _declared(folder: Path) -> dict[str, Any]:
 def _claims(folder: Path) -> str:
     """The claims whose records exist, by paper, and the commands that would measure the others."""
     declared = _declared(folder)
-    claims = [one for one in declared.get("claim", []) if (folder / f"{_record_of(one)}.json").exists()]
-    rows = [_claim_row(folder, one) for one in claims]
+    claims = [claim for claim in declared.get("claim", []) if (folder / f"{_record_of(claim)}.json").exists()]
+    rows = [_claim_row(folder, claim) for claim in claims]
     head = "| claim | whose | published | beside | wanted | measured | holds | commit |\n" + "|---" * 8 + "|\n"
     table = f"\n## Claims\n\n{head}" + "".join(rows) if rows else ""
     missing = [one for one in declared.get("experiment", []) if not (folder / f"{one['name']}.json").exists()]
@@ -194,7 +194,7 @@ def _figure(folder: Path, name: str, row: str, column: str) -> Any:
     """One cell of a record, how many times one is another, `A over B`, or how much more, `A minus B`."""
     rows = read_result(folder / f"{name}.json")["rows"]
     if " minus " in row:
-        first, second = (float(_value(rows, one, column, name)) for one in row.split(" minus "))
+        first, second = (float(_value(rows, side, column, name)) for side in row.split(" minus "))
         return first - second
     values = [_value(rows, one, column, name) for one in row.split(" over ")]
     return values[0] if len(values) == 1 else float(values[0]) / float(values[1])
@@ -205,7 +205,7 @@ def figures_by_seed(folder: Path, name: str, row: str, column: str) -> list[floa
     rows = read_result(folder / f"{name}.json")["rows"]
     operator = " minus " if " minus " in row else " over "
     try:
-        cells = [_value(rows, one, f"{column} by seed", name) for one in row.split(operator)]
+        cells = [_value(rows, side, f"{column} by seed", name) for side in row.split(operator)]
     except TaskError:
         return [float(_figure(folder, name, row, column))]
     if len(cells) == 1:

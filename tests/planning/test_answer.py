@@ -102,9 +102,9 @@ def test_who_keeps_an_appointment_waits_for_what_crosses() -> None:
 def test_short_messages_have_no_ramp() -> None:
     """Of norms and codes the codes alone take as long as TCP takes to speed up."""
     link = LinkCost(latency_s=0.02, busy_latency_s=0.02, bytes_per_s=1e6, ramp=((100_000, 0.1),))
-    said = equal_messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
-    assert said.count == 2 and said.long == pytest.approx(1, abs=1e-3)
-    assert link.seconds(200_000, said) == pytest.approx(2 * 0.02 + 0.1 + 0.2, abs=1e-3)
+    messages = equal_messages({"norms": 4, "codes": 200_000}, Counter(norms=1, codes=1))
+    assert messages.count == 2 and messages.long == pytest.approx(1, abs=1e-3)
+    assert link.seconds(200_000, messages) == pytest.approx(2 * 0.02 + 0.1 + 0.2, abs=1e-3)
     assert link.seconds(200_000, Messages(2, 2)) == pytest.approx(2 * 0.02 + 2 * 0.1 + 0.2)
 
 

@@ -186,19 +186,19 @@ def test_a_request_about_a_half_names_it(halved: None) -> None:
 
 def test_a_message_of_remainders_is_about_several_tensors() -> None:
     torch.manual_seed(0)
-    one, other = (ModuloMessages(ModelVector(Small(), "tensor"), ModuloCode(), 0, rank) for rank in range(2))
+    asking, replying = (ModuloMessages(ModelVector(Small(), "tensor"), ModuloCode(), 0, rank) for rank in range(2))
     groups = [0, 2, 3]
-    request = one.request_(one.subset(groups), one.subset(groups).read())
-    assert request.message.numel() == one.request_bytes(groups)
-    topic, received = other.open(request.message, 0)
+    request = asking.request_(asking.subset(groups), asking.subset(groups).read())
+    assert request.message.numel() == asking.request_bytes(groups)
+    topic, received = replying.open(request.message, 0)
     assert list(topic.groups) == groups
-    answer, back = other.reply_(topic, received, topic.read())
-    assert answer.numel() == one.reply_bytes(groups)
-    way = one.finish_(request, answer, 1)
-    assert back is not None and torch.equal(way, -back) and way.numel() == topic.num_entries
-    for wrong in (request.message[: one.request_bytes([0]) + 4], request.message.repeat(2)):
+    answer, back = replying.reply_(topic, received, topic.read())
+    assert answer.numel() == asking.reply_bytes(groups)
+    update = asking.finish_(request, answer, 1)
+    assert back is not None and torch.equal(update, -back) and update.numel() == topic.num_entries
+    for wrong in (request.message[: asking.request_bytes([0]) + 4], request.message.repeat(2)):
         with pytest.raises(FrameError):
-            other.open(wrong, 0)
+            replying.open(wrong, 0)
 
 
 def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_message_of_remainders_that_is_not_one_is_refused() -> None:
     earlier, _ = messages.reply_(topic, request.decoded, values)
     with pytest.raises(FrameError, match="rank 3 answered another request"):
         messages.finish_(later, earlier, 3)
-    answer, way = messages.reply_(topic, request.decoded, torch.full_like(values, math.nan))
-    assert way is None
+    answer, update = messages.reply_(topic, request.decoded, torch.full_like(values, math.nan))
+    assert update is None
     with pytest.raises(FrameError, match="not finite"):
         messages.finish_(request, answer, 3)

@@ -95,8 +95,8 @@ def serve_totals(listener: Listener) -> threading.Thread:
         while heard := listener.receive_round(lambda rank, message: None):
             about = next(iter(heard.values()))
             adds = about.kind in (Kind.SUM, Kind.TOTAL, Kind.LAYOUT, Kind.PARTS)
-            said = [_without_layout(message) for message in heard.values()]
-            listener.reply(torch.stack(said).sum(0, dtype=said[0].dtype) if adds else payload_of(b""), about)
+            parts = [_without_layout(message) for message in heard.values()]
+            listener.reply(torch.stack(parts).sum(0, dtype=parts[0].dtype) if adds else payload_of(b""), about)
             if about.kind == Kind.CLOSE:
                 break
         listener.close()

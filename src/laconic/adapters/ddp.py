@@ -287,7 +287,7 @@ class DdpAdapter(SessionAdapter):
             loss_scale=grad_scaler.get_scale if grad_scaler else None,
             holds_idle=holds_idle,
             zeroes=on_nonfinite == "zero",
-            discards=unused_steps == "discard" and bool(scheme.memory.kinds),
+            discards=unused_steps == "discard",
         )
         self._device = device
         self._named = dict(named)

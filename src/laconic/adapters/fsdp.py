@@ -178,7 +178,7 @@ def attach_to_shards(
         transport,
         loss_scale=grad_scaler.get_scale if grad_scaler else None,
         zeroes=on_nonfinite == "zero",
-        discards=unused_steps == "discard" and bool(scheme.memory.kinds),
+        discards=unused_steps == "discard",
         warns=shards.rank() == 0,
     )
     replicas = Replicas(dict(model.named_parameters()), transport, every=check_replicas_every, on_mismatch=on_mismatch)

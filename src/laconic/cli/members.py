@@ -17,7 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--lockstep", action="store_true", help="wait for all members, so that a run repeats exactly")
     serve.add_argument("--combine", default="mean", metavar="RULE", help="clipped, where some members may lie")
     serve.add_argument("--state", metavar="DIR", help="keep the run here, and continue the one that is there")
-    serve.add_argument("--tape", metavar="FILE", help="take down what members send, so that the run can be had again")
+    serve.add_argument("--tape", metavar="FILE", help="record what members send, so that the run can be replayed")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="a page and Prometheus's metrics, over HTTP")
     serve.set_defaults(run=_serve)
     members = commands.add_parser("members", help="list the members of a run")

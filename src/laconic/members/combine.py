@@ -92,7 +92,8 @@ class Combine:
 
 def at_most_median(tokens: Sequence[int]) -> list[int]:
     """The tokens by which rows weigh under a rule: a member states its own, so none counts more than the median's."""
-    return [min(each, sorted(tokens)[len(tokens) // 2]) for each in tokens]
+    median = sorted(tokens)[len(tokens) // 2]
+    return [min(each, median) for each in tokens]
 
 
 def _mixing(mix: str, products: Tensor, weights: Tensor, key: str) -> tuple[Tensor, Tensor]:
@@ -170,14 +171,14 @@ def _trimmed(rows: Tensor, mixing: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     for chunk, part in zip(_chunks(rows), _chunks(drift), strict=True):
         mixed = mixing @ chunk
         ascending = list(mixed)
-        for turn in range(n):  # odd-even transposition: a fifth of the time of torch.sort over so few
-            for i in range(turn % 2, n - 1, 2):
+        for stage in range(n):  # odd-even transposition: a fifth of the time of torch.sort over so few
+            for i in range(stage % 2, n - 1, 2):
                 lower = torch.minimum(ascending[i], ascending[i + 1])
                 ascending[i], ascending[i + 1] = lower, torch.maximum(ascending[i], ascending[i + 1])
         is_kept = (mixed >= ascending[n // 3]) & (mixed <= ascending[n - 1 - n // 3])
-        kept = is_kept * column
-        kept /= kept.sum(0)
-        part.copy_((kept * mixed).sum(0))
-        kept_weights += kept.sum(1)
+        shares = is_kept * column
+        shares /= shares.sum(0)
+        part.copy_((shares * mixed).sum(0))
+        kept_weights += shares.sum(1)
         squares += ((mixed - part) * ~is_kept).square_().sum(1)
     return drift, kept_weights.cpu() / rows.shape[1], squares.sqrt().cpu()

@@ -49,7 +49,7 @@ class MemberServer:
         is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
         combine: What is made of a round's drifts: "mean", or for members who may lie "clipped", "median", "trimmed".
         state: A folder that keeps the run; a server that finds one there continues it.
-        tape: A file that takes down all that members send, from which `laconic.members.replay` has the run again.
+        tape: A file that records all that members send; `laconic.members.replay` repeats the run from it.
 
     Raises:
         SchemeError: The scheme has no outer steps that a server takes, or there is no such rule.

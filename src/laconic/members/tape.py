@@ -1,4 +1,4 @@
-"""A tape of what a server was told and when: an elastic run can be had again from it, bit for bit."""
+"""A tape records what a server received and when: an elastic run can be replayed from it, bit for bit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Tape:
 
 
 def replay(path: str | Path) -> Syncer:
-    """The server's half of a run, had again from its tape: anchors, versions, members and clock.
+    """The server's half of a run, replayed from its tape: anchors, versions, members and clock.
 
     Raises:
         StateError: The file is no tape.

@@ -36,11 +36,11 @@ def levels_of(bits: int, levels: int) -> int:
 def levels_listed(bits: str | int, levels: str | int) -> tuple[int, ...]:
     """The level counts of one scale or several, coarse first, of lists like 6+10 bits or 31+511 levels."""
     try:
-        bits_of, counts = ([int(one) for one in str(of).split("+")] for of in (bits, levels))
+        bits_of, counts = ([int(number) for number in str(listed).split("+")] for listed in (bits, levels))
     except ValueError:
         raise SchemeError(f"bits is {bits!r} and levels {levels!r}; give whole numbers, several like 6+10") from None
     if counts == [0]:
-        return tuple(levels_of(one, 0) for one in bits_of)
+        return tuple(levels_of(width, 0) for width in bits_of)
     if bits_of != [CODE_BITS]:
         raise SchemeError(f"bits={bits} and levels={levels} are both given; give one")
     return tuple(counts)

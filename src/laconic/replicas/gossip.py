@@ -195,7 +195,7 @@ class GossipPolicy(Policy):
 
 
 class MatchedGossip(GossipPolicy):
-    """Gossip in step, for runs that can be had again bit for bit: pairs are drawn from (seed, step).
+    """Gossip in step, for runs that repeat bit for bit: pairs are drawn from (seed, step).
 
     Every worker calls each method at the same time, and gathers from all which groups they want to exchange.
     """

@@ -32,7 +32,7 @@ MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 class OuterRounds(Policy):
     """One worker's side of outer rounds, among all workers or, where the exchange is Pairs, two at a time.
 
-    Every worker's result is applied after the same step, waiting for it if need be, so a run can be had again bit for
+    Every worker's result is applied after the same step, waiting for it if need be, so a run can be repeated bit for
     bit, in the background or not.
 
     Args:

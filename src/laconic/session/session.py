@@ -53,6 +53,7 @@ class Session:
         warns: bool = True,
         executor: Executor | None = None,
     ) -> None:
+        discards = discards and bool(scheme.memory.kinds)  # without memory nothing that is thrown away comes back
         if discards and transport.has_servers:
             raise SchemeError("servers cannot take a step back; leave unused_steps out, or servers")
         self.scheme = scheme

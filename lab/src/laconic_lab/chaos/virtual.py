@@ -198,9 +198,8 @@ class _Recorded(FaultyCollectives):
             try:
                 return call(*arguments)
             finally:
-                wrong = [
-                    n + (fault == Fault.DUPLICATE) for n, fault in self.faults.by_number.items()
-                ]  # in place of the next
+                # A duplicate comes in place of the next message.
+                wrong = [n + (fault == Fault.DUPLICATE) for n, fault in self.faults.by_number.items()]
                 if any(before <= number < self.faults.num_messages for number in wrong):
                     is_raw = name in _RAW_CALLS or any(word in _RAW_KINDS for word in arguments if type(word) is str)
                     # Two who gossip rely on the order of their connection: frames there name no step.

@@ -222,14 +222,14 @@ def _time(loop: TrainingLoop) -> float:
     return slowest(_mean_step([loop.step_()["ms"] / 1e3 for _ in range(number)], exchanges))
 
 
-def _mean_step(taken: Sequence[float], exchanges: int) -> float:
+def _mean_step(durations_s: Sequence[float], exchanges: int) -> float:
     """The mean of a period in which the longest steps wait for an exchange, and the lower quartile stands for the rest.
 
     So what other processes on this machine take of its cores counts little.
     """
-    low, *_ = statistics.quantiles(taken, n=4)
-    longest = sorted(taken)[len(taken) - exchanges :]
-    return (low * (len(taken) - exchanges) + sum(longest)) / len(taken)
+    low, *_ = statistics.quantiles(durations_s, n=4)
+    longest = sorted(durations_s)[len(durations_s) - exchanges :]
+    return (low * (len(durations_s) - exchanges) + sum(longest)) / len(durations_s)
 
 
 def _target(runs: Sequence[Run]) -> float:

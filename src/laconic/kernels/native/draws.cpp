@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "mixing.h"
+
 namespace {
 
 constexpr int kRounds = 6;
@@ -12,16 +14,9 @@ constexpr int64_t kRun = 256;         // numbers that go through a round togethe
 constexpr int64_t kFew = 3;           // places of bits that are written whether or not there are so many
 constexpr int64_t kWorthMapping = 10;  // a map of n bits is read sooner than k numbers are sorted where k >= n >> this
 
-// As the reference's: the high half of mix(v) * range, where mix is lowbias32 with the round's key let in twice.
+// The high half of the mix of v, by the round's key, times range: in [0, range).
 inline uint32_t drawn(uint32_t v, uint32_t first, uint32_t second, uint32_t range) {
-  v ^= first;
-  v ^= v >> 16;
-  v *= 0x7feb352du;
-  v ^= second;
-  v ^= v >> 15;
-  v *= 0x846ca68bu;
-  v ^= v >> 16;
-  return static_cast<uint32_t>(static_cast<uint64_t>(v) * range >> 32);
+  return static_cast<uint32_t>(static_cast<uint64_t>(laconic::mixed(v, first, second)) * range >> 32);
 }
 
 struct Permutation {

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "lanes.h"
+#include "mixing.h"
 #include "parallel.h"
 
 using namespace laconic;
@@ -18,16 +19,7 @@ constexpr uint32_t kInfinityBits = 0x7F800000;
 constexpr float kDrawUnit = 1.0f / (1 << 24);
 
 // 24 uniform bits that belong to position i in the stream of a key.
-inline uint32_t draw(uint32_t i, uint32_t key0, uint32_t key1) {
-  uint32_t x = i ^ key0;
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= key1;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  x ^= x >> 16;
-  return x >> 8;
-}
+inline uint32_t draw(uint32_t i, uint32_t key0, uint32_t key1) { return mixed(i, key0, key1) >> 8; }
 
 // Calls work(first, count, scale) for the runs of [begin, end) that share a scale; one scale may serve all.
 template <class Work>
