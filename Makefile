@@ -53,7 +53,7 @@ docs: .venv/docs
 	touch $@
 
 .venv/frameworks: .venv/installed
-	$(PY) -m pip install --quiet --constraint constraints.txt accelerate lightning prometheus-client transformers  # the extra `frameworks`
+	$(PY) -m pip install --quiet --constraint constraints.txt accelerate lightning mlflow-skinny prometheus-client transformers wandb  # the extra `frameworks`
 	touch $@
 
 clean:
