@@ -22,7 +22,7 @@ from laconic.transport.collectives import (
     world_without,
 )
 from laconic.transport.connection import Connection, Kind, Message, longest_message, payload_of
-from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, FaultyTransport, WorkerDiedError
+from laconic.transport.faulty import Fault, Faults, FaultyCollectives, FaultyMailbox, WorkerDiedError
 from laconic.transport.flows import Flow, move_some
 from laconic.transport.interfaces import (
     Interface,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.errors import PeerError
 from laconic.transport.mailbox import Combine, Mailbox, OnAnswered, Reply
-from laconic.transport.transport import Collectives, Push, Transport
+from laconic.transport.transport import Collectives, Push
 
 
 class Fault(Enum):
@@ -82,13 +82,13 @@ def _damaged(frame: Tensor) -> Tensor:
     return damaged
 
 
-class FaultyTransport(Transport):
-    """One worker's end of any transport, of which some calls go wrong; a call is a message, whatever it is split into.
+class FaultyCollectives(Collectives):
+    """One worker's end of a network without servers, of which some calls go wrong; a call is one message.
 
     A worker that only receives a broadcast sends nothing, and what owners answer arrives.
     """
 
-    def __init__(self, inner: Transport, faults: Faults) -> None:
+    def __init__(self, inner: Collectives, faults: Faults) -> None:
         self.rank = inner.rank
         self.num_workers = inner.num_workers
         self.num_shares = inner.num_shares
@@ -98,14 +98,6 @@ class FaultyTransport(Transport):
         self.faults = faults
         self._inner = inner
 
-    @property
-    def num_living(self) -> int:
-        return self._inner.num_living
-
-    @property
-    def was_late(self) -> bool:
-        return self._inner.was_late
-
     def all_reduce_(self, tensor: Tensor, kind: str) -> None:
         tensor.copy_(self.faults.filled(tensor))
         self._inner.all_reduce_(tensor, kind)
@@ -114,17 +106,10 @@ class FaultyTransport(Transport):
         tensor.copy_(self.faults.filled(tensor))
         self._inner.sum_gradients_(tensor, kind)
 
-    def total(self, tensor: Tensor) -> Tensor:
-        return self._inner.total(tensor)
-
     def broadcast(self, frame: Tensor | None, speaker: int, longest: int) -> Tensor:
         if frame is not None and self.rank == speaker:
             (frame,) = self.faults.arriving([frame])
         return self._inner.broadcast(frame, speaker, longest)
-
-    @property
-    def pull_delay(self) -> int:
-        return self._inner.pull_delay
 
     def push(self, push: Push) -> dict[int, Tensor]:
         arriving = zip(self.faults.arriving(push.parts), push.longest, strict=True)
@@ -133,40 +118,23 @@ class FaultyTransport(Transport):
     def pull(self, push: Push, own: Tensor | None) -> list[Tensor]:
         return self._inner.pull(push, own)
 
-    def receive_pending(self) -> None:
-        self._inner.receive_pending()
+    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
+        return self._inner.all_gather(self.faults.filled(frame), kind)
+
+    def gather_small(self, card: Tensor) -> Tensor:
+        return self._inner.gather_small(card)
+
+    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
+        return self._inner.all_to_all(self.faults.filled(rows), kind)
+
+    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
+        return self._inner.sendrecv(self.faults.filled(frame), peer, kind, num_back)
 
     def shut_down(self) -> None:
         self._inner.shut_down()
 
-    def owner_states(self) -> list[bytes]:
-        return self._inner.owner_states()
-
-    def load_owner_states(self, states: Sequence[bytes]) -> None:
-        self._inner.load_owner_states(states)
-
     def close(self) -> None:
         self._inner.close()
-
-
-class FaultyCollectives(FaultyTransport):
-    """The same of a transport on which workers receive from each other."""
-
-    def __init__(self, inner: Collectives, faults: Faults) -> None:
-        super().__init__(inner, faults)
-        self._collectives = inner
-
-    def all_gather(self, frame: Tensor, kind: str) -> Tensor:
-        return self._collectives.all_gather(self.faults.filled(frame), kind)
-
-    def gather_small(self, card: Tensor) -> Tensor:
-        return self._collectives.gather_small(card)
-
-    def all_to_all(self, rows: Tensor, kind: str) -> Tensor:
-        return self._collectives.all_to_all(self.faults.filled(rows), kind)
-
-    def sendrecv(self, frame: Tensor, peer: int, kind: str, num_back: int) -> Tensor:
-        return self._collectives.sendrecv(self.faults.filled(frame), peer, kind, num_back)
 
 
 class FaultyMailbox:
