@@ -1,8 +1,8 @@
 """Measurements of single parts, each as a ratio or against a floor."""
 
 from laconic_lab.bench.common import DISTRIBUTIONS
-from laconic_lab.bench.kernels import bench_kernels, bench_wire
 from laconic_lab.bench.select import bench_select
 from laconic_lab.bench.step import bench_step
+from laconic_lab.bench.wire import bench_wire
 
-__all__ = ["DISTRIBUTIONS", "bench_kernels", "bench_select", "bench_step", "bench_wire"]
+__all__ = ["DISTRIBUTIONS", "bench_select", "bench_step", "bench_wire"]

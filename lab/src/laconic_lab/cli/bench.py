@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from laconic.cli import number, table
-from laconic_lab.bench import DISTRIBUTIONS, bench_kernels, bench_select, bench_step, bench_wire
+from laconic_lab.bench import DISTRIBUTIONS, bench_select, bench_step, bench_wire
 from laconic_lab.errors import TaskError
 
 
@@ -28,7 +28,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     select = parts.add_parser("select", help="selection against torch.topk, sampled selection and a copy")
     _add_size(select, 25_000_000)
     select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
-    _add_effort(select)
+    select.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
+    select.add_argument("--rounds", type=int, default=5, metavar="R", help="of all, interleaved (default 5)")
     select.set_defaults(run=run_select)
 
     step = parts.add_parser("step", help="the stations of an exchange on one process, without a network")
@@ -38,11 +39,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     step.add_argument("--steps", type=int, default=20, metavar="N", help="of which medians are taken (default 20)")
     step.set_defaults(run=run_step)
 
-    each = parts.add_parser("kernels", help="every kernel against its reference and a copy")
-    _add_size(each, 10_000_000)
-    _add_effort(each)
-    each.set_defaults(run=run_kernels)
-
 
 def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True) -> None:
     parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
@@ -50,11 +46,6 @@ def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True)
         parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
-
-
-def _add_effort(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="of all, interleaved (default 5)")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -139,18 +130,4 @@ def run_step(args: argparse.Namespace) -> int:
     peak = None if step.peak_bytes is None else step.peak_bytes / step.n
     row = (*times, f"{step.wire_bytes:,}", number(peak, ".2f"), number(step.passes, ".2f"))
     _show([step], f"{title}\n{table(head, [row])}", args.json)
-    return 0
-
-
-def run_kernels(args: argparse.Namespace) -> int:
-    """Measure every kernel."""
-    _check(args)
-    results = bench_kernels(args.n, args.rho, args.device, args.rounds)
-    rows = [
-        (each.kernel, f"{each.ms:.3f}", f"{each.speedup:.1f}", f"{each.over_copy:.2f}", f"{each.over_floor:.2f}")
-        for each in results
-    ]
-    title = f"{args.n:,} entries, share {args.rho:g}, {results[0].backend} kernels"
-    shown = table(("kernel", "ms", "x reference", "of a copy", "of its bytes"), rows)
-    _show(results, f"{title}\n{shown}", args.json)
     return 0

@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows as they run")
     jobs.add_lab_options(parser)
-    jobs.add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "tensorboard", "quiet"))
+    jobs.add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "quiet"))
     parser.set_defaults(run=run)
 
 

@@ -23,7 +23,7 @@ _STEPS = 50
 _WITHOUT = (
     *("scheme", "steps", "epochs", "eval_every", "backend", "device", "amp", "compile"),
     *("servers", "server_timeout", "wait", "flipped", "in_process"),
-    *("out", "no_checkpoint", "resume", "tensorboard", "quiet", "json"),
+    *("out", "no_checkpoint", "resume", "quiet", "json"),
 )
 _HEAD = ("layer", "entries", "zeros", "mean |x|", "W1 Laplace", "W1 Gaussian", "closer", "t0/exact", "caught/k")
 

@@ -35,7 +35,7 @@ _GROUPS = {
     "clip_norm accumulate amp compile",
     "what is sent": "scheme auto no_pipeline flipped",
     "where it runs": "workers servers server_timeout wait in_process backend device",
-    "what is written": "eval_every out no_checkpoint resume tensorboard quiet json",
+    "what is written": "eval_every out no_checkpoint resume quiet json",
 }
 
 

@@ -77,7 +77,6 @@ class Job:
     no_pipeline: bool = _option(False, "exchange one bucket after the other, without overlap")
     no_checkpoint: bool = _option(False, "write records alone to --out")
     resume: bool = _option(False, "continue from the checkpoint in --out")
-    tensorboard: bool = _option(False, "also write TensorBoard events to --out")
     quiet: bool = _option(False, "print no result on stdout")
     json: bool = _option(False, "print the result as one JSON object, as the last line on stdout")
 
@@ -105,8 +104,8 @@ class Job:
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise TaskError("--backend nccl needs --device cuda")
-        if self.out is None and (self.resume or self.tensorboard):
-            raise TaskError("--resume and --tensorboard need --out DIR")
+        if self.out is None and self.resume:
+            raise TaskError("--resume needs --out DIR")
 
     def _settle_scheme(self) -> None:
         if self.scheme == "auto":
@@ -139,10 +138,8 @@ class Job:
         check_wait(self.scheme, self.wait, self.servers)
         if not 0 <= self.flipped <= self.workers:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
-        if self.in_process and (self.resume or self.servers > self.workers or self.tensorboard):
-            raise TaskError(
-                "--in-process runs from its first step, with no more --servers than --workers and without --tensorboard"
-            )
+        if self.in_process and (self.resume or self.servers > self.workers):
+            raise TaskError("--in-process runs from its first step, with no more --servers than --workers")
         if self.in_process and self.compile:
             raise TaskError("--in-process is to study what is sent, not how fast; leave --compile out")
         scheme = parse(self.scheme)

@@ -36,7 +36,7 @@ _JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
 # A job's options that no plan depends on.
 NOT_PLANNED = (
     *("scheme", "auto", "servers", "server_timeout", "epochs", "flipped", "in_process", "eval_every"),
-    *("no_pipeline", "no_checkpoint", "resume", "tensorboard", "quiet", "out"),
+    *("no_pipeline", "no_checkpoint", "resume", "quiet", "out"),
 )
 
 

@@ -34,7 +34,7 @@ from laconic_lab.train.loop import Observer, TrainingLoop
 from laconic_lab.train.measured import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
 from laconic_lab.train.planning import Losses, plan_here, plan_script, probe
-from laconic_lab.train.progress import Progress
+from laconic_lab.train.progress import show
 from laconic_lab.train.result import DIVERGED, Result, summarize
 from laconic_lab.train.resume import check_saved, resume_, save
 
@@ -193,8 +193,6 @@ class _LeadersLog(Observer):
         self.leads = self._loop.group.place == 0
         folder = self._job.out if self.leads else None
         self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
-        self._progress = Progress(self._job, self._loop, shown=self.leads)
-        self._open.callback(self._progress.close)
 
     def write(self, kind: str, **fact: Any) -> None:
         if not self.leads and self._loop.group.place == 0:
@@ -203,11 +201,11 @@ class _LeadersLog(Observer):
 
     def step(self, fact: dict[str, Any]) -> None:
         self.write("step", **fact)
-        self._progress.step(fact)
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self.write("eval", **fact)
-        self._progress.evaluation(fact)
+        if self.leads:
+            show(self._loop, fact)
         save(self._loop)
 
     def __enter__(self) -> _LeadersLog:

@@ -1,16 +1,22 @@
-"""Every kernel against its reference and a copy of as many entries, and the index codes against their floor."""
+"""Time every kernel of a device's backend against its reference, and against a copy of as many entries.
+
+    python tools/bench_kernels.py --n 10000000 --rho 0.01 [--device cuda]
+
+One JSON object a kernel is printed.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from laconic import kernels
-from laconic.wire import floor_bits, smallest_index_codec
 from laconic_lab.bench.common import median_seconds
 
 _NUM_FRAMES = 8
@@ -164,36 +170,17 @@ def _rounding(of: ModuleType, x: Tensor) -> _Works:
     }
 
 
-@dataclass(frozen=True)
-class WireBench:
-    """One size of sparse frame; throughput counts the positions as 4-byte integers."""
-
-    n: int
-    k: int
-    codec: str
-    bits_per_index: float
-    floor_bits: float  # log2(C(n, k)) / k
-    encode_gb_per_s: float
-    decode_gb_per_s: float
-    exact: bool  # the round trip gave the same positions
+def main() -> None:
+    """Time them, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=10_000_000, help="entries")
+    parser.add_argument("--rho", type=float, default=0.01, help="share that is selected")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=5, help="of all, interleaved")
+    options = parser.parse_args()
+    for row in bench_kernels(options.n, options.rho, options.device, options.rounds):
+        print(json.dumps(asdict(row)))
 
 
-def bench_wire(n: int, rho: float, device: str = "cpu", seed: int = 0) -> WireBench:
-    """Code k = round(rho*n) random positions out of n and read them back."""
-    k = min(n, max(1, round(rho * n)))
-    codec = smallest_index_codec(n, k)
-    generator = torch.Generator().manual_seed(seed)
-    positions = torch.randperm(n, generator=generator)[:k].sort().values.to(device, torch.int32)
-    words = codec.encode(positions, n)
-    works = {"encode": lambda: codec.encode(positions, n), "decode": lambda: codec.decode(words, n, k)}
-    seconds = median_seconds(works, device)
-    return WireBench(
-        n=n,
-        k=k,
-        codec=codec.__name__,
-        bits_per_index=32 * words.numel() / k,
-        floor_bits=floor_bits(n, k) / k,
-        encode_gb_per_s=4 * k / seconds["encode"] / 1e9,
-        decode_gb_per_s=4 * k / seconds["decode"] / 1e9,
-        exact=torch.equal(codec.decode(words, n, k), positions),
-    )
+if __name__ == "__main__":
+    main()
