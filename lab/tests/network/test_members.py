@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lab.tests.network.test_lab import needs_lab
-from laconic_lab.network import Host, Lab, LabSpec, Link
+from laconic_lab.network import Host, Lab, LabSpec, Link, netlink
+from laconic_lab.network.host import INTERFACE
 from tests.workers import wait_until
 
 pytestmark = [pytest.mark.xdist_group("lab"), pytest.mark.slow]
@@ -46,6 +47,31 @@ def _serve(host: Host, folder: Path) -> subprocess.Popen[str]:
     server = host.popen([sys.executable, "-m", "laconic", *words, "--state", str(folder)], stderr=subprocess.PIPE)
     assert server.stderr is not None and "members dial" in server.stderr.readline()
     return server
+
+
+def _put_behind(lab: Lab, index: int, router: int) -> None:
+    """Move a host's cable to another host, which is its NAT from then on: it can only dial out."""
+    host, gateway = lab.host(index), lab.host(router)
+    near, far = f"192.168.{index}.2", f"192.168.{index}.1"
+    lab.cut(index)
+    netlink.switch(host.namespace, INTERFACE, "down")
+    netlink.add_cable(gateway.namespace, f"lan{index}", host.namespace, "lan")
+    netlink.add_address(gateway.namespace, f"lan{index}", far)
+    netlink.add_address(host.namespace, "lan", near)
+    netlink.ask(host.namespace, f"add a route by {far}", lambda kernel: kernel.route("add", dst="default", gateway=far))
+    netlink.ask(gateway.namespace, "masquerade", _masquerade)
+
+
+def _masquerade(_: Any) -> None:
+    """Let a host forward packets, and send them on under its own address."""
+    from pyroute2.nftables.expressions import masq
+    from pyroute2.nftables.main import NFTables
+
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    with NFTables() as tables:
+        tables.table("add", name="nat")
+        tables.chain("add", table="nat", name="out", hook="postrouting", type="nat", policy=1)
+        tables.rule("add", table="nat", chain="out", expressions=[masq()])
 
 
 def _last(path: Path) -> dict[str, Any]:
@@ -88,7 +114,7 @@ def test_members_behind_routers_train_over_one_port(tmp_path: Path) -> None:
     logs = {number: tmp_path / f"{number}.jsonl" for number in (2, 4)}
     with Lab.create(LabSpec(5, Link.parse("100mbit"))) as lab:
         for number in logs:
-            lab.put_behind(number, router=number - 1)
+            _put_behind(lab, number, router=number - 1)
         _serve(lab.hosts[0], tmp_path / "run")
         for number, log in logs.items():
             lab.hosts[number].popen([sys.executable, "-c", MEMBER, ADDRESS, f"m{number}", str(log)])

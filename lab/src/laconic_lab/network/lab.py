@@ -89,18 +89,6 @@ class Lab:
         """Put the host's cable back."""
         netlink.switch(self.switch, self.host(index).name, "up")
 
-    def put_behind(self, index: int, router: int) -> None:
-        """Move a host's cable to another host, which is its NAT from then on: it can only dial out."""
-        host, gateway = self.host(index), self.host(router)
-        near, far = f"192.168.{index}.2", f"192.168.{index}.1"
-        self.cut(index)
-        netlink.switch(host.namespace, INTERFACE, "down")
-        netlink.add_cable(gateway.namespace, f"lan{index}", host.namespace, "lan")
-        netlink.add_address(gateway.namespace, f"lan{index}", far)
-        netlink.add_address(host.namespace, "lan", near)
-        netlink.add_default_route(host.namespace, far)
-        netlink.masquerade(gateway.namespace)
-
     def set_rate(self, bits_per_s: int) -> None:
         """Give all hosts links of another rate, while processes on them run."""
         for host in self.hosts:

@@ -162,27 +162,6 @@ def add_address(namespace: str, device: str, address: str) -> None:
     ask(namespace, f"add the address {address}", add)
 
 
-def add_default_route(namespace: str, gateway: str) -> None:
-    """Send what is for other networks by way of `gateway`."""
-    ask(namespace, f"add a route by {gateway}", lambda kernel: kernel.route("add", dst="default", gateway=gateway))
-
-
-def masquerade(namespace: str) -> None:
-    """Let a namespace forward packets, and send them on under its own address: who is behind it can only dial out."""
-
-    def inside(_: Any) -> None:
-        from pyroute2.nftables.expressions import masq
-        from pyroute2.nftables.main import NFTables
-
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-        with NFTables() as tables:
-            tables.table("add", name="nat")
-            tables.chain("add", table="nat", name="out", hook="postrouting", type="nat", policy=1)
-            tables.rule("add", table="nat", chain="out", expressions=[masq()])
-
-    ask(namespace, "masquerade", inside)
-
-
 def add_queue(namespace: str, device: str, queue: Mapping[str, Any]) -> None:
     """Let what leaves by `device` pass a queue, which shapes it or only counts, instead of the one that it has."""
     action = f"add a queue of kind {queue['kind']} to {device}"
