@@ -19,6 +19,7 @@ from laconic.recipes import parse
 from laconic_lab.chaos.mass import keeps_all, mass_lost
 from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, LINK_FAULTS, NUM_WORKERS, STEPS, TRUST_FAULTS, Case, Outcome
 from laconic_lab.network import Lab
+from laconic_lab.network.lab import stat_of
 from laconic_lab.train.job import Job
 from laconic_lab.train.launch import local_store, rank_variables, store_variables
 
@@ -248,7 +249,7 @@ def _wait(
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return stat_of(pid)[0] == "T"
     except OSError:
         return False
 

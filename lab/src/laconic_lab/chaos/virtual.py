@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laconic.errors import LaconicError, LaunchError
 from laconic.layout import Bucket, Layout
-from laconic.recipes import parse, topk
+from laconic.recipes import parse
 from laconic.replicas import Follower, policy_for
 from laconic.scheme import GossipScheme, OuterScheme, Scheme
 from laconic.session import Session
@@ -31,6 +31,7 @@ from laconic.testing import (
     open_mailbox,
 )
 from laconic.transport import Collectives
+from laconic_lab.chaos.mass import keeps_all
 from laconic_lab.chaos.schedule import CHECKPOINT_EVERY, NUM_WORKERS, STEPS, Case, Outcome
 
 DEADLINE_S = 60.0
@@ -39,7 +40,6 @@ _PATIENCE_S = 0.5
 _TIMEOUT_S = 5.0
 _LR = 0.1
 _MASS_ATOL = 1e-3  # some dozen float32 sums of values up to 60
-_KEEPS_ALL = topk(rho=0.05).memory
 _building = threading.Lock()  # torch has one generator for all threads
 _RAW_CALLS = (
     "all_reduce_",
@@ -86,7 +86,7 @@ class _GradientWorker:
     def __init__(self, scheme: Scheme, end: Collectives) -> None:
         self._session = Session(scheme, end)
         self._rank = end.rank
-        self._keeps_all = scheme.memory == _KEEPS_ALL and not scheme.has_owners
+        self._keeps_all = keeps_all(str(scheme))
         self._model = {span.name: torch.zeros(span.num_entries) for layout in _LAYOUTS for span in layout.spans}
         self._given = {name: torch.zeros_like(x) for name, x in self._model.items()}
 

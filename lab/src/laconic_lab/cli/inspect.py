@@ -21,7 +21,7 @@ from laconic_lab.train import Job
 _STEPS = 50
 # What a run in one process has no use for, and what is said otherwise here.
 _WITHOUT = (
-    *("scheme", "steps", "epochs", "eval_every", "backend", "device", "amp", "compile"),
+    *("scheme", "steps", "epochs", "eval_every", "backend", "device", "amp"),
     *("servers", "server_timeout", "wait", "flipped", "in_process"),
     *("out", "no_checkpoint", "resume", "quiet", "json"),
 )

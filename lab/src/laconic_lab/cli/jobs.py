@@ -32,7 +32,7 @@ _PROBLEMS = 1  # the exit code of `laconic doctor --strict` where something was 
 _GROUPS = {
     "what is trained": "task model data seed labels_per_worker",
     "how it is trained": "steps epochs batch context optimizer lr warmup schedule momentum betas weight_decay "
-    "clip_norm accumulate amp compile",
+    "clip_norm accumulate amp",
     "what is sent": "scheme auto no_pipeline flipped",
     "where it runs": "workers servers server_timeout wait in_process backend device",
     "what is written": "eval_every out no_checkpoint resume quiet json",

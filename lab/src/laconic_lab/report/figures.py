@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from laconic.cli import number
 from laconic_lab.figures import Measure
 from laconic_lab.report.charts import Bar, Chart, Curve, Scale, bar_chart, line_chart
 from laconic_lab.report.drawing import COLOURS, colour
 from laconic_lab.report.facts import Facts, Point, ShownRow
-from laconic_lab.report.markup import brief_percent, figure, keys, number, numbers_behind, percent, si_bytes
+from laconic_lab.report.markup import brief_percent, figure, keys, numbers_behind, percent, si_bytes
 
 _LOG_FROM = 5  # above this ratio of the slowest run to the fastest, the fast ones would share a fifth of the width
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from laconic.cli import number
 from laconic_lab import records
 from laconic_lab.errors import TaskError
 from laconic_lab.report.charts import Scale, draw_marks, name_axes, set_scales
 from laconic_lab.report.drawing import COLOURS, colour, new_figure, styled, to_svg
-from laconic_lab.report.markup import brief_percent, frame, heads, keys, number, table, text
+from laconic_lab.report.markup import brief_percent, frame, heads, keys, table, text
 
 Fit = Any  # a record of one tensor at one step, as laconic_lab.inspect.Fit wrote it; layer is None for all of them
 _LAPLACE = 0  # the look of the law; the samples come after it

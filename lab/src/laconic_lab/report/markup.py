@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from laconic.cli import number
 from laconic_lab.report.drawing import STYLE_SHEET
 
 # Nothing is fetched and nothing runs, whatever a record holds.
@@ -20,11 +21,6 @@ def short(name: str, length: int) -> str:
     """The name, its middle left out where it is longer than there is room."""
     half = (length - 1) // 2
     return name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"
-
-
-def number(value: float | None, form: str, unit: str = "") -> str:
-    """A number, or - where there is none."""
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def percent(value: float | None) -> str:

@@ -9,10 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from laconic.cli import number
 from laconic.planning import rate_text
 from laconic_lab.report.charts import Chart, Curve, Scale, line_chart
 from laconic_lab.report.drawing import looks
-from laconic_lab.report.markup import figure, frame, heads, number, numbers_behind, table, text
+from laconic_lab.report.markup import figure, frame, heads, numbers_behind, table, text
 
 PLAN = "plan.json"
 _MOST_CURVES = 5  # more than that cannot be told apart
@@ -97,10 +98,8 @@ def _over_links(plan: Mapping[str, Any]) -> str:
 
 def _that_matter(plan: Mapping[str, Any]) -> list[str]:
     """The pick, bf16, who is soonest to a target on some link, then who is soonest on this one."""
-    curves: dict[str, list[tuple[float, float]]] = plan["curves"]
-    factors: dict[str, float | None] = {row["scheme"]: row["steps_factor"] for row in plan["rows"]}
-    known = [scheme for scheme in curves if factors[scheme] is not None] or list(curves)
-
+    curves = plan["curves"]
+    known = [row["scheme"] for row in plan["rows"] if row["steps_factor"] is not None]
     somewhere = [scheme for scheme, _ in _winners(plan)]
     order = [plan["pick"], *(["bf16"] if "bf16" in curves else []), *somewhere, *known, *curves]
     return list(dict.fromkeys(order))[:_MOST_CURVES]

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from laconic.cli import number
 from laconic_lab.figures import Figure, Measure, Place, columns
 from laconic_lab.report.facts import Facts, ShownRow
-from laconic_lab.report.markup import heads, number, percent, quartiles, text
+from laconic_lab.report.markup import heads, percent, quartiles, text
 from laconic_lab.report.markup import table as markup_table
 
 _ON_THE_LINK = ("link_bytes_out", "link_bytes_in", "link_use")

@@ -44,8 +44,6 @@ class Course:
         model = TASKS[self._job.task].model(self._job.model).make(self.data).to(device)
         # Channels last makes the convolutions here two to three times faster on a CPU.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if self._job.compile:
-            model.compile()  # in place, so that parameters keep their names
         return model
 
     def updater(self, model: nn.Module) -> Updater:

@@ -65,7 +65,6 @@ class Job:
     clip_norm: float | None = _option(None, "norm above which an averaged gradient is scaled down to it; inf for none")
     accumulate: int = _option(1, "micro-batches that each batch is cut into, whose gradients add up to one exchange")
     amp: str | None = _option(None, "bf16 or fp16: mixed precision, of which fp16 scales the loss")
-    compile: bool = _option(False, "let torch.compile make the model faster")
     seed: int = _option(0, "seed of weights, data order and everything drawn")
     labels_per_worker: int | None = _option(None, "non-IID data: each worker holds about this many labels")
     flipped: int = _option(0, "workers that send their gradients with the wrong sign: how much harm they do")
@@ -140,8 +139,6 @@ class Job:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
         if self.in_process and (self.resume or self.servers > self.workers):
             raise TaskError("--in-process runs from its first step, with no more --servers than --workers")
-        if self.in_process and self.compile:
-            raise TaskError("--in-process is to study what is sent, not how fast; leave --compile out")
         scheme = parse(self.scheme)
         if self.in_process and not scheme.talks:
             raise TaskError(
