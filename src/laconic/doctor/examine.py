@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,15 +23,14 @@ def examine(
     *,
     nominal_bits_per_s: float | None = None,
     work: Callable[[], object] | None = None,
-    clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
     """Find what is slow or wrong, the same on all ranks, in under 30 seconds; without a group, on this host alone.
 
     A call that all ranks of the group make. `nominal_bits_per_s` is what links should carry, where interfaces do not
-    say; `work` is what hosts are compared by, and `clock` what is compared.
+    say; `work` is what hosts are compared by.
     """
     try:
-        seen = replace(_look(group, work, clock), nominal_bits_per_s=nominal_bits_per_s)
+        seen = replace(_look(group, work), nominal_bits_per_s=nominal_bits_per_s)
     except (PeerError, RuntimeError) as error:  # as backends report a peer that sends nothing
         why = " ".join(str(error).split())
         raise PeerError(
@@ -42,7 +40,7 @@ def examine(
     return findings(seen)
 
 
-def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, clock: Callable[[], float]) -> Seen:
+def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None) -> Seen:
     if group is None:
         return Seen((facts_here(work),))
     gather_all(group, None)  # so that there are connections to look at
@@ -52,7 +50,7 @@ def _look(group: dist.ProcessGroup | None, work: Callable[[], object] | None, cl
     if len(leaders) == 1:
         return Seen(facts)
     probe = PairProbe(group)
-    echoes = [probe.echo(0, leader, clock) if group.rank() in (0, leader) else None for leader in leaders[1:]]
+    echoes = [probe.echo(0, leader) if group.rank() in (0, leader) else None for leader in leaders[1:]]
     of_first = gather_all(group, [asdict(echo) if echo else None for echo in echoes])[0]
     clocks = {leader: EchoTimes(**echo) for leader, echo in zip(leaders[1:], of_first, strict=True)}
     pairs = None if len(leaders) == group.size() else [(a, b) for a in leaders for b in leaders if a < b]

@@ -13,8 +13,9 @@ from torch.optim.adamw import adamw
 
 from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
+from laconic.layout import local
 from laconic.optim.newton_schulz import is_long, orthogonalize
-from laconic.optim.shards import exchanged, local, placed
+from laconic.optim.shards import exchanged, placed
 
 Split = Callable[[str, nn.Parameter], bool]
 MOST_ENTRIES = 1 << 27  # orthogonalized at once: 256 MiB in bfloat16, of which a batch takes about five times as much
@@ -151,7 +152,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=_state_dtype(p))
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
-        grads = [local(p.grad) for p in params]
+        grads = [local(p.grad) for p in params if p.grad is not None]
         dtype = group["ns_dtype"] or _fast_dtype(params[0].device)
         stack = torch.empty((len(params), *grads[0].shape), dtype=dtype, device=grads[0].device)
         kernels.stack_momentum_(momenta, grads, stack, group["momentum"])  # keeps (1 - momentum) m

@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.layout import local
+
 
 def placed(tensor: Any) -> Any:
     """Return where the shards of a DTensor lie; of another tensor, None."""
     return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "placements") else None
-
-
-def local(tensor: Any) -> Tensor:
-    """Return what of a tensor lies on this rank: a DTensor's shard, and else all of it."""
-    shard: Tensor = tensor.to_local() if placed(tensor) else tensor
-    return shard
 
 
 def exchanged(stack: Tensor, like: Any, number: int, *, by_matrix: bool) -> Tensor:

@@ -219,19 +219,19 @@ class PairProbe:
         self._group = group
         self._device = place_of_texts(group)
 
-    def echo(self, source: int, target: int, clock: Callable[[], float] = time.time) -> EchoTimes | None:
+    def echo(self, source: int, target: int) -> EchoTimes | None:
         """A call of both, of which the source decides how often; None at the target."""
         if self.rank == target:
             while self._number_from(source):
-                self._tell(clock(), source)
-            self._tell(clock(), source)
+                self._tell(time.time(), source)
+            self._tell(time.time(), source)
             return None
         seen: list[EchoTimes] = []
         going = True
         while going:
             spent_s = sum(echo.round_trip_s for echo in seen)
             going = not seen or (len(seen) < _ECHOES and spent_s < _ECHOES_S)
-            before = clock()
+            before = time.time()
             start = time.perf_counter()
             self._tell(going, target)
             theirs = self._number_from(target)

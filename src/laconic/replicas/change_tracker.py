@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.kernels import hash_64
+from laconic.kernels import hash_64, to_host
 from laconic.replicas.vector import ModelVector
 from laconic.trigger import GossipTrigger
 
@@ -86,13 +86,9 @@ class ChangeTracker:
         moved = [self._vector.sample(k) - last for k, last in zip(groups, lasts, strict=True)]
         self.passes += sum(last.numel() for last in lasts) / self._vector.num_entries
         figures = torch.stack([_squares(moved), _squares(lasts)])
-        arrived = None
-        if figures.device.type == "cuda":
-            host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            host.copy_(figures, non_blocking=True)
-            arrived = torch.cuda.current_stream(figures.device).record_event()
-            figures = host
-        return _Measurement(groups, [self._gaps[k] for k in groups], self.lr_share, figures, arrived)
+        host = to_host(figures)
+        arrived = torch.cuda.current_stream(figures.device).record_event() if figures.is_cuda else None
+        return _Measurement(groups, [self._gaps[k] for k in groups], self.lr_share, host, arrived)
 
     def _over_threshold(self, patiently: bool) -> set[int]:
         """The groups whose trigger score, if it has arrived, is above the threshold; the others sleep on."""

@@ -15,7 +15,7 @@ from laconic.replicas.gossip import GossipPolicy, MatchedGossip
 from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
-from laconic.session import PHASES, Observed, Stats, metrics_of, step_ends
+from laconic.session import PHASES, Observed, Stats, metrics_of, step_ends, summary
 from laconic.transport import ring_bytes
 
 _GOSSIP: dict[str, type[GossipPolicy]] = {
@@ -46,7 +46,6 @@ class FollowerStats(Stats):
 
     def __str__(self) -> str:
         steps = self.steps_here
-        ratio = f"{self.ratio:.1f}x fewer than dense fp32" if self.ratio else "nothing sent"
         gone = f"; without rank {', '.join(map(str, sorted(self.lost)))}" if self.lost else ""
         if self.waited_s is None:
             exchanges = f"{self.asked} exchanges asked and {self.answered} answered"
@@ -54,12 +53,8 @@ class FollowerStats(Stats):
         else:
             exchanges = f"{self.rounds} rounds" + (f" ({self.late_rounds} without it)" if self.late_rounds else "")
             detail = f"{1e3 * self.waited_s / steps:.2f} ms of that waiting"
-        return (
-            f"{self.scheme}: {self.steps} steps ({self.skipped_steps} skipped), {self.num_workers} workers{gone}, "
-            f"{exchanges}, {self.bytes_out / steps:,.0f} bytes out and {self.bytes_in / steps:,.0f} in per step "
-            f"({ratio}); {1e3 * self.seconds['exchange'] / steps:.2f} ms a step in the training thread, {detail}; "
-            f"{self.kernels} kernels"
-        )
+        spent = f"{1e3 * self.seconds['exchange'] / steps:.2f} ms a step in the training thread"
+        return summary(self, lost=gone, exchanges=f"{exchanges}, ", rest=f"{spent}, {detail}; {self.kernels} kernels")
 
 
 class Follower(Observed):

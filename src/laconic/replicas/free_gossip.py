@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic.errors import FrameError, PeerError
 from laconic.exchange import asks_of, matching, neighbours, pick
+from laconic.kernels import to_host
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
 from laconic.replicas.policy import Optimizers, State
@@ -116,7 +117,7 @@ class FreeGossip(GossipPolicy):
                 with self._lock:
                     subset = self.messages.subset(groups)
                     request = self.messages.request_(subset, check_finite(subset.read(self._pending)))
-                message = _on_host(request.message)
+                message = to_host(request.message, non_blocking=False)
             reply = self.end.ask(peer, number, message, self.messages.reply_bytes(groups))
             with self._beside_training():
                 received = reply.to(self.vector.device)
@@ -137,7 +138,7 @@ class FreeGossip(GossipPolicy):
     def _serve(self, peer: int, number: int, message: Tensor, num_bytes: int) -> Tensor:
         try:
             with self._beside_training():
-                return _on_host(self._answer(peer, message.to(self.vector.device), num_bytes))
+                return to_host(self._answer(peer, message.to(self.vector.device), num_bytes), non_blocking=False)
         except Exception as error:
             self.error = error
             raise
@@ -318,16 +319,6 @@ class PairedGossip(FreeGossip):
         with self._lock:
             self._last_served = {}
             self._expected = {}
-
-
-def _on_host(message: Tensor) -> Tensor:
-    """The message where mailboxes take it from, and all that this stream has been told to do is done."""
-    if message.device.type == "cpu":
-        return message
-    host = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
-    host.copy_(message, non_blocking=True)
-    torch.cuda.current_stream(message.device).synchronize()
-    return host
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

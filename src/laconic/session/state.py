@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,16 +130,6 @@ def regrouped(buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> Iterator[
             views[span.name].copy_(bucket.flat[span.start : span.stop])
 
 
-class CanGather(Protocol):
-    """A session or a follower, as `RankZeroState` uses it."""
-
-    def gather_state(self) -> list[dict[str, Any]] | None:
-        """All ranks' states at rank 0, None elsewhere; a call that all make."""
-
-    def scatter_state(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Continue from what rank 0 has; a call that all make."""
-
-
 class SavedTogether(ABC):
     """A session or a follower, with a state on every rank; `everyone` are those ranks, where they are processes."""
 
@@ -190,7 +180,7 @@ def _unpacked(frame: Tensor, rank: int) -> Any:
 class RankZeroState:
     """A session as frameworks save it that ask every rank for its state and write rank 0's alone."""
 
-    def __init__(self, session: CanGather) -> None:
+    def __init__(self, session: SavedTogether) -> None:
         self._session = session
 
     def state_dict(self) -> list[dict[str, Any]] | None:
@@ -202,22 +192,14 @@ class RankZeroState:
         self._session.scatter_state(saved)
 
 
-class HasState(Protocol):
-    """A session or follower, as far as its state goes."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
-
-
 class PerRankState:
     """A session or follower for dcp.save() and dcp.load(), which of equal keys save one rank's: each has its own here.
 
     dcp.save({"model": model, "laconic": PerRankState(session)}, checkpoint_id=folder)
     """
 
-    def __init__(self, whose: HasState) -> None:
-        self._whose = whose
+    def __init__(self, session: SavedTogether) -> None:
+        self._session = session
 
     @property
     def _key(self) -> str:
@@ -226,9 +208,9 @@ class PerRankState:
     def state_dict(self) -> dict[str, Any]:
         """The state in one piece, whose size need not be known to load it."""
         file = io.BytesIO()
-        torch.save(self._whose.state_dict(), file)
+        torch.save(self._session.state_dict(), file)
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from it."""
-        self._whose.load_state_dict(torch.load(io.BytesIO(saved[self._key]), weights_only=True))
+        self._session.load_state_dict(torch.load(io.BytesIO(saved[self._key]), weights_only=True))

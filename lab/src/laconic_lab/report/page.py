@@ -31,16 +31,13 @@ _LAB_NOTE = "The lab limits the rate of each link and adds no propagation delay,
 _DELAY_NOTE = "A link's delay, jitter and loss are those between two hosts, one way."
 
 
-def write_report(folder: Path, *, running: str = "") -> Path:
-    """Write folder/report.html from the records in the folder; the same records give the same bytes.
-
-    `running` says how far a comparison is that goes on; its page is loaded again every few seconds.
-    """
+def write_report(folder: Path) -> Path:
+    """Write folder/report.html from the records in the folder; the same records give the same bytes."""
     if (folder / PLAN).is_file():
         return _write(folder, lambda: plan_page(folder / PLAN))
     if not (folder / records.RECORDS).is_file():
         raise TaskError(f"{folder} has no {records.RECORDS}; give a folder that `laconic compare --out` wrote")
-    return _write(folder, lambda: _page_of(folder, running))
+    return _write(folder, lambda: _page_of(folder))
 
 
 def write_report_so_far(
@@ -66,10 +63,9 @@ def _write(folder: Path, make: Callable[[], str]) -> Path:
     return path
 
 
-def _page_of(folder: Path, running: str) -> str:
-    if next(records.read(folder, "inspection"), None) is not None:
-        return fits_page(folder)
-    return _page(read_facts(folder), running, _REFRESH_S if running else None)
+def _page_of(folder: Path) -> str:
+    is_inspection = next(records.read(folder, "inspection"), None) is not None
+    return fits_page(folder) if is_inspection else _page(read_facts(folder))
 
 
 def _page(facts: Facts, state: str = "", refresh_s: int | None = None) -> str:
