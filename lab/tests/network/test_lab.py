@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab_links import between, measure
 from laconic_lab.cli import lab as cli
 from laconic_lab.errors import LabError
 from laconic_lab.network import (
@@ -30,7 +31,6 @@ from laconic_lab.network import (
     LabSpec,
     Link,
     labs,
-    links,
     netlink,
     noted_signals,
     run,
@@ -316,8 +316,8 @@ def test_packets_come_late_and_some_never_but_streams_arrive_whole(monkeypatch: 
     with Lab.create(LabSpec(2, Link.parse("none,delay=4ms,jitter=1ms,loss=2%"))) as lab:
         here, there = lab.hosts
         ((round_trips,), (flood,)) = (
-            links.between([(here, there)], "echo", "ping", 10),
-            links.between([(here, there)], "sink", "flood", 3000),
+            between([(here, there)], "echo", "ping", 10),
+            between([(here, there)], "sink", "flood", 3000),
         )
         # A busy machine can only make it more.
         assert min(round_trips["seconds"]) >= 2 * (0.004 - 0.001)
@@ -345,7 +345,7 @@ def test_a_rough_link_is_as_rough_as_asked() -> None:
     asked = {"mbit by UDP": 50, "ms one way by echo": 20, "% lost by UDP": 0.5}
     with Lab.create(LabSpec(2, Link.parse("50mbit,delay=20ms,loss=0.5%"))) as lab:
         # 10 % is the margin. Of several tries the best, since a busy machine is slower, and loses more.
-        tries = (links.measure(lab) for _ in range(3))
+        tries = (measure(lab) for _ in range(3))
         assert any(all(found[name] == pytest.approx(asked[name], rel=0.1) for name in asked) for found in tries)
 
 

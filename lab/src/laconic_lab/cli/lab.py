@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from laconic.cli import say, table
+from laconic.cli import table
 from laconic_lab.errors import LabError
-from laconic_lab.network import NETWORKS, Lab, LabSpec, Link, labs, links, noted_signals, remove_abandoned, run
+from laconic_lab.network import NETWORKS, Lab, LabSpec, Link, labs, noted_signals, remove_abandoned, run
 from laconic_lab.network.spec import parse_loss, parse_seconds
 
 _MAKE_ONE = "make one with `laconic lab up --hosts 4 --link 100mbit`"
@@ -38,14 +38,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     status = actions.add_parser("status", help="list labs, hosts, links and bytes so far")
     status.add_argument("--json", action="store_true", help="one JSON object on stdout")
     status.set_defaults(run=run_status)
-
-    measured = actions.add_parser("measure", help="make a lab and measure what its links are really like")
-    add_spec(measured, "to make, 2 or more")
-    measured.add_argument(
-        "--packets", type=int, default=links.PACKETS, metavar="N", help="of UDP (default %(default)s)"
-    )
-    measured.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    measured.set_defaults(run=run_measure)
 
     for name, does in (("cut", "take the link of a host down"), ("heal", "bring the link of a host back")):
         action = actions.add_parser(name, help=does)
@@ -113,17 +105,6 @@ def run_status(args: argparse.Namespace) -> int:
             print("what is left over is of runs that were killed; `laconic lab down` removes it", file=sys.stderr)
     else:
         print(f"no lab is there; {_MAKE_ONE}", file=sys.stderr)
-    return 0
-
-
-def run_measure(args: argparse.Namespace) -> int:
-    """Measure the links of a lab that is made for it."""
-    spec = spec_of(args)
-    if spec.hosts < 2:
-        raise LabError("a link is measured between two hosts; give --hosts 2 or more")
-    with noted_signals(), Lab.create(spec) as lab:
-        listed = links.measure(lab, args.packets, lambda text: say(f"laconic: {text}"))
-    print(json.dumps(listed) if args.json else table(list(listed), [[str(value) for value in listed.values()]]))
     return 0
 
 

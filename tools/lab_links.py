@@ -1,6 +1,8 @@
-"""The links of a lab, measured: rate and loss by UDP, delay by echo, and what TCP makes of it.
+"""What the links of a lab are really like: rate and loss by UDP, delay by echo, and what TCP makes of it.
 
-Its path is also the program that the hosts run for it, on the standard library alone.
+    python tools/lab_links.py --hosts 4 --link 50mbit --delay 20ms --loss 0.5%
+
+One JSON object is printed. Its path is also the program that the hosts run for it, on the standard library alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from laconic_lab.network.host import Host
     from laconic_lab.network.lab import Lab
 
-PACKETS = 100_000
+_PACKETS = 100_000
 _HEADERS = 14 + 20 + 8  # Ethernet, IP and UDP, around a payload that fills the MTU
 _PAYLOAD = 1514 - _HEADERS
 _PORT = 5001
@@ -29,7 +31,7 @@ _END, _ENDS = b"end", 20
 _STREAM_S = 8.0
 
 
-def measure(lab: Lab, packets: int = PACKETS, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def measure(lab: Lab, packets: int = _PACKETS, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The link between the first two hosts beside what was asked of it, and TCP from every host to the next at once."""
     link = lab.hosts[0].link
     sender, receiver = lab.hosts[0], lab.hosts[1]
@@ -65,11 +67,11 @@ def between(pairs: list[tuple[Host, Host]], server: str, client: str, size: floa
         assert process.stdout is not None
         process.stdout.readline()  # it listens
     clients = [start(sender, client, receiver.address, str(size)) for sender, receiver in pairs]
-    seen = [(a if client == "ping" else b).communicate()[0] for a, b in zip(clients, servers, strict=True)]
+    replies = [(a if client == "ping" else b).communicate()[0] for a, b in zip(clients, servers, strict=True)]
     for process in (*servers, *clients):
         process.kill()
         process.wait()
-    return [json.loads(text) for text in seen]
+    return [json.loads(text) for text in replies]
 
 
 def _echo(_: list[str]) -> None:
@@ -152,5 +154,25 @@ _ACTIONS: dict[str, Callable[[list[str]], None]] = {
     "pour": _pour,
 }
 
+
+def main() -> None:
+    """Make a lab, measure it, and print what was found."""
+    import argparse
+
+    from laconic.cli import say
+    from laconic_lab.cli.lab import add_spec, spec_of
+    from laconic_lab.network import Lab
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_spec(parser, "of the lab, 2 or more")
+    parser.add_argument("--packets", type=int, default=_PACKETS, help="of UDP")
+    args = parser.parse_args()
+    with Lab.create(spec_of(args)) as lab:
+        print(json.dumps(measure(lab, args.packets, lambda text: say(f"laconic: {text}"))))
+
+
 if __name__ == "__main__":
-    _ACTIONS[sys.argv[1]](sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in _ACTIONS:  # as a host
+        _ACTIONS[sys.argv[1]](sys.argv[2:])
+    else:
+        main()
