@@ -204,11 +204,16 @@ class FrameShape(CodesShape):
     def read_all(self, frames: Tensor, device: torch.device, *, step: int, bucket: int) -> tuple[Tensor, Tensor] | None:
         """(positions, values) of everyone's frames, in rows by rank on `device`; None if someone saw Inf or NaN.
 
-        A GPU reads all rows at once; where something is not as foretold they are read one by one, to name the peer.
+        A GPU reads all rows of the usual code at once; where something is wrong, one by one, to name the peer.
         """
-        if device.type != "cpu":
-            together = self._read_together(frames, device, step, bucket)
-            if together is not None:
+        if (
+            device.type != "cpu"
+            and self.index.codec is EliasFano
+            and self.are_foretold(frames, step=step, bucket=bucket)
+        ):
+            damaged = torch.zeros(1, dtype=torch.int32, device=device)
+            together = self.read_later(frames.to(device, non_blocking=True), damaged)
+            if not damaged.item():
                 return together
         everyone = [self.read(row, step=step, bucket=bucket, peer=peer) for peer, row in enumerate(frames)]
         if any(contents.overflow for contents in everyone):
@@ -219,19 +224,14 @@ class FrameShape(CodesShape):
 
     def are_foretold(self, frames: Tensor, *, step: int, bucket: int) -> bool:
         """Return whether all frames have the length and the header that they should, and none is of an overflow."""
-        return self._foretold_heads(frames, step, bucket) is not None
+        heads: list[list[int]] = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
+        known = self._header(step, bucket)
+        return frames.shape[1] == self.num_bytes and all(head[_MAGIC_AT:_SCALE] == known for head in heads)
 
     def is_foretold(self, frame: Tensor, *, step: int, bucket: int) -> bool:
         """The same of one frame."""
         known = self._header(step, bucket)
         return frame.numel() == self.num_bytes and _header_of(frame)[_MAGIC_AT:_SCALE] == known
-
-    def _foretold_heads(self, frames: Tensor, step: int, bucket: int) -> list[list[int]] | None:
-        """The headers of such frames; None where one of them is another."""
-        heads: list[list[int]] = frames[:, : 4 * _HEADER_WORDS].contiguous().view(torch.int32).tolist()
-        known = self._header(step, bucket)
-        is_foretold = frames.shape[1] == self.num_bytes and all(head[_MAGIC_AT:_SCALE] == known for head in heads)
-        return heads if is_foretold else None
 
     def read_later(self, frames: Tensor, damaged: Tensor) -> tuple[Tensor, Tensor]:
         """(positions, values) of frames with the header that they should have, in rows by rank, on their device.
@@ -242,33 +242,11 @@ class FrameShape(CodesShape):
         stated = words[:, :2].contiguous().view(torch.int64).view(-1)
         damaged |= (kernels.check_sum(words[:, 2:]) != stated).any()
         positions = EliasFano.read(words[:, _HEADER_WORDS : self._end_of_index], self.num_entries, self.k, damaged)
-        values = self._values_of(frames)
+        codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
+        scales = words[:, _SCALE].view(torch.float32)
+        values = self.quantize.decode_rows(codes, scales)[:, : self.num_fixed + self.k].contiguous()
         kernels.flag_nonfinite_(damaged, values.view(-1))
         return positions, values
-
-    def _values_of(self, frames: Tensor) -> Tensor:
-        codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)
-        scales = frames.view(torch.int32)[:, _SCALE].view(torch.float32)
-        return self.quantize.decode_rows(codes, scales)[:, : self.num_fixed + self.k].contiguous()
-
-    def _read_together(
-        self, frames: Tensor, device: torch.device, step: int, bucket: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """The contents of all frames, or None if one of them is not as foretold."""
-        heads = self._foretold_heads(frames, step, bucket)
-        if heads is None:
-            return None
-        frames = frames.to(device, non_blocking=True)
-        words = frames.view(torch.int32)
-        sums = kernels.check_sum(words[:, 2:])
-        try:
-            index = words[:, _HEADER_WORDS : self._end_of_index]
-            positions = self.index.codec.decode(index, self.num_entries, self.k)
-        except FrameError:
-            return None
-        values = self._values_of(frames)
-        fits = sums.tolist() == [_check_in(head) for head in heads]
-        return (positions, values) if fits and kernels.all_finite(values.view(-1)) else None
 
 
 def bucket_of(frame: Tensor) -> int:

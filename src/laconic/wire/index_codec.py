@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -14,18 +13,6 @@ from torch import Tensor
 from laconic import kernels
 from laconic.errors import FrameError
 from laconic.kernels import repeated
-
-Decode = Callable[[Tensor, int, int], Tensor]
-
-
-def by_rows(decode: Decode) -> Decode:
-    """A codec's `decode` that also takes rows of words, one after the other."""
-
-    @wraps(decode)
-    def decoded(words: Tensor, n: int, k: int) -> Tensor:
-        return decode(words, n, k) if words.dim() == 1 else torch.stack([decode(row, n, k) for row in words])
-
-    return decoded
 
 
 class Implied:
@@ -47,7 +34,7 @@ class Implied:
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        return torch.arange(k, dtype=torch.int32, device=words.device).expand(*words.shape[:-1], k)
+        return torch.arange(k, dtype=torch.int32, device=words.device)
 
 
 class EliasFano:
@@ -77,13 +64,13 @@ class EliasFano:
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.decode_elias_fano(words, n, k, _low_width(n, k))
-        if positions.shape[-1] != k:
+        if positions.numel() != k:
             raise FrameError(f"its index block is no code of {k} ascending positions under {n}")
         return positions
 
     @staticmethod
     def read(words: Tensor, n: int, k: int, damaged: Tensor) -> Tensor:
-        """The same, but `damaged` is set where one is no code, and nothing is waited for."""
+        """The same of each row of words, but `damaged` is set where one is no code, and nothing is waited for."""
         return kernels.read_elias_fano(words, n, k, _low_width(n, k), damaged)
 
 
@@ -118,7 +105,6 @@ class Bitmap:
         return kernels.set_bits(positions, n)
 
     @staticmethod
-    @by_rows
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.unpack_bits(words)  # ascending, and none below zero
         if positions.numel() != k:
@@ -151,7 +137,6 @@ class Rice:
         return kernels.encode_rice(positions)
 
     @staticmethod
-    @by_rows
     def decode(words: Tensor, n: int, k: int) -> Tensor:
         positions = kernels.decode_rice(words, n, k)
         if positions.numel() != k:
@@ -178,7 +163,7 @@ class IndexCodec(Protocol):
 
     @staticmethod
     def decode(words: Tensor, n: int, k: int) -> Tensor:
-        """The positions again, int32, of each row of words; FrameError if one is no code of k positions under n."""
+        """The positions again, int32; FrameError if the words are no code of k positions under n."""
 
 
 class PlannedCodec(Protocol):
@@ -247,12 +232,6 @@ class Runs:
     def decode(self, words: Tensor, n: int, k: int) -> Tensor:
         codec = foretold_block(self._num_runs, self.num_selected).codec
         numbers = codec.decode(words, self._num_runs, self.num_selected)
-        if numbers.dim() == 1:
-            return self._positions(numbers, k)
-        return torch.stack([self._positions(row, k) for row in numbers])
-
-    def _positions(self, numbers: Tensor, k: int) -> Tensor:
-        """The k entries of these runs, ascending."""
         starts, counts = (table[numbers] for table in _runs(self.spans, self.length, numbers.device))
         ends = counts.cumsum(0, dtype=torch.int32)
         if int(ends[-1]) != k:
