@@ -98,7 +98,7 @@ class Work:
         if self.withdrawn is not None:
             self.withdrawn = replace(self.withdrawn, sent=sent)
 
-    def settle_(self, *, refunds: bool) -> None:
+    def refund_(self, *, refunds: bool) -> None:
         """Put back what rounding lost of the withdrawn values, and note those that went out; late ones did not."""
         out = self.withdrawn
         if out is None or self.bucket.was_late:
@@ -156,7 +156,7 @@ class Path:
 
     def finish_(self, work: Work, received: Any, *, refunds: bool) -> None:
         """Refund what rounding lost, and overwrite the bucket with what was received."""
-        work.settle_(refunds=refunds)
+        work.refund_(refunds=refunds)
         self.apply_(work, received)
 
     def apply_(self, work: Work, received: Any) -> None:
