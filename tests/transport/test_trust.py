@@ -72,7 +72,7 @@ def _failures(certificates: list[tuple[str, str]]) -> list[tuple[str, str, float
     cases = [
         (kind, other, False) for kind in ("secret", "no secret", "certificate", "no certificate") for other in (0, 3)
     ]
-    cases += [("secret", 0, True), ("certificate", 0, True)]
+    cases += [("secret", 0, True), ("certificate", 0, True), ("certificate", 3, True)]
     return [(kind, *_failure(kind, certificates, other, served=served)) for kind, other, served in cases]
 
 

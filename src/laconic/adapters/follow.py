@@ -7,11 +7,11 @@ from torch import nn
 
 from laconic.adapters.alike import begin_alike_, check_common, tensors_of
 from laconic.adapters.fsdp import check_replicas, shard_of
-from laconic.errors import SchemeError
+from laconic.errors import LaunchError, SchemeError
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, Optimizers, OuterRounds, policy_for
 from laconic.scheme import AnyScheme, GossipScheme, OuterScheme
-from laconic.server.client import ServerClient, connect_to_servers
+from laconic.server.client import ServerClient, connect_to_servers, fail_servers
 from laconic.server.serve import TIMEOUT_S, served_scheme, worker_terms
 from laconic.session import OnMismatch
 from laconic.transport import (
@@ -57,7 +57,12 @@ def follow_others(
     group = group or (world_without(servers) if servers else world())
     device = next(model.parameters()).device
     check_common(model, scheme, group, device)
-    meeting = Group(own_group(group, device, timeout_s), device)
+    try:
+        meeting = Group(own_group(group, device, timeout_s), device)
+    except LaunchError as error:
+        if servers:
+            fail_servers(servers, str(error))
+        raise
     begin_alike_(model, group, meeting, device)
     if scheme.of_what == "models":
         follower = gossip_among(model, optimizer, scheme, meeting, timeout_s or TIMEOUT_S)

@@ -290,6 +290,17 @@ def connect_to_servers(
     return client
 
 
+def fail_servers(servers: Sequence[int], cause: str) -> NoReturn:
+    """End servers that wait for their workers, who cannot connect to each other; a call that all workers make.
+
+    Raises:
+        LaunchError: on all ranks, with this cause.
+    """
+    exchange_addresses(servers, None)
+    check_connected(cause, is_server=False)
+    raise LaunchError(cause)
+
+
 def sum_over(replies: Sequence[Message], num_workers: int) -> Tensor:
     """The servers' pieces as sums over all workers: a worker may have died between its messages to two servers."""
     return torch.cat(
