@@ -19,8 +19,8 @@ from laconic import Session, parse
 from laconic.layout import Bucket, Layout
 from laconic.paths import Messages, Path, PhaseClock, Work
 from laconic.session import Background
+from laconic.session.mismatch import Replicas
 from laconic.session.pipeline import Flight, Pipeline
-from laconic.session.replicas import Replicas
 from laconic.transport import InProcess, Transport, in_process, silent_end
 from tests import golden
 from tests.virtual import LAYOUTS, buckets_of, gradients, pipelined_step

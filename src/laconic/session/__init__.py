@@ -2,7 +2,7 @@
 
 from laconic.paths import PHASES
 from laconic.session.background import Background, belongs_on_host
-from laconic.session.replicas import OnMismatch, Replicas, check_on_mismatch
+from laconic.session.mismatch import OnMismatch, Replicas, check_on_mismatch
 from laconic.session.session import TOO_LARGE, Session
 from laconic.session.state import PerRankState, RankZeroState, SavedTogether
 from laconic.session.stats import Attached, Observed, Stats, metrics_of, step_ends, summary

@@ -17,8 +17,8 @@ from laconic import kernels
 from laconic.errors import LaconicError
 from laconic.kernels import give_threads
 from laconic.layout import Bucket, Layout
+from laconic.session.mismatch import Replicas
 from laconic.session.pipeline import Flight, Pipeline
-from laconic.session.replicas import Replicas
 from laconic.session.session import Session
 
 SMALL_MODEL = 1 << 18  # entries; to select among fewer is forty little kernels, and to launch them takes as long

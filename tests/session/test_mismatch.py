@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.session import OnMismatch, Replicas
-from laconic.session.replicas import fingerprint
+from laconic.session.mismatch import fingerprint
 from laconic.transport import InProcess, in_process
 from tests.ddp_training import TINY_BUCKET_MB, Net, batch
 from tests.logs import logged
