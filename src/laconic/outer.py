@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.errors import SchemeError
+
+_SAMPLE_ENTRIES = 1 << 16  # of a fragment, for a cosine that is off by 1/256 in the mean square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,59 @@ class Agreement(Nesterov):
         """The momentum after a round of `every` steps and this agreement q."""
         gain = self.gain * min(1.0, every / self._FULL_GAIN_AT)
         return min(self.momentum, max(self._LEAST, momentum + gain * (agreement - self.aim)))
+
+
+class OuterMomentum:
+    """The outer momentum of one fragment by agreement: the same on all workers, who compute it from the same D.
+
+    Of the anchors of the last rounds it keeps a sample of fixed random entries in the host's memory, 256 KiB of each at
+    most: a whole copy for every round of the lag would cost more than all else that outer steps keep.
+    """
+
+    def __init__(self, rule: Agreement, anchor: Tensor, every: int, inner_momentum: float) -> None:
+        self.lag = lag = rule.lag(every, inner_momentum)
+        self._every = every
+        self.value = torch.zeros(1, device=anchor.device)
+        self._rule = rule
+        self._entries: Tensor | None = None  # all
+        if anchor.numel() > _SAMPLE_ENTRIES:
+            draw = torch.Generator().manual_seed(0)
+            self._entries = torch.randint(anchor.numel(), (_SAMPLE_ENTRIES,), generator=draw).to(anchor.device)
+        self._anchors: deque[Tensor] = deque(maxlen=lag + 1)  # before each of the last rounds
+
+    @classmethod
+    def of(cls, then: Outer, anchor: Tensor, every: int, inner_momentum: float) -> OuterMomentum | None:
+        """That of an outer step for one fragment; None where its momentum does not adapt."""
+        return cls(then, anchor, every, inner_momentum) if isinstance(then, Agreement) else None
+
+    def adapt_(self, gradient: Tensor, anchor: Tensor) -> float:
+        """Move the momentum by the agreement of D with the step of `lag` rounds ago, once there is one; return it."""
+        self._anchors.append(self._sample(anchor))
+        agreement = self._rule.aim  # which changes nothing
+        if len(self._anchors) > self.lag:
+            agreement = _cosine(self._sample(gradient), self._anchors[0] - self._anchors[1])
+        self.value.fill_(self._rule.adapted(float(self.value), agreement, self._every))
+        return float(self.value)
+
+    def _sample(self, flat: Tensor) -> Tensor:
+        """A copy on the host."""
+        return (flat if self._entries is None else flat[self._entries]).to("cpu", copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum, and the anchors between which the steps lie."""
+        return {"value": float(self.value), "anchors": list(self._anchors)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a saved state; where the lag was longer, from its latest anchors."""
+        self.value.fill_(saved["value"])
+        self._anchors = deque((anchor.clone() for anchor in saved["anchors"]), maxlen=self.lag + 1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    """The cosine, on a grid so fine as not to matter: in what order a processor adds does not show."""
+    a, b = a.double(), b.double()
+    norms = float(a.norm() * b.norm())
+    return round(float(a @ b) / norms, 6) if norms else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

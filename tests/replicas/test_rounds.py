@@ -27,10 +27,9 @@ from laconic import (
 from laconic.exchange import Pairs, matching
 from laconic.layout import Layout
 from laconic.optim import Muon
-from laconic.outer import Agreement
+from laconic.outer import Agreement, OuterMomentum
 from laconic.paths import bytes_out
-from laconic.replicas import OuterRounds, consensus, policy_for
-from laconic.replicas.fragments import OuterMomentum, inner_momentum
+from laconic.replicas import OuterRounds, consensus, inner_momentum, policy_for
 from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting

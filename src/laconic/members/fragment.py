@@ -12,8 +12,7 @@ from torch import Tensor
 
 from laconic.members.codec import VectorCodec
 from laconic.members.messages import FORGOTTEN, Drift, Request
-from laconic.outer import Outer
-from laconic.replicas import OuterMomentum
+from laconic.outer import Outer, OuterMomentum
 
 MOST_GONE = 256  # members that are not there, of whom the server knows what became of their drifts
 

@@ -36,8 +36,7 @@ from laconic.members.messages import (
     Update,
     Word,
 )
-from laconic.outer import OuterSGD
-from laconic.replicas import OuterMomentum
+from laconic.outer import OuterMomentum, OuterSGD
 from laconic.scheme import OuterScheme
 
 _LOG = logging.getLogger("laconic.members")

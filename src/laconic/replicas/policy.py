@@ -31,6 +31,15 @@ def drop_nonfinite_moments_(optimizers: Optimizers) -> None:
                 del state[parameter]
 
 
+def inner_momentum(optimizers: Optimizers) -> float:
+    """The largest momentum of the optimizers' groups: that of SGD and Muon, or Adam's first beta."""
+    of_groups = []
+    for group in (group for optimizer in listed(optimizers) for group in optimizer.param_groups):
+        has_betas = "betas" in group and not group.get("use_muon", False)
+        of_groups.append(float(group["betas"][0] if has_betas else group.get("momentum", 0.0)))
+    return max(of_groups)
+
+
 def header(scheme: object, step: int, rank: int, num_workers: int, shard: int) -> dict[str, Any]:
     """What every state says of itself."""
     return {

@@ -15,9 +15,17 @@ from torch.futures import Future
 from laconic import kernels
 from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket
-from laconic.outer import Outer
-from laconic.replicas.fragments import OuterMomentum, PendingRound, fragments_of, inner_momentum
-from laconic.replicas.policy import Optimizers, Policy, State, drop_nonfinite_moments_, listed, on_host
+from laconic.outer import Outer, OuterMomentum
+from laconic.replicas.fragments import PendingRound, fragments_of
+from laconic.replicas.policy import (
+    Optimizers,
+    Policy,
+    State,
+    drop_nonfinite_moments_,
+    inner_momentum,
+    listed,
+    on_host,
+)
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
