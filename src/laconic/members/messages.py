@@ -30,6 +30,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "dict[str, Any]": dict,
 }
+_MOST = 1 << 63  # of a count, so that a tensor or a float holds it
 PROTOCOL = 1
 NOTHING = payload_of(b"")
 FORGOTTEN = -2
@@ -200,14 +201,17 @@ def read(message: Message) -> Word:
         stop = _LENGTH.size + length
         name, named = json.loads(payload[_LENGTH.size : stop].numpy().tobytes())
         cls = _CLASSES[name]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError(f"sent something that is no message of a member ({type(error).__name__})") from None
     wanted = {each.name: str(each.type) for each in fields(cls) if each.name != "payload"}
     if not isinstance(named, dict) or named.keys() != wanted.keys():
         raise FrameError(f"sent {name} with other fields; run the same release of laconic everywhere")
     for field_name, value in named.items():
-        if not isinstance(value, _TYPES[wanted[field_name]]) or (isinstance(value, float) and not math.isfinite(value)):
-            raise FrameError(f"sent {name} with {field_name}={value!r}")
+        is_bounded = (
+            math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < _MOST
+        )
+        if not isinstance(value, _TYPES[wanted[field_name]]) or not is_bounded:
+            raise FrameError(f"sent {name} with {field_name}={str(value)[:40]}")
     has_payload = any(each.name == "payload" for each in fields(cls))
     word: Word = cls(**named, **({"payload": payload[stop:]} if has_payload else {}))
     return word

@@ -156,7 +156,7 @@ _TERMS = {"scheme": str, "undoes": bool, "holds_idle": bool, "longest": int}
 
 def _terms(rank: int, text: str, listener: Listener) -> dict[str, Any]:
     """A worker's terms, if they are such."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         terms = json.loads(text)
         if isinstance(terms, dict) and {name: type(value) for name, value in terms.items()} == _TERMS:
             return terms
