@@ -3,6 +3,9 @@
 
 PYTHON ?= python3
 PY = .venv/bin/python
+# Of `make fuzz`: seconds for each reader.
+SECONDS = 600
+SEED = 0
 
 .PHONY: install run test pytest test-frameworks test-slow test-wheel fuzz lint results docs clean
 
@@ -34,7 +37,7 @@ test-wheel: install
 	$(PY) tools/try_wheel.py  # other versions: --python python3.11 --torch 2.6.0
 
 fuzz: install
-	$(PY) -m tests.fuzz --seconds 600
+	$(PY) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
 
 lint: install
 	$(PY) -m ruff check .

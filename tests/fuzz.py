@@ -4,6 +4,7 @@
     python tests/fuzz.py --seconds 600 --seed 7     # `make fuzz`: longer, with other mutants
     python tests/fuzz.py --mutants 1000000 --seconds 3600 --as-built    # a million for each, over the usual library
     python tests/fuzz.py --only "frames of bf16"
+    python -m tests.fuzz --collect                  # add to tests/corpus.json what reaches a refusal that nothing did
 
 Inputs are flipped, cut, spliced, and given lengths and counts at the edges; most frames are sealed again, so that they
 go past their check sum. The native readers run in native_fuzz.cpp, and beneath the Python readers here too, in a
@@ -15,6 +16,7 @@ mutant; one JSON object a reader goes to stdout.
 from __future__ import annotations
 
 import argparse
+import base64
 import faulthandler
 import json
 import os
@@ -24,8 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -38,12 +43,18 @@ from torch import Tensor
 from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
+from laconic.members.codec import codec_for
+from laconic.members.messages import Drift, Join, Refusal, Update, Word
+from laconic.members.messages import read as read_word
+from laconic.members.messages import write as write_word
 from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
 from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import Scheme
 from laconic.server.client import with_layout, without_layout
 from laconic.server.owner import Owner
+from laconic.transport import Kind, Message, pack, unpack
+from laconic.transport.connection import rooms_of_message, views_of
 from laconic.wire import INDEX_CODECS, FrameShape, IndexCodec, Runs
 from laconic_lab.errors import TaskError
 from laconic_lab.train.checkpoint import find_checkpoint, save_checkpoint
@@ -53,6 +64,7 @@ from tests.workers import FewWorkers
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
+CORPUS = Path(__file__).with_name("corpus.json")
 NATIVE = ROOT / "src/laconic/kernels/native"
 READ_BY_NATIVE = ("bits", "rice", "residues", "rounding", "signs")  # files with readers of what was sent
 SANITIZED = "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"
@@ -74,25 +86,39 @@ class Reader:
     refusals: tuple[type[Exception], ...] = (FrameError,)
     frame_at: int | None = None  # where a frame begins that may be sealed again
 
-    def mutant(self, draw: Random) -> bytes:
-        """One of the valid inputs with a few changes."""
-        data = bytearray(_any(self.valid, draw))
+    @property
+    def stored(self) -> list[bytes]:
+        """The inputs of the corpus."""
+        return [base64.b64decode(text) for text in corpus().get(self.name, [])]
+
+    @property
+    def seeds(self) -> list[bytes]:
+        """The inputs that are mutated."""
+        return [*self.valid, *self.stored]
+
+    def mutant(self, draw: Random, seeds: Sequence[bytes]) -> bytes:
+        """One of the seeds with a few changes."""
+        data = bytearray(_any(seeds, draw))
         for _ in range(_any((1, 1, 1, 2, 5), draw)):
-            mutate_(data, _any(self.valid, draw), draw)
+            mutate_(data, _any(seeds, draw), draw)
         if self.frame_at is not None and draw.random() < 0.8:
             seal_again_(data, self.frame_at)
         return bytes(data)
 
     def run(self, seed: int, num_mutants: int, seconds: float) -> dict[str, Any]:
-        """Read so many mutants, or as many as there is time for."""
+        """Read what is stored, and then so many mutants, or as many as there is time for."""
         refused = done = 0
         since = time.monotonic()
+        for data in self.stored:
+            with suppress(*self.refusals):
+                self.read(data)
+        seeds = self.seeds
         for number in range(num_mutants):
             if number % A_DRAW == 0:
                 draw = Random(f"{seed} {number}")
                 if time.monotonic() - since > seconds:
                     break
-            mutant = self.mutant(draw)
+            mutant = self.mutant(draw, seeds)
             try:
                 self.read(mutant)
             except self.refusals:
@@ -103,6 +129,43 @@ class Reader:
             done += 1
         taken = round(time.monotonic() - since, 1)
         return {"reader": self.name, "mutants": done, "taken for valid": done - refused, "seconds": taken}
+
+
+@cache
+def corpus() -> dict[str, list[str]]:
+    """Base64 of the stored inputs, by reader."""
+    stored: dict[str, list[str]] = json.loads(CORPUS.read_text())
+    return stored
+
+
+def collect(num_mutants: int = 2000) -> None:
+    """Store, for each line that refuses, the shortest of so many mutants that gets there, and one for each reader."""
+    stored = {name: list(texts) for name, texts in corpus().items()}
+    reached: set[object] = set()
+    for reader in readers():
+        texts = stored.setdefault(reader.name, [])
+        reached |= {_refusal(reader, data) for data in reader.seeds}
+        shortest: dict[object, bytes] = {}
+        seeds, draw = reader.seeds, Random(reader.name)
+        for _ in range(num_mutants):
+            mutant = reader.mutant(draw, seeds)
+            at = _refusal(reader, mutant)
+            if at is not None and len(mutant) < len(shortest.get(at, mutant + b"+")):
+                shortest[at] = mutant
+        new = [data for at, data in shortest.items() if at not in reached] or [*shortest.values()][: not texts]
+        texts += (base64.b64encode(data).decode() for data in new)
+        reached |= set(shortest)
+    CORPUS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+
+
+def _refusal(reader: Reader, data: bytes) -> object:
+    """The lines where an input is refused, the cause's among them; None where it is not."""
+    try:
+        reader.read(data)
+    except reader.refusals as error:
+        chain = (error, error.__context__)
+        return tuple(traceback.extract_tb(each.__traceback__)[-1][:2] for each in chain if each is not None)
+    return None
 
 
 def _under(n: int, draw: Random) -> int:
@@ -154,6 +217,10 @@ def readers() -> list[Reader]:
         *_gossip(),
         _parts(),
         _layouts(),
+        _heads(),
+        _states(),
+        _members(),
+        _grid_drifts(),
         _schemes(),
         _checkpoints(),
     ]
@@ -297,6 +364,75 @@ def _layouts() -> Reader:
     return Reader("layouts at a server", valid, read, (ValueError, TypeError, RecursionError))
 
 
+def _heads() -> Reader:
+    """Whole messages, whose heads say what follows."""
+    kinds = {Kind.PARTS: 64, Kind.SUM: 1 << 12, Kind.REQUEST: 8, Kind.ERROR: 0}
+    messages = [
+        Message(Kind.PARTS, 7, 2, torch.arange(12, dtype=torch.uint8)),
+        Message(Kind.SUM, 7, 0, torch.arange(9.0), living=3, place=1),
+        Message(Kind.REQUEST, payload=torch.arange(2, dtype=torch.int16), reply_bytes=5),
+        Message(Kind.ERROR),
+    ]
+
+    def read(data: bytes) -> None:
+        rooms, rest, message = rooms_of_message(kinds), data, None
+        try:
+            while True:
+                room = next(rooms)
+                if len(rest) < len(room):
+                    raise FrameError("ends before its message does")
+                room[:] = rest[: len(room)]
+                rest = rest[len(room) :]
+        except StopIteration as end:
+            message = end.value
+        assert message.payload.nbytes <= kinds[message.kind] and message.reply_bytes <= kinds[message.kind]
+        assert b"".join(views_of(message)) == data[: len(data) - len(rest)]
+
+    return Reader("heads of messages", [b"".join(views_of(message)) for message in messages], read)
+
+
+def _states() -> Reader:
+    states = ({"a": torch.arange(5.0), "b": (1, None, [True, "c"])}, [torch.zeros(0, 3), torch.ones(2, 2).half()], 2.5)
+
+    def read(data: bytes) -> None:
+        unpack(_tensor(data))
+
+    return Reader("states of peers", [_bytes_of(pack(state)) for state in states], read)
+
+
+def _members() -> Reader:
+    """Messages of members; what is read is written alike."""
+    payload = torch.arange(16, dtype=torch.uint8)
+    words: list[Word] = [
+        Join("desk", 5, "abc", 0.9, {"0": [["w", [2, 3]]]}),
+        Drift(0, 3, 9, 512, 8, 0.25, {"loss": 1.5}, payload),
+        Update(1, 4, True, 512, 2, 3, payload),
+        Refusal("of another release"),
+    ]
+
+    def read(data: bytes) -> None:
+        word = read_word(Message(Kind.MEMBER, payload=_tensor(data)))
+        again = read_word(write_word(word))
+        assert str(named(word)) == str(named(again))
+
+    def named(word: Word) -> dict[str, Any]:
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(word).items()}
+
+    return Reader("messages of members", [_bytes_of(write_word(word).payload) for word in words], read)
+
+
+def _grid_drifts() -> Reader:
+    scheme = parse("streaming:bits=4,block=64")
+    codec = codec_for(scheme.exchanged, Layout.of(["w"], [70]))  # type: ignore[union-attr]
+    payload, _ = codec.encode(torch.linspace(-1, 1, 70), (0,))
+
+    def read(data: bytes) -> None:
+        values = codec.decode(_tensor(data), torch.device("cpu"))
+        assert values.shape == (70,) and bool(values.isfinite().all())
+
+    return Reader("drifts of members on a grid", [_bytes_of(payload)], read)
+
+
 def _schemes() -> Reader:
     def read(data: bytes) -> None:
         scheme = parse(data.decode(errors="replace"))
@@ -364,8 +500,12 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=sys.maxsize, help="most for each Python reader")
     parser.add_argument("--as-built", action="store_true", help="over the usual library instead of a sanitized one")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--collect", action="store_true", help="add to tests/corpus.json instead")
     parser.add_argument("--only", help="the reader of this name; 'native' for those of native_fuzz.cpp")
     asked = parser.parse_args()
+    if asked.collect:
+        collect()
+        return 0
     if _FUZZED not in os.environ and shutil.which("g++") and not asked.as_built:
         with tempfile.TemporaryDirectory(prefix="laconic-fuzz-") as folder:
             if asked.only in (None, "native"):

@@ -1,4 +1,4 @@
-"""A few mutants through every reader; `make fuzz` tries more, with the sanitizers beneath."""
+"""The corpus and a few mutants through every reader; `make fuzz` tries more, with the sanitizers beneath."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def test_mutants_are_refused_or_valid(reader: fuzz.Reader) -> None:
     for valid in reader.valid:
         reader.read(valid)
     assert reader.run(seed=1, num_mutants=100, seconds=1000)["mutants"] == 100
+
+
+def test_the_corpus_is_small_and_names_every_reader() -> None:
+    assert set(fuzz.corpus()) == {reader.name for reader in fuzz.readers()} and all(fuzz.corpus().values())
+    assert fuzz.CORPUS.stat().st_size < 16_000
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
