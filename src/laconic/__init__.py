@@ -3,6 +3,8 @@
 session = laconic.attach(ddp, "topk:rho=0.01")
 """
 
+import typing as _typing
+
 from laconic import exchange, memory, optim, outer, quantize, recipes, select, trigger
 from laconic.adapters import HookSession, hook
 from laconic.api import attach, follow
@@ -16,13 +18,15 @@ from laconic.errors import (
     ServerLostError,
     StateError,
 )
-from laconic.members import Member, MemberServer, MemberStats, join
 from laconic.planning import AutoFollower, AutoSession, Plan, plan
 from laconic.recipes import parse
 from laconic.replicas import Follower, FollowerStats
 from laconic.scheme import GossipScheme, OuterScheme, Scheme, TorchHook
 from laconic.server import ServerStats, serve
 from laconic.session import Attached, PerRankState, RankZeroState, Session, Stats
+
+if _typing.TYPE_CHECKING:
+    from laconic.members import Member, MemberServer, MemberStats, join
 
 __version__ = "0.1.0"
 
@@ -70,3 +74,12 @@ __all__ = [
     "serve",
     "trigger",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What runs with members are made of is a tenth of the import, and comes when it is asked for."""
+    if name in ("Member", "MemberServer", "MemberStats", "join"):
+        from laconic import members
+
+        return getattr(members, name)
+    raise AttributeError(f"module 'laconic' has no attribute {name!r}")
