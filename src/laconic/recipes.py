@@ -311,7 +311,7 @@ def gossip_change(
     per: str = "tensor",
     peers: str = "uniform",
     mode: str = "free",
-    momentum: str = "local",
+    momentum: str = "quasi-global",
     seed: int = 0,
 ) -> GossipScheme:
     """Gossip goes of those tensors that have changed enough, the threshold moving so that `rate` models leave a step.
@@ -331,11 +331,17 @@ def gossip_every(*, quantize: Code = "none", peers: str = "uniform", mode: str =
 
 @recipe
 def gossip_period(
-    steps: float = 16, *, quantize: Code = "none", peers: str = "uniform", mode: str = "free", seed: int = 0
+    steps: float = 16,
+    *,
+    quantize: Code = "none",
+    peers: str = "uniform",
+    mode: str = "free",
+    momentum: str = "quasi-global",
+    seed: int = 0,
 ) -> GossipScheme:
-    """Gossip goes every `steps` steps: the control of equal bytes, 2/steps models a step."""
+    """Gossip goes every `steps` steps: the control of equal bytes of `gossip-change`, 2/steps models a step."""
     when = f"period(steps={steps})"
-    return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum="local", seed=seed)
+    return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum=momentum, seed=seed)
 
 
 @recipe

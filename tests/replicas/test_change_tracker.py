@@ -117,6 +117,34 @@ def test_a_target_rate_is_held_while_the_learning_rate_falls(rate: float, per: s
     assert tracker.passes < steps  # the large tensor, which is most of the model, is looked at rarely
 
 
+@pytest.mark.parametrize("per", ["model", "tensor"])
+@pytest.mark.parametrize("rate", [0.08, 0.3])
+def test_a_target_rate_is_met_in_a_short_run_that_warms_up(rate: float, per: str) -> None:
+    """A rising learning rate and a momentum that gathers make the first exchanges come early; later ones pay back."""
+    torch.manual_seed(0)
+    model = Small()
+    tracker, vector = _tracker(TargetRate(rate=rate, per=per), model)
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    sent = []
+    for step in range(150):
+        lr = min(1.0, (step + 1) / 8)
+        with torch.no_grad():
+            for p, v in zip(model.parameters(), velocity, strict=True):
+                p.add_(v.mul_(0.9).add_(torch.randn_like(p)), alpha=0.001 * lr)
+        groups = tracker.wants(step, lr, patiently=True)
+        sent.append(Subset(vector, groups).num_entries / vector.num_entries)
+        tracker.note_sent_(Subset(vector, groups).num_entries)
+        tracker.note_exchanged_(groups, vector.sample)
+    assert sum(sent) / 150 == pytest.approx(rate, rel=0.15)  # 12 models of one group: one more is 8 %
+    assert sum(sent[:30]) / 30 < 3 * rate
+
+
+def test_a_warm_up_leaves_a_target_rate_as_it_is() -> None:
+    said, _ = _said(TargetRate(rate=0.3, warmup=20), 100)
+    assert all(len(groups) == len(said[0]) for groups in said[:20])
+    assert sum(map(bool, said[20:60])) > 5
+
+
 def test_a_bar_does_not_fall_while_nothing_can_be_sent() -> None:
     model = Small()
     tracker, _ = _tracker(TargetRate(rate=0.5), model)

@@ -102,6 +102,8 @@ def test_momentum_heeds_where_remainders_are_told_unless_local_is_asked_for() ->
         "gossip:rho=0.2": "local",
         "gossip:rho=0.2,momentum=quasi-global": "quasi-global",
         "gossip-every": "local",
+        "gossip-change": "quasi-global",
+        "gossip-period:momentum=local": "local",
         "scheme:exchange=gossip(momentum=quasi-global)": "quasi-global",
     }.items():
         scheme = parse(text)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from laconic.kernels import hash_64, to_host
 from laconic.replicas.vector import ModelVector
-from laconic.trigger import GossipTrigger
+from laconic.trigger import GossipTrigger, TargetRate
 
-_FIRST_THRESHOLD = 4.0  # a moving threshold begins at this multiple of the first step's mean change
+_LEAST_AHEAD, _MOST_AHEAD = -1.0, 8.0  # models: what peers forbade or asked for beyond that is forgotten
 
 
 @dataclass
@@ -48,6 +48,7 @@ class ChangeTracker:
         self._peak_lr = 0.0
         self.lr_share = 1.0  # the learning rate over the largest so far
         self._share_sent = 0.0  # models sent since the last step
+        self._ahead = 0.0  # models sent in all beyond the rate of a moving threshold
         self._measurement: _Measurement | None = None
         # What each group was after its last exchange, or a sample of it.
         self._last = [vector.sample(k) for k in self._everything] if self._measure else []
@@ -58,10 +59,15 @@ class ChangeTracker:
 
         While exchanges are `held_up`, a moving threshold does not fall: it would be too low for long afterwards.
         """
+        peak_lr = self._peak_lr
         self._note_step(lr)
-        if self._measure is not None and self._threshold is not None:
-            threshold = self._measure.next_threshold(self._threshold, self._share_sent)
+        if isinstance(self._measure, TargetRate) and self._threshold is not None and step >= self._measure.warmup:
+            rising = (self._peak_lr / peak_lr) ** 2 if peak_lr else 1.0  # steps of a higher rate are as much longer
+            threshold = rising * self._measure.next_threshold(self._threshold, self._share_sent, self._ahead)
             self._threshold = max(self._threshold, threshold) if held_up else threshold
+            if not held_up:
+                ahead = self._ahead + self._share_sent - self._measure.rate
+                self._ahead = min(max(ahead, _LEAST_AHEAD), _MOST_AHEAD)
         self._share_sent = 0.0
         is_due = [self._trigger.exchanges(step, gap, self._phase) for gap in self._gaps]
         awake = [k for k in self._everything if is_due[k] is None and self._gaps[k] >= self._asleep_until[k]]
@@ -106,8 +112,9 @@ class ChangeTracker:
             sampled = self._last[k].numel() / n
             scores.append(self._measure.trigger_score(change / sampled, size / sampled, n, measurement.lr_ratio))
         if self._threshold is None:
+            assert isinstance(self._measure, TargetRate)  # others have theirs from the beginning
             mean = sum(score * n for score, n in zip(scores, counts, strict=True)) / sum(counts)
-            self._threshold = _FIRST_THRESHOLD * mean or None  # a first step at a learning rate of zero tells nothing
+            self._threshold = self._measure.first_threshold(mean) or None  # at a learning rate of zero nothing is known
             return set()
         over = set()
         for k, gap, score in zip(measurement.groups, measurement.gaps, scores, strict=True):
@@ -118,9 +125,12 @@ class ChangeTracker:
                 self._asleep_until[k] = gap + max(1, int(min(reach - gap, 1e6) / 2))
         return over
 
-    def gap(self, groups: Sequence[int]) -> int:
-        """The steps since the last exchange of one of these groups, the longest of them; this one is the first."""
-        return max(1, *(self._gaps[k] for k in groups))
+    def by_gap(self, groups: Sequence[int]) -> dict[int, list[int]]:
+        """These groups by the steps since the last exchange of each; this one is the first."""
+        groups_of: dict[int, list[int]] = {}
+        for k in groups:
+            groups_of.setdefault(max(1, self._gaps[k]), []).append(k)
+        return groups_of
 
     def note_sent_(self, num_entries: int) -> None:
         """Note that this worker has sent so many entries, in requests or replies."""
@@ -145,6 +155,7 @@ class ChangeTracker:
             "threshold": self._threshold,
             "peak_lr": self._peak_lr,
             "share_sent": self._share_sent,
+            "ahead": self._ahead,
             "last": [last.to("cpu", copy=True) for last in self._last],
         }
 
@@ -154,6 +165,7 @@ class ChangeTracker:
         self._threshold = saved["threshold"]
         self._peak_lr = saved["peak_lr"]
         self._share_sent = saved["share_sent"]
+        self._ahead = saved["ahead"]
         self._measurement = None
         if self.measures and saved["last"]:
             self._last = [last.to(self._vector.device) for last in saved["last"]]

@@ -112,10 +112,11 @@ class GossipPolicy(Policy):
         if armed:
             fault_point("gossip.apply")
         groups = sorted(self._pending.groups)
-        moved = self.vector.move_(self._pending.whole, groups)
+        for gap, of_gap in self.tracker.by_gap(groups).items():
+            moved = self.vector.move_(self._pending.whole, of_gap)
+            if self._momentum is not None:
+                self._momentum.follow_(moved, gap, self.tracker.lr_share)
         self._pending.groups = set()
-        if self._momentum is not None:
-            self._momentum.follow_(moved, self.tracker.gap(groups), self.tracker.lr_share)
         self.tracker.note_exchanged_(groups, self.messages.sample)
 
     def average_(self, step: int) -> None:

@@ -13,6 +13,8 @@ from laconic.trigger.schedule import ByClock, EveryStep, Trigger
 
 _PER = ("model", "tensor")
 _GAIN = 4.0  # one model sent multiplies a moving threshold by this; 16 was no better
+_FIRST_THRESHOLD = 4.0  # a moving threshold begins at this multiple of the first step's mean change, over the rate
+_PAYBACK = 0.25  # of the rate: how much of the models sent ahead of it counts as sent anew at each step
 _LEAST_LR_RATIO = 1e-3  # a schedule that ends at zero would let everything be exchanged in its last step
 
 
@@ -92,10 +94,6 @@ class Change(ChangeTrigger):
         """The trigger score above which a group is exchanged."""
         return self.threshold**2
 
-    def next_threshold(self, threshold: float, share_sent: float) -> float:
-        """The same threshold: it does not follow what is sent."""
-        return threshold
-
     def messages_per_step(self, per_exchange: float, per_model: float) -> float:
         return math.nan
 
@@ -105,7 +103,9 @@ class TargetRate(ChangeTrigger):
     """change_k / n_k^1.5 > t * lr_ratio^2, the threshold t moving so that `rate` models leave a worker per step (ours).
 
     An exchange of a group takes about change_k of disagreement away and costs n_k entries, so those groups go in which
-    an entry sent does most; small tensors weigh more than their entries, hence 1.5. t *= 4^(sent - rate).
+    an entry sent does most; small tensors weigh more than their entries, hence 1.5. t *= 4^(sent - rate + rate*ahead/4)
+    where ahead is the sum of sent - rate so far, so that what a start or a burst has overspent is saved again; t rises
+    with the square of a learning rate that warms up.
     """
 
     score_threshold = None  # found by the first measurement
@@ -122,9 +122,17 @@ class TargetRate(ChangeTrigger):
         """change_k / (n_k^1.5 * lr_ratio^2)."""
         return change / (num_entries * math.sqrt(num_entries)) / _floor(lr_ratio)
 
-    def next_threshold(self, threshold: float, share_sent: float) -> float:
-        """The threshold after a step in which this worker sent `share_sent` models, in requests or replies."""
-        return threshold * math.pow(_GAIN, share_sent - self.rate)
+    def first_threshold(self, mean_score: float) -> float:
+        """The threshold to begin with, where the first step's scores had this mean."""
+        return _FIRST_THRESHOLD * mean_score / min(1.0, self.rate)
+
+    def next_threshold(self, threshold: float, share_sent: float, ahead: float) -> float:
+        """The threshold after a step in which this worker sent `share_sent` models, in requests or replies.
+
+        `ahead` is how many more models than `rate` a step it has sent in all.
+        """
+        moved = threshold * math.pow(_GAIN, share_sent - self.rate + _PAYBACK * self.rate * ahead)
+        return min(max(moved, 1e-60), 1e60)  # so that it comes back from where a rate could not be met
 
     def messages_per_step(self, per_exchange: float, per_model: float) -> float:
         return self.rate * per_model
