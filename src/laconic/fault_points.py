@@ -22,6 +22,8 @@ FAULT_POINTS = {
     "gossip.sent": "after the request, before its reply (peer)",
     "gossip.apply": "before a follower's model moves by what exchanges brought",
     "server.round": "before a server receives a round",
+    "members.send": "before a member, or the server of members, sends a message (message)",
+    "members.receive": "before it acts on one (message)",
     "connection.send": "before bytes leave; a handler returns those that are still to be sent (bytes, connection)",
 }
 armed: dict[str, list[Handler]] = {}  # the handlers of each place that has some

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FrameError
+from laconic.fault_points import fault_point
 from laconic.transport import Connection, Kind, Message, payload_of
 
 _GOODBYE_S = 5.0
@@ -251,6 +252,7 @@ class Line:
 
     def send(self, word: Word) -> None:
         """Let a message leave after those before it; the line ends where its other end takes too little."""
+        fault_point("members.send", word)
         with self._counting:
             self._unsent += _size(word)
         if self._unsent > self.most_unsent:
@@ -263,7 +265,9 @@ class Line:
             while True:
                 message = self._connection.receive({Kind.MEMBER: self.longest})
                 self.bytes_in += message.num_bytes
-                self._on_word(read(message))
+                word = read(message)
+                fault_point("members.receive", word)
+                self._on_word(word)
         except OSError as error:
             why = str(error.strerror or error)
         except FrameError as error:
