@@ -107,8 +107,7 @@ class Trainee:
     def go(self, *, leaves: bool) -> None:
         """Leave, or die."""
         if leaves:
-            self.send(self.replica.requests())
-            self.send(self.replica.bequests())
+            self.send(self.replica.leave())
         del self.run.trainees[self.connection]
         self.run.deliver(self.run.syncer.on_lost(self.connection, self.run.now))
 

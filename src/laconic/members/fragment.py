@@ -67,6 +67,7 @@ class FragmentState:
     def count(self, process: str, drift: Drift, present: Collection[str]) -> None:
         """Note that the round has this process's drift."""
         self._note(self.counted, process, drift.number, present)
+        self.departed.pop(process, None)  # a process that handed over this fragment, and was back for the others
 
     def inherit_(self, process: str, values: Tensor, tokens: int, present: Collection[str]) -> None:
         """Take what a process that leaves has not sent, to be added to the next mean."""
@@ -84,7 +85,7 @@ class FragmentState:
     def last_counted(self, process: str, request: Request) -> int:
         """The number of the last drift of a process; FORGOTTEN where its state may hold what was counted since."""
         is_forgotten = process not in self.counted and 0 <= request.version <= self.forgotten
-        return FORGOTTEN if is_forgotten else self.counted.get(process, (-1, -1))[1]
+        return FORGOTTEN if is_forgotten or process in self.departed else self.counted.get(process, (-1, -1))[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and a number, by name."""

@@ -224,7 +224,7 @@ class MemberServer:
             self._lines[number].send(Refusal(str(error)))
             self._lines[number].finish()
             return
-        if isinstance(word, Join):
+        if isinstance(word, Join) and number in self.syncer.ids:
             sizes = [4 * layout.num_entries for layout in self.syncer.layouts.values()]
             self._lines[number].longest = max(sizes) + _JOIN_BYTES
             self._lines[number].most_unsent = 2 * sum(sizes) + _JOIN_BYTES  # the model, and updates meanwhile

@@ -20,7 +20,7 @@ from torch import nn
 
 from laconic.errors import LaunchError, PeerError, StateError
 from laconic.members.host import address_of
-from laconic.members.messages import PROTOCOL, Join, Leave, Line, Offer, Refusal, Report, Status, Update, Word
+from laconic.members.messages import PROTOCOL, Join, Line, Offer, Refusal, Report, Status, Update, Word
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
@@ -84,12 +84,22 @@ class Member:
         self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
         self._join: Join | None = None
         self._dial()
-        offer = self._next(timeout_s, "its offer")
+        try:
+            self._begin(model, state)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, model: nn.Module, state: Mapping[str, Any] | None) -> None:
+        """Learn what runs, and join it; a connection that ends meanwhile is made again."""
+        offer = self._next(self._timeout_s, "its offer")
         if not isinstance(offer, Offer) or offer.protocol != PROTOCOL:
-            raise LaunchError(f"the server at {address} runs another release of laconic; install the same everywhere")
+            raise LaunchError(
+                f"the server at {self._address} runs another release of laconic; install the same everywhere"
+            )
         self._offer = offer
         scheme = check_elastic(parse(offer.scheme))
-        self.replica = Replica(model, scheme, secrets.randbits(31), crc32(id.encode()))
+        self.replica = Replica(model, scheme, secrets.randbits(31), crc32(self.id.encode()))
         if state is not None:
             self.replica.load_state_dict(state)
         self._take_part()
@@ -138,18 +148,13 @@ class Member:
             PeerError: The server could not be reached in time; the text states what is lost with this member.
         """
         self._check_open()
-        replica = self.replica
         try:
-            for word in replica.requests():
+            for word in self.replica.leave():
                 self._line.send(word)
-            while any(piece.is_asking for piece in replica.pieces.values()):
-                self._handle(self._next(timeout_s, "what became of the last drifts"))
-            for word in (*replica.bequests(), Leave()):
-                self._line.send(word)
-            while not isinstance(self._next(timeout_s, "that all has come"), Leave):
-                pass
+            while not self.replica.has_left:
+                self._handle(self._next(timeout_s, "that all has come"))
         except LaunchError as error:
-            lost = replica.stats()["residual_norm"]
+            lost = self.replica.stats()["residual_norm"]
             raise PeerError(f"{error}; a residual of norm {lost:.3g} is lost with this member") from None
         finally:
             self.close()
@@ -226,7 +231,7 @@ class Member:
             self._inbox.put(word)
 
     def _on_end(self, why: str) -> None:
-        if self._is_open and self._join is not None:
+        if self._is_open:
             _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
             threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
 

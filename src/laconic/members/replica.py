@@ -15,7 +15,7 @@ from laconic import kernels
 from laconic.errors import FrameError, PeerError, SchemeError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
-from laconic.members.messages import Anchor, Bequest, Call, Drift, Request, Status, Update, Word
+from laconic.members.messages import Anchor, Bequest, Call, Drift, Leave, Request, Status, Update, Word
 from laconic.replicas import ModelVector, Part, divided
 from laconic.scheme import OuterScheme
 
@@ -62,10 +62,10 @@ class Piece:
         """The model as it is, in float32."""
         return self._vector.read(self.part, out=torch.empty_like(self.anchor))
 
-    def request(self) -> Request:
-        """The question what is new, and what became of the last drift."""
+    def request(self, *, withdraws: bool = False) -> Request:
+        """The question what is new, and what became of the last drift, which may be taken back."""
         self.is_asking = True
-        return Request(self.number, self.version, -1 if self.sent is None else self.sent.number)
+        return Request(self.number, self.version, -1 if self.sent is None or withdraws else self.sent.number)
 
     def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float]) -> Drift | None:
         """What is to be sent; None where the model is not finite, and goes back to the anchor."""
@@ -104,6 +104,7 @@ class Piece:
         self.residual.zero_()
         self.sent = None
         self.tokens = self.steps = 0
+        self.last_tokens = 1
 
     def owed(self) -> Tensor:
         """The drift and the residual that were not sent."""
@@ -111,9 +112,8 @@ class Piece:
         return (since - self.read()).add_(self.residual)
 
     def bequest(self) -> Bequest:
-        """All that is not in the server's hands."""
-        tokens = self.tokens - (self.sent.tokens if self.sent else 0)
-        return Bequest(self.number, max(tokens, self.last_tokens), self.owed().cpu().view(torch.uint8))
+        """All that was not counted."""
+        return Bequest(self.number, max(self.tokens, self.last_tokens), self.owed().cpu().view(torch.uint8))
 
     def state_dict(self) -> dict[str, Any]:
         """All but the model itself, as copies on the CPU."""
@@ -149,6 +149,8 @@ class Replica:
         self.num_counted = 0
         self.num_late = 0  # drifts that came after their round was closed, and went again
         self.generation = generation
+        self.has_left = False  # the server has all that this member owed
+        self._is_leaving = self._is_handed_over = False
         self._seed = seed
         self._called: set[tuple[int, int]] = set()
         fade = scheme.exchanged.memory.fade
@@ -172,9 +174,17 @@ class Replica:
     def on_word(self, word: Word) -> list[Word]:
         """Do what a message of the server says."""
         if isinstance(word, Status):
+            self._is_handed_over = False  # it is back, and asks what has come
             return self._on_status(word)
-        if isinstance(word, Anchor):
+        if isinstance(word, Leave):
+            if not self._is_leaving:
+                raise PeerError("this member has left, and handed over what its state holds; join without that state")
+            self.has_left = True
+        elif self._is_handed_over:
+            pass
+        elif isinstance(word, Anchor):
             self._on_anchor(self._piece(word.fragment), word)
+            return self._bequests() if self._is_leaving else []
         elif isinstance(word, Update):
             return self._on_update(self._piece(word.fragment), word)
         elif isinstance(word, Call):
@@ -200,7 +210,15 @@ class Replica:
 
     def requests(self) -> list[Word]:
         """Ask for what is new of every fragment, and what became of its last drift."""
-        return [piece.request() for piece in self.pieces.values()]
+        return [piece.request(withdraws=self._is_leaving) for piece in self.pieces.values()]
+
+    def leave(self) -> list[Word]:
+        """Begin to hand over what this member owes; `has_left` says when the server has it, whatever fails meanwhile.
+
+        Drifts that no round has counted are taken back: a server that dies keeps what it inherited, and no open round.
+        """
+        self._is_leaving = True
+        return self.requests()
 
     def _on_anchor(self, piece: Piece, word: Anchor) -> None:
         anchor = piece.anchor
@@ -214,8 +232,8 @@ class Replica:
         elif not is_known:  # this process was restored from a state that holds what was counted meanwhile
             lost = float(piece.owed().norm())
             _LOG.warning(
-                "fragment %d continues from the anchor: drifts were counted after this state was saved; a drift and "
-                "residual of norm %.3g, part of which was counted, are dropped",
+                "fragment %d continues from the anchor: drifts were counted or handed over after this state was saved; "
+                "a drift and residual of norm %.3g, part of which came, are dropped",
                 piece.number,
                 lost,
             )
@@ -282,9 +300,12 @@ class Replica:
         """In lockstep: the fragments whose result is due and has not been applied."""
         return [piece for piece in self.pieces.values() if piece.sent and piece.sent.due <= self.num_steps]
 
-    def bequests(self) -> list[Word]:
-        """What a member that leaves hands over, once it was told what became of its drifts."""
-        return [piece.bequest() for piece in self.pieces.values() if piece.version >= 0]
+    def _bequests(self) -> list[Word]:
+        """What a member that leaves hands over, once it was told what became of all of its drifts."""
+        if any(piece.is_asking for piece in self.pieces.values()):
+            return []
+        self._is_handed_over = True
+        return [*(piece.bequest() for piece in self.pieces.values()), Leave()]
 
     def state_dict(self) -> dict[str, Any]:
         """What a process needs that is to continue as this one, beside the model."""

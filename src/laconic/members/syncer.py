@@ -128,12 +128,12 @@ class Syncer:
 
     def on_join(self, connection: int, join: Join, now: float, address: str = "") -> list[Outgoing]:
         """Let a member in, or back, and tell it where the run stands; FrameError where it cannot take part."""
+        if self._has_left(process_of(join.id, join.generation)):
+            return [Outgoing(connection, Leave())]
         layouts = _layouts_of(join)
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
-        if any(process_of(join.id, join.generation) in fragment.departed for fragment in self.fragments.values()):
-            raise FrameError("it has left, and handed over what its state holds; join without that state")
         member = self.members.get(join.id) or MemberRecord(join.id, join.generation)
         lost_norm = 0.0
         if member.generation != join.generation:  # another process, which has not the residual of the one before
@@ -144,6 +144,7 @@ class Syncer:
         self.members[join.id] = member
         member.connection, member.address, member.seen_at, member.num_missed = connection, address, now, 0
         member.subscribed = set()
+        self.ids[connection] = join.id
         self.layouts = layouts
         if not self._is_founded and self._founder in ("", join.id):
             self._inner_momentum = min(join.inner_momentum, _MOST_MOMENTUM)
@@ -199,6 +200,11 @@ class Syncer:
     def _is_founded(self) -> bool:
         return bool(self.layouts) and self.fragments.keys() == self.layouts.keys()
 
+    def _has_left(self, process: str) -> bool:
+        """Whether a process has handed over all that it owed."""
+        departed = [process in fragment.departed for fragment in self.fragments.values()]
+        return bool(departed) and all(departed)
+
     def _begin_founding(self, id: str) -> None:
         """Await the first anchors from this member, all of them."""
         self._founder = id
@@ -224,9 +230,7 @@ class Syncer:
         """Do what a message of a member says; FrameError where that is not a member's to send."""
         id = self.ids.get(connection)
         if isinstance(word, Join) and id in (None, word.id):
-            answers = self.on_join(connection, word, now, address)
-            self.ids[connection] = word.id
-            return answers
+            return self.on_join(connection, word, now, address)
         if id is None:
             raise FrameError("sent something before it joined")
         if isinstance(word, Drift):
