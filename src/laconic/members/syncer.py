@@ -369,7 +369,9 @@ class Syncer:
         present = self._present()
         for process, drift in drifts.items():
             fragment.count(process, drift, present)
-        payload = fragment.step_(mean, number, max(1, len(drifts)))
+        steps = sum(drift.tokens * drift.steps for drift in drifts.values()) // max(1, sum(tokens))
+        length = max(1, steps // self.scheme.when.every)
+        payload = fragment.step_(mean, number, max(1, len(drifts)), length)
         fragment.tokens += sum(tokens)
         self.rounds += 1
         weights = dict(zip(drifts, tokens, strict=False))  # behind them may be the one of what was bequeathed
