@@ -10,7 +10,7 @@ import torch
 
 from laconic.errors import PeerError
 from laconic.members.fragment import MOST_GONE
-from tests.members.virtual import Snapshot, VirtualMember, VirtualRun
+from tests.members.virtual import Snapshot, VirtualMember, VirtualRun, small_model
 
 SCHEMES = (
     "streaming:every=4,fragments=2,delay=1",  # momentum by agreement
@@ -152,6 +152,42 @@ def test_what_is_kept_of_members_that_are_gone_is_bounded(num_joins: int) -> Non
 def test_the_books_hold_under_every_rule(scheme: str, combine: str) -> None:
     """What is counted is counted once; that of it which a rule clips is stated (test_combine.py)."""
     assert _check(scheme, range(3, 4), combine) > 5
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[3]])
+def test_the_books_hold_where_two_servers_share_the_fragments(scheme: str) -> None:
+    """Every member is one model in both runs; servers die and connections end apart from each other."""
+    rng = random.Random(0)
+    runs = [VirtualRun(scheme, share=(index, 2), quorum=1, wait_budget_s=3.0) for index in range(2)]
+    for number in range(3):
+        model = small_model(number)
+        for run in runs:
+            run.members.append(VirtualMember(run, f"m{number}", number, model))
+            run.members[-1].connect()
+    for _ in range(600):
+        run = rng.choice(runs)
+        run.now += rng.random()
+        member = rng.choice(run.members)
+        event = rng.random()
+        if member.connection is None:
+            member.connect()
+        elif event < 0.02:
+            member.cut()
+        elif event < 0.03:
+            run.restart_server()
+        elif event < 0.3:
+            member.train(rng)
+        else:
+            for _ in range(4):
+                rng.choice([member.pass_up, member.pass_down])()
+        for other in runs:
+            other.check_books(other.members[run.members.index(member)])
+    numbers = [set(run.syncer.fragments) for run in runs]
+    assert not numbers[0] & numbers[1]
+    assert min(run.syncer.rounds for run in runs) > 2
+    for run in runs:
+        for number, piece in ((n, p) for member in run.members for n, p in member.replica.pieces.items()):
+            assert piece.version < 0 or torch.equal(piece.anchor, run.anchors[number, piece.version])
 
 
 @pytest.mark.slow

@@ -97,9 +97,9 @@ def test_a_later_member_gets_the_model_and_the_clock() -> None:
         first.train_until(6)
         second = Trainee(server.address, "second", seed=9)
         assert second.member.progress[0] == server.stats()["tokens"] > 0
-        for piece in second.member.replica.pieces.values():
+        for piece in second.member.memberships[0].replica.pieces.values():
             assert torch.equal(piece.read(), piece.anchor)
-        versions = {n: piece.version for n, piece in second.member.replica.pieces.items()}
+        versions = {n: piece.version for n, piece in second.member.memberships[0].replica.pieces.items()}
         assert sum(versions.values()) >= 5
         first.member.leave()
         second.member.leave()
@@ -282,9 +282,38 @@ def test_lockstep_repeats_bit_for_bit() -> None:
                 thread.join(60)
             for trainee in trainees:
                 trainee.member.close()
-            return [piece.anchor for piece in trainees[0].member.replica.pieces.values()]
+            return [piece.anchor for piece in trainees[0].member.memberships[0].replica.pieces.values()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_several_servers_share_the_fragments() -> None:
+    with (
+        laconic.MemberServer(SCHEME, "127.0.0.1:0") as first,
+        laconic.MemberServer(SCHEME, "127.0.0.1:0") as second,
+        laconic.MemberServer("streaming:every=8,fragments=2", "127.0.0.1:0") as other,
+    ):
+        both = f"{first.address},{second.address}"
+        trainees = [Trainee(both, f"m{i}", seed=i) for i in range(2)]
+        for name, parameter in trainees[0].model.state_dict().items():
+            assert torch.equal(parameter, trainees[1].model.state_dict()[name]), "one model founded both runs"
+        trainees[0].train_until(8)
+        trainees[1].train_until(16)
+        shares = [server.stats()["versions"] for server in (first, second)]
+        assert [list(versions) for versions in shares] == [[0], [1]]
+        assert all(versions[number] > 2 for number, versions in enumerate(shares))
+        state = trainees[0].member.state_dict()
+        with pytest.raises(laconic.StateError, match="with 2 servers"):
+            laconic.join(first.address, _model(), torch.optim.SGD(_model().parameters(), lr=0.1), state=state)
+        with pytest.raises(laconic.PeerError, match="model is another one"):
+            Trainee(f"{second.address},{first.address}", "swapped")
+        with pytest.raises(laconic.PeerError, match="serve one scheme"):
+            Trainee(f"{first.address},{other.address}", "mixed")
+        with pytest.raises(laconic.SchemeError, match="3 servers cannot share 2 fragments"):
+            Trainee(f"{both},{first.address}", "too many")
+        for trainee in trainees:
+            trainee.member.leave()
+        assert first.stats()["num_members"] == second.stats()["num_members"] == 0
 
 
 def _crash(trainee: Trainee) -> dict[str, Any]:

@@ -38,12 +38,12 @@ class Snapshot:
 class VirtualMember:
     """A member whose connection is two queues; a generation is a process."""
 
-    def __init__(self, run: VirtualRun, id: str, generation: int) -> None:
+    def __init__(self, run: VirtualRun, id: str, generation: int, model: nn.Module | None = None) -> None:
         self.run = run
         self.id = id
         self.generation = generation
-        self.model = small_model(seed=hash((id, generation)) % 1000)
-        self.replica = Replica(self.model, run.syncer.scheme, generation)
+        self.model = model or small_model(seed=hash((id, generation)) % 1000)
+        self.replica = Replica(self.model, run.syncer.scheme, generation, share=run.share)
         self.deposited: dict[int, torch.Tensor] = {
             n: torch.zeros(piece.part.num_entries, dtype=torch.float64) for n, piece in self.replica.pieces.items()
         }
@@ -137,7 +137,6 @@ class VirtualMember:
             values = self.replica.pieces[word.fragment].codec.decode(word.payload, torch.device("cpu"))
             self.run.in_hand[self.process, word.fragment, word.number] = values.double()
         elif isinstance(word, Bequest):
-            self.run.left.add(self.process)
             self.bequeathed[word.fragment] += word.payload.view(torch.float32).double()
         self.run.deliver(self.run.syncer.on_word(self.connection, word, self.run.now))
 
@@ -153,7 +152,8 @@ class VirtualMember:
 class VirtualRun:
     """A server and its members; every drift that was counted is noted."""
 
-    def __init__(self, scheme: str, **options: Any) -> None:
+    def __init__(self, scheme: str, share: tuple[int, int] = (0, 1), **options: Any) -> None:
+        self.share = share  # of the fragments
         self.now = 0.0
         self.num_connections = 0
         self.by_connection: dict[int, VirtualMember] = {}

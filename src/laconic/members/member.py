@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import platform
 import queue
 import secrets
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-from zlib import crc32
 
-import torch
 from torch import nn
 
 from laconic.errors import LaunchError, PeerError, StateError
-from laconic.members.host import address_of
-from laconic.members.messages import PROTOCOL, Join, Line, Offer, Refusal, Report, Status, Update, Word
-from laconic.members.replica import Replica, check_elastic
-from laconic.members.syncer import fingerprint_of, stated_layouts
-from laconic.recipes import parse
+from laconic.members.membership import Membership, connected
+from laconic.members.messages import Line, Report, Word
 from laconic.replicas import Optimizers, drop_nonfinite_moments_, inner_momentum
-from laconic.transport import Address, Connection, connect, longest_message
 
-_LOG = logging.getLogger("laconic.members")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between two attempts to reach a server that is gone
-_CONNECT_S = 10.0
 _REPORT_BYTES = 1 << 24
-_REMIND_S = 30.0  # between two lines about a server that is waited for
 
 
 @dataclass(frozen=True)
@@ -59,11 +46,9 @@ class Member:
     A server that cannot be reached stops nobody: training goes on, and what was learned meanwhile goes when it is back.
     """
 
-    _line: Line
-
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         model: nn.Module,
         optimizer: Optimizers,
         id: str,
@@ -71,57 +56,44 @@ class Member:
         state: Mapping[str, Any] | None,
     ) -> None:
         self.id = id
-        self.error: BaseException | None = None
-        self._address = address
+        self.memberships: list[Membership] = []  # one for each server
+        self._address = ",".join(addresses)
         self._optimizer = optimizer
-        self._timeout_s = timeout_s
-        self._longest = max(1 << 20, longest_message(list(model.parameters())))
-        self._inbox: queue.SimpleQueue[Word] = queue.SimpleQueue()
-        self._early: list[Word] = []  # in lockstep: results that came before they are due
         self._is_open = True
-        self._waited_s = 0.0
-        self._num_connections = 0
-        self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
-        self._join: Join | None = None
-        self._dial()
+        generation = secrets.randbits(31)
         try:
-            self._begin(model, state)
+            for index, address in enumerate(addresses):
+                share = (index, len(addresses))
+                self.memberships.append(Membership(address, model, id, generation, timeout_s, share))
+            self._check_schemes()
+            if state is None:
+                self._begin(self.memberships)
+            else:
+                self.load_state_dict(state)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, model: nn.Module, state: Mapping[str, Any] | None) -> None:
-        """Learn what runs, and join it; a connection that ends meanwhile is made again."""
-        offer = self._next(self._timeout_s, "its offer")
-        if not isinstance(offer, Offer) or offer.protocol != PROTOCOL:
-            raise LaunchError(
-                f"the server at {self._address} runs another release of laconic; install the same everywhere"
-            )
-        self._offer = offer
-        scheme = check_elastic(parse(offer.scheme))
-        self.replica = Replica(model, scheme, secrets.randbits(31), crc32(self.id.encode()))
-        if state is not None:
-            self.replica.load_state_dict(state)
-        self._take_part()
-
-    def _take_part(self) -> None:
-        """Join, or come back, and wait for the anchors."""
-        layouts = self.replica.layouts
-        beta = inner_momentum(self._optimizer)
-        self._join = Join(self.id, self.replica.generation, fingerprint_of(layouts), beta, stated_layouts(layouts))
-        self._line.send(self._join)
-        while not self.replica.is_ready or any(piece.is_asking for piece in self.replica.pieces.values()):
-            self._handle(self._next(self._timeout_s, "its anchors"))
+    def _begin(self, memberships: Sequence[Membership]) -> None:
+        """Join the servers in their order; who founds the run at the first one has done so at all others before."""
+        if memberships:
+            founds = memberships[0].begin(inner_momentum(self._optimizer))
+            if founds:
+                self._begin(memberships[1:])
+            memberships[0].await_anchors()
+            if not founds:
+                self._begin(memberships[1:])
 
     @property
     def progress(self) -> tuple[int, int]:
         """(tokens, rounds) of the whole run: what a learning-rate schedule should go by, so that no joiner lags."""
-        return self.replica.progress.tokens, self.replica.progress.rounds
+        clocks = [membership.replica.progress for membership in self.memberships]
+        return clocks[0].tokens, sum(clock.rounds for clock in clocks)
 
     @property
     def num_members(self) -> int:
-        """How many there were when the server last told."""
-        return self.replica.progress.num_members
+        """How many there were when the first server last told."""
+        return self.memberships[0].replica.progress.num_members
 
     def step(self, tokens: int = 1, **report: float) -> None:
         """Apply what has come, and send what is due; nothing is waited for, but in lockstep.
@@ -134,12 +106,14 @@ class Member:
             PeerError: The server has refused this member, or begun another run.
         """
         self._check_open()
-        self._handle_all()
-        for word in self.replica.after_step(tokens, {name: float(value) for name, value in report.items()}):
-            self._line.send(word)
+        numbers = {name: float(value) for name, value in report.items()}
+        for membership in self.memberships:
+            membership.handle_all()
+            membership.send(membership.replica.after_step(tokens, numbers))
         self._heal_optimizer()
-        if self.replica.progress.is_lockstep:
-            self._await_due()
+        for membership in self.memberships:
+            if membership.replica.progress.is_lockstep:
+                membership.await_due()
 
     def leave(self, timeout_s: float = 60.0) -> None:
         """Hand what this member owes to the server, which adds it to the next mean, and end; nothing is lost.
@@ -149,13 +123,8 @@ class Member:
         """
         self._check_open()
         try:
-            for word in self.replica.leave():
-                self._line.send(word)
-            while not self.replica.has_left:
-                self._handle(self._next(timeout_s, "that all has come"))
-        except LaunchError as error:
-            lost = self.replica.stats()["residual_norm"]
-            raise PeerError(f"{error}; a residual of norm {lost:.3g} is lost with this member") from None
+            for membership in self.memberships:
+                membership.leave(timeout_s)
         finally:
             self.close()
 
@@ -167,7 +136,7 @@ class Member:
             >>> model.load_state_dict(state["model"])
             >>> member = laconic.join(address, model, optimizer, state=state["member"])
         """
-        return {"id": self.id, **self.replica.state_dict()}
+        return {"id": self.id, "replicas": [membership.replica.state_dict() for membership in self.memberships]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the process that saved this, on a model that was loaded to what it was then.
@@ -175,34 +144,41 @@ class Member:
         `join(..., state=...)` does so without fetching the anchors twice.
 
         Raises:
-            StateError: It is of another member, scheme or model.
+            StateError: It is of another member, scheme or model, or of a run with another number of servers.
         """
         self._check_open()
         _check_id(state, self.id)
-        self.replica.load_state_dict(state)
-        self._take_part()
+        replicas = state.get("replicas", [{}])
+        if len(replicas) != len(self.memberships):
+            raise StateError(f"the state is of a run with {len(replicas)} servers; give all of them, in the same order")
+        for membership, saved in zip(self.memberships, replicas, strict=True):
+            membership.replica.load_state_dict(saved)
+        self._begin(self.memberships)
 
     def close(self) -> None:
         """End without handing anything over."""
         self._is_open = False
-        self._line.close()
+        for membership in self.memberships:
+            membership.close()
 
     def stats(self) -> MemberStats:
         """What this member sent and received, and where the run stands."""
-        counted = self.replica.stats()
-        del counted["versions"]
-        progress = self.replica.progress
+        counts = [membership.replica.stats() for membership in self.memberships]
+        tokens, rounds = self.progress
         return MemberStats(
             id=self.id,
-            scheme=self._offer.scheme,
-            waited_s=self._waited_s,
-            reconnects=self._num_connections - 1,
-            bytes_out=self._ended_bytes_out + self._line.bytes_out,
-            bytes_in=self._ended_bytes_in + self._line.bytes_in,
-            run_tokens=progress.tokens,
-            run_rounds=progress.rounds,
-            num_members=progress.num_members,
-            **counted,
+            scheme=str(self.memberships[0].replica.scheme),
+            steps=counts[0]["steps"],
+            rounds=sum(count["rounds"] for count in counts),
+            late_rounds=sum(count["late_rounds"] for count in counts),
+            residual_norm=math.hypot(*(count["residual_norm"] for count in counts)),
+            waited_s=sum(membership.waited_s for membership in self.memberships),
+            reconnects=sum(membership.num_connections - 1 for membership in self.memberships),
+            bytes_out=sum(membership.bytes_out for membership in self.memberships),
+            bytes_in=sum(membership.bytes_in for membership in self.memberships),
+            run_tokens=tokens,
+            run_rounds=rounds,
+            num_members=self.num_members,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -210,115 +186,28 @@ class Member:
         return {name: float(value) for name, value in asdict(self.stats()).items() if not isinstance(value, str)}
 
     def __repr__(self) -> str:
-        return f"Member({self.id!r} at {self._address}, {self._offer.scheme}, {self.replica.num_steps} steps)"
+        stats = self.stats()
+        return f"Member({self.id!r} at {self._address}, {stats.scheme}, {stats.steps} steps)"
 
-    # The connection
-
-    def _dial(self) -> None:
-        connection = _connected(self._address, min(_CONNECT_S, self._timeout_s))
-        self._num_connections += 1
-        if self._num_connections > 1:
-            self._ended_bytes_out += self._line.bytes_out
-            self._ended_bytes_in += self._line.bytes_in
-        self._line = Line(connection, self._on_word, self._on_end, self._longest)
-        self._line.start()  # its first word may come before this returns
-
-    def _on_word(self, word: Word) -> None:
-        """In the line's thread: who comes back says so at once; all else waits for the training thread."""
-        if isinstance(word, Offer) and self._join is not None:
-            self._line.send(self._join)
-        else:
-            self._inbox.put(word)
-
-    def _on_end(self, why: str) -> None:
-        if self._is_open:
-            _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
-            threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
-
-    def _dial_again(self) -> None:
-        """Try until the server is back, less often with time."""
-        pause_s = _FIRST_PAUSE_S
-        begun = reminded = time.monotonic()
-        self._line.close()
-        while self._is_open and self.error is None:
-            try:
-                self._dial()
-                return
-            except LaunchError:
-                time.sleep(pause_s * (0.5 + torch.rand(()).item()))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            if time.monotonic() > reminded + _REMIND_S:
-                reminded = time.monotonic()
-                _LOG.warning("%s has been gone for %.0f s; it is tried again", self._address, reminded - begun)
-
-    def _next(self, timeout_s: float, what: str) -> Word:
-        try:
-            word = self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            raise LaunchError(f"the server at {self._address} has not sent {what} for {timeout_s:g} s") from None
-        if isinstance(word, Refusal):
-            self._refuse(word)
-        return word
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self.error = PeerError(f"the server at {self._address} has refused this member: {refusal.why}")
-        self.close()
-        raise self.error
+    def _check_schemes(self) -> None:
+        schemes = {str(membership.replica.scheme) for membership in self.memberships}
+        if len(schemes) > 1:
+            raise PeerError(f"the servers at {self._address} run {' and '.join(sorted(schemes))}; serve one scheme")
 
     def _check_open(self) -> None:
-        if self.error is not None:
-            raise self.error
+        for membership in self.memberships:
+            if membership.error is not None:
+                self.close()
+                raise membership.error
         if not self._is_open:
             raise StateError("this member has left; join anew")
 
-    # What has come
-
-    def _handle(self, word: Word) -> None:
-        if isinstance(word, Refusal):
-            self._refuse(word)
-        if isinstance(word, Status) and word.lost_norm:
-            _LOG.warning(
-                "a residual of norm %.3g is lost with the process that was %r before; join with its state to keep it",
-                word.lost_norm,
-                self.id,
-            )
-        for reply in self.replica.on_word(word):
-            self._line.send(reply)
-
-    def _handle_all(self) -> None:
-        """Everything that has come; in lockstep, results that are not due stay."""
-        words, self._early = self._early, []
-        while not self._inbox.empty():
-            words.append(self._inbox.get())
-        for word in words:
-            if self._is_early(word):
-                self._early.append(word)
-            else:
-                self._handle(word)
-
-    def _is_early(self, word: Word) -> bool:
-        if not (
-            isinstance(word, Update) and self.replica.progress.is_lockstep and word.fragment in self.replica.pieces
-        ):
-            return False
-        sent = self.replica.pieces[word.fragment].sent
-        return sent is not None and sent.due > self.replica.num_steps
-
-    def _await_due(self) -> None:
-        begun = time.monotonic()
-        self._handle_all()
-        while self.replica.awaited():
-            word = self._next(self._timeout_s, "the result of a round; see what the other members do")
-            if self._is_early(word):
-                self._early.append(word)
-            else:
-                self._handle(word)
-        self._waited_s += time.monotonic() - begun
-
     def _heal_optimizer(self) -> None:
         """Drop the moments of a model that had to go back to its anchor, where they are not finite."""
-        if self.replica.num_healed:
-            self.replica.num_healed = 0
+        replicas = [membership.replica for membership in self.memberships]
+        if any(replica.num_healed for replica in replicas):
+            for replica in replicas:
+                replica.num_healed = 0
             drop_nonfinite_moments_(self._optimizer)
 
 
@@ -337,7 +226,8 @@ def join(
     by where the run stands. Only this process dials: nothing has to be open here.
 
     Args:
-        address: The server's "host:port".
+        address: The server's "host:port", or those of several with commas between: each keeps its share of the model's
+            fragments. All members give the same ones in the same order.
         model: The bare model, the same on all members.
         optimizer: The one that trains it, or several; call member.step() after each of its steps.
         id: A name that no other member has, by which this one is known when it comes back; drawn unless given.
@@ -364,7 +254,8 @@ def join(
     if state is not None:
         id = _check_id(state, id)
     made_id = id or f"{platform.node()}-{secrets.token_hex(3)}"
-    return Member(address, model, optimizer, made_id, timeout_s, state)
+    addresses = [part.strip() for part in address.split(",")]
+    return Member(addresses, model, optimizer, made_id, timeout_s, state)
 
 
 def _check_id(state: Mapping[str, Any], id: str) -> str:
@@ -382,7 +273,7 @@ def run_stats(address: str, timeout_s: float = 10.0) -> dict[str, Any]:
         LaunchError: It cannot be reached, does not know the same secret, or does not answer.
     """
     words: queue.SimpleQueue[Word] = queue.SimpleQueue()
-    line = Line(_connected(address, timeout_s), words.put, lambda why: None, _REPORT_BYTES)
+    line = Line(connected(address, timeout_s), words.put, lambda why: None, _REPORT_BYTES)
     line.start()
     line.send(Report())
     try:
@@ -394,10 +285,3 @@ def run_stats(address: str, timeout_s: float = 10.0) -> dict[str, Any]:
         line.close()
     stats: dict[str, Any] = json.loads(word.text)
     return stats
-
-
-def _connected(address: str, timeout_s: float) -> Connection:
-    """A connection to a server, after the handshake."""
-    where = Address.by_hand(*address_of(address))
-    cure = "see that `laconic serve` runs there"
-    return connect(where, 0, "the server", timeout_s, caller="this process", cure=cure)

@@ -138,9 +138,15 @@ class Replica:
         scheme: The server's.
         generation: Drawn by each process.
         seed: Names this member's draws: two members must not round alike.
+        share: (i, n): every n-th fragment from i on alone, which one of n servers keeps.
+
+    Raises:
+        SchemeError: There is no such fragment.
     """
 
-    def __init__(self, model: nn.Module, scheme: OuterScheme, generation: int, seed: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: OuterScheme, generation: int, seed: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.scheme = scheme
         self.vector = ModelVector(model, only_trained=True)
         self.progress = Status("", -1, is_founded=False, tokens=0, rounds=0, num_members=0, is_lockstep=False)
@@ -155,7 +161,14 @@ class Replica:
         self._called: set[tuple[int, int]] = set()
         fade = scheme.exchanged.memory.fade
         self.pieces: dict[int, Piece] = {}
-        for number, part in parts_of(self.vector, scheme).items():
+        parts = parts_of(self.vector, scheme)
+        index, num_shares = share
+        if num_shares > len(parts):
+            raise SchemeError(
+                f"{num_shares} servers cannot share {len(parts)} fragments; give fewer, or more fragments"
+            )
+        for number in list(parts)[index::num_shares]:
+            part = parts[number]
             layout = self.vector.layout_of(part)
             is_buffers = number == scheme.when.fragments
             codec = exact_codec(layout) if is_buffers else codec_for(scheme.exchanged, layout)
