@@ -12,11 +12,14 @@ import torch
 
 from laconic.cli import main
 from laconic.layout import Bucket, Layout
-from laconic_lab.chaos import processes, soak, virtual
+from laconic_lab.chaos import members, processes, soak, virtual
 from laconic_lab.chaos.mass import Tally, imbalance
 from laconic_lab.chaos.schedule import (
     FAMILIES,
     LINK_FAULTS,
+    MEMBER_FAULTS,
+    MEMBER_PHASES,
+    MEMBER_SCHEME,
     MESSAGE_FAULTS,
     PHASES,
     PHASES_BETWEEN,
@@ -65,6 +68,25 @@ def test_a_broken_promise_names_the_seed(capsys: pytest.CaptureFixture[str], mon
 def test_faults_of_real_processes_break_no_promise(fault: str) -> None:
     phase = "checkpoint" if fault in ("full disk", "restart") else "connect" if fault in TRUST_FAULTS else "talk"
     outcome = processes.check(Case(0, "processes", "all-gather", "topk:rho=0.05", fault, phase, 1, 3))
+    assert outcome.struck and not outcome.broken
+
+
+def test_seeds_walk_every_fault_of_members_at_every_phase() -> None:
+    drawn = [draw(seed, "members", hosts=5) for seed in range(76)]
+    first, again = ([(case.fault, case.phase, case.rank == 0) for case in cases] for cases in (drawn[:38], drawn[38:]))
+    assert first == again and len(set(first)) == 38
+    assert {(fault, is_server) for fault, _, is_server in first} == {
+        *itertools.product(MEMBER_FAULTS, (False, True))
+    } - {("restart", True)}
+    assert {phase for _, phase, _ in first} == set(MEMBER_PHASES)
+    assert not {draw(seed, "members").fault for seed in range(76)} & set(LINK_FAULTS)
+    assert {case.rank for case in drawn} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "phase", "rank"), [("kill", "leave", 0), ("restart", "send", 2)])
+def test_faults_of_members_break_no_promise(fault: str, phase: str, rank: int) -> None:
+    outcome = members.check(Case(0, "members", "members", MEMBER_SCHEME, fault, phase, rank, 12))
     assert outcome.struck and not outcome.broken
 
 

@@ -239,7 +239,7 @@ def _wait(
             elif case.fault == "cut" and time.monotonic() > resumes_at:
                 lab.heal(case.rank)
                 resumes_at = deadline
-        if case.fault in ("stop", "pause") and _is_stopped(victim.pid):
+        if case.fault in ("stop", "pause") and is_stopped(victim.pid):
             resumes_at = resumes_at or time.monotonic() + _PAUSE_S
             alone = not any(process.is_alive() for process in processes if process is not victim)
             if alone or (case.fault == "pause" and time.monotonic() > resumes_at):
@@ -247,7 +247,8 @@ def _wait(
     return [process.exitcode for process in processes]
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether a process has been sent SIGSTOP."""
     try:
         return stat_of(pid)[0] == "T"
     except OSError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import LaunchError
-from laconic_lab.chaos import processes, virtual
+from laconic_lab.chaos import members, processes, virtual
 from laconic_lab.chaos.schedule import Case, Outcome, draw
 from laconic_lab.network import Lab
 
@@ -35,11 +35,16 @@ def chaos(
     violations: list[dict[str, Any]] = []
     struck: Counter[str] = Counter()
     families: Counter[str] = Counter()
+    rows: list[dict[str, Any]] = []  # of members: what was measured
     done = 0
     try:
         for number in range(seed, seed + faults):
             case = draw(number, on, scheme, hosts=len(lab.hosts) if lab else 0)
-            outcome = processes.check(case, timeout_s, lab) if case.on == "processes" else _on_virtual_workers(case)
+            if case.on == "members":
+                outcome = members.check(case, lab)
+                rows.append({"fault": str(case), "struck": outcome.struck, **outcome.measured})
+            else:
+                outcome = processes.check(case, timeout_s, lab) if case.on == "processes" else _on_virtual_workers(case)
             done += 1
             struck[case.on] += outcome.struck
             families[case.family] += 1
@@ -60,6 +65,7 @@ def chaos(
         "on_processes": struck["processes"],
         "families": dict(families),
         "violations": violations,
+        **({"members": rows} if rows else {}),
         "seconds": time.monotonic() - since,
     }
 

@@ -37,11 +37,22 @@ MESSAGE_FAULTS = ("drop", "delay", "truncate", "duplicate", "damage")  # on virt
 TRUST_FAULTS = ("wrong secret", "wrong certificate")  # of one rank, when all connect
 PROCESS_FAULTS = ("kill", "stop", "pause", "slow", "trickle", "full disk", "restart", *TRUST_FAULTS)
 LINK_FAULTS = ("cut", "unplug")  # between hosts of a lab, of which the first heals
-ON = ("virtual", "processes")
+ON = ("virtual", "processes", "members")
 NUM_WORKERS = 3
 STEPS = 6
 CHECKPOINT_EVERY = 2
 _SHARE_ON_PROCESSES = 0.15
+MEMBER_SCHEME = "streaming:every=8,fragments=2,delay=2"
+MEMBER_PHASES = ("found", "join", "training", "send", "wait", "leave")
+MEMBER_FAULTS = ("kill", "restart", "stop", "cut")  # who is killed returns without a state, who restarts with one
+_MEMBER_MATRIX = [
+    (fault, phase, is_server)
+    for fault in MEMBER_FAULTS
+    for phase in MEMBER_PHASES
+    for is_server in (False, True)
+    if not (is_server and fault == "restart")  # a server always has its state
+    and not (phase == "found" and fault in ("stop", "cut"))  # nobody has anything to train on meanwhile
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Case:
     """One fault."""
 
     seed: int
-    on: str  # virtual workers, or processes
+    on: str  # virtual workers, processes, or members
     family: str
     scheme: str
     fault: str
@@ -63,6 +74,8 @@ class Case:
 
 def draw(seed: int, on: str | None = None, scheme: str | None = None, *, hosts: int = 0) -> Case:
     """The fault of a seed, on either kind of worker and under any scheme unless those are given; on hosts of a lab."""
+    if on == "members":
+        return _draw_of_members(seed, scheme or MEMBER_SCHEME, hosts)
     chance = random.Random(seed)
     drawn_on = ON[chance.random() < _SHARE_ON_PROCESSES]
     family = chance.choice(list(FAMILIES) if scheme is None else _families_of(scheme))
@@ -79,6 +92,17 @@ def draw(seed: int, on: str | None = None, scheme: str | None = None, *, hosts: 
     says_more = on == "virtual" and phase == "talk" and family not in ("gossip", "outer")
     number = chance.randrange(2 * STEPS if says_more else STEPS)  # messages: each step has two buckets
     return Case(seed, on, family, scheme, fault, phase, rank, number)
+
+
+def _draw_of_members(seed: int, scheme: str, hosts: int) -> Case:
+    """Successive seeds walk through every fault at every phase of a member and of the server, whose rank is 0."""
+    matrix = [entry for entry in _MEMBER_MATRIX if hosts or entry[0] not in LINK_FAULTS]
+    fault, phase, is_server = matrix[seed % len(matrix)]
+    chance = random.Random(seed)
+    rank = 0 if is_server else chance.randrange(1, hosts or NUM_WORKERS)
+    if phase == "found" and not is_server:
+        rank = 1  # which is started first
+    return Case(seed, "members", "members", scheme, fault, phase, rank, chance.randrange(8, 24))
 
 
 def _families_of(scheme: str) -> list[str]:
@@ -101,3 +125,4 @@ class Outcome:
 
     broken: list[str] = field(default_factory=list)
     struck: bool = True
+    measured: dict[str, float] = field(default_factory=dict)

@@ -21,7 +21,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of the first fault; the next has S + 1")
     chaos.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default 100)")
     chaos.add_argument("--scheme", metavar="TEXT", help="this scheme alone, instead of some of every family")
-    chaos.add_argument("--on", choices=("virtual", "processes"), help="these workers alone; both unless said so")
+    chaos.add_argument(
+        "--on", choices=("virtual", "processes", "members"), help="these alone; workers of the first two unless given"
+    )
     chaos.add_argument(
         "--timeout", type=float, default=6.0, metavar="S", help="seconds that a process waits for another (default 6)"
     )
