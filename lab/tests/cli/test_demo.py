@@ -77,10 +77,12 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 for _ in range(int(sys.argv[2])):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).logsumexp(1).mean().backward()
     optimizer.step()
+    schedule.step()
 print("trained to the end")
 """
 
@@ -89,13 +91,15 @@ print("trained to the end")
 def test_a_plan_of_a_script_that_knows_nothing_of_it(steps: str, code: int, tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
-    words = ["plan", "--workers", "2", "--scheme", "bf16", "--json", str(script), "0.1", steps]
+    schemes = ["--scheme", "bf16", "--scheme", "topk:rho=0.05", "--scheme", "overlap:rho=0.05"]  # with hooks of steps
+    words = ["plan", "--workers", "2", *schemes, "--json", str(script), "0.1", steps]
     ran = subprocess.run([sys.executable, "-m", "laconic", *words], capture_output=True, text=True, check=False)
     assert bool(ran.returncode) == bool(code), ran.stderr
     if code:
         assert "ended before a plan was made" in ran.stderr
     else:
-        assert json.loads(ran.stdout.splitlines()[-1])["pick"] == "bf16" and "trained" not in ran.stdout
+        rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
+        assert {row["scheme"] for row in rows} == set(schemes[1::2]) and "trained" not in ran.stdout
 
 
 def test_a_script_says_itself_how_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

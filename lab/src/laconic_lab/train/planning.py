@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import runpy
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -183,16 +185,37 @@ class _Script:
         self._may_go_on = threading.Semaphore(0)
         self._has_stepped = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        self.models: list[DistributedDataParallel] = []
+        self._models: list[DistributedDataParallel] = []
+        self._has_optimizer = False
         self.plan: Plan | None = None
         self.error: BaseException | None = None
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Let the plan go on, until it wants another step; torch calls this after every optimizer.step()."""
+    def note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Find the optimizer of the script's model; torch calls this after every optimizer.step().
+
+        The plan gets its steps by a wrapper around step(), where nothing iterates over hooks: it adds some of its own.
+        """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        model = next((m for m in self.models if any(id(p) in stepped for p in m.parameters())), None)
-        if model is None:
+        model = next((m for m in self._models if any(id(p) in stepped for p in m.parameters())), None)
+        if model is None or self._has_optimizer:
             return
+        self._has_optimizer = True
+        whole_step = optimizer.step
+
+        @functools.wraps(whole_step)
+        def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            result = whole_step(*args, **options)
+            self._wait_for_plan(model, optimizer)
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def note_model(self, model: DistributedDataParallel) -> None:
+        """Remember a model that the script has wrapped."""
+        self._models.append(model)
+
+    def _wait_for_plan(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        """Let the plan go on, until it wants another step."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(model, optimizer), daemon=True)
             self._thread.start()
@@ -218,7 +241,7 @@ class _Script:
 
 
 def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> Plan:
-    """Run a training script as it is, and plan in place of its second step; a call that all workers make.
+    """Run a training script as it is, and plan in place of its third step; a call that all workers make.
 
     The script wraps its model in DistributedDataParallel and steps one optimizer over it. It ends where the plan is
     made, so that it neither trains nor writes what it would write after that.
@@ -228,12 +251,12 @@ def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> 
 
     def remember(model: DistributedDataParallel, *args: Any, **options: Any) -> None:
         made(model, *args, **options)
-        script.models.append(model)
+        script.note_model(model)
 
     sys.argv = list(words)  # the script and its arguments
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     DistributedDataParallel.__init__ = remember  # type: ignore[assignment,method-assign]
-    hook = register_optimizer_step_post_hook(script.stepped)
+    hook = register_optimizer_step_post_hook(script.note_step)
     try:
         runpy.run_path(words[0], run_name="__main__")
     except _PlanIsMade:
