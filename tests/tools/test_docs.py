@@ -67,7 +67,7 @@ def test_lines_that_a_diff_adds_are_in_a_script_that_runs() -> None:
     scripts = "".join(_blocks().values())
     diffs = [page.read_text() for page in PAGES if page.name in ("README.md", "using.md")]
     added = [line for diff in diffs for line in re.findall(r"^\+(.*)$", diff, re.M)]
-    assert len(added) == 2 and all(line in scripts for line in added)
+    assert len(added) == 4 and all(line in scripts for line in added)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
