@@ -138,6 +138,10 @@ def follow(
         >>> follower = laconic.follow(model, optimizer, "streaming")
         >>> optimizer.step(); follower.step()
     """
+    if not (hasattr(optimizer, "param_groups") or isinstance(optimizer, list | tuple)):
+        raise SchemeError(
+            f"follow takes an optimizer, not {optimizer!r}; write laconic.follow(model, optimizer, scheme)"
+        )
     check_timeout(timeout_s)
     check_on_mismatch(on_mismatch)
     model = unwrapped(model)

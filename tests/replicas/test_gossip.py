@@ -86,6 +86,8 @@ def test_in_step_a_model_that_is_not_finite_ends_both(text: str, spoilt: int) ->
 
 def test_gossip_is_followed_not_attached() -> None:
     model = Small()
+    with pytest.raises(SchemeError, match=r"takes an optimizer, not 'streaming'; write laconic.follow\(model, opt"):
+        follow(torch.nn.Linear(4, 4), "streaming")  # type: ignore[arg-type]
     with pytest.raises(SchemeError, match=r"use laconic.follow\(model, optimizer, scheme\)"):
         attach(model, "gossip")
     with pytest.raises(SchemeError, match=r"use laconic.attach"):
