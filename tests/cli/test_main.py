@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -27,3 +28,14 @@ def test_the_library_has_its_own_commands_without_the_lab(
 ) -> None:
     monkeypatch.setattr(sys.modules["laconic.cli.main"], "entry_points", lambda group: [])
     assert cli.main(["schemes", "bf16"]) == 0 and "bits an entry" in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion"]) == 0
+    script = capsys.readouterr().out
+    lines = {"laconic ser": "serve", "laconic serve --quo": "--quorum", "laconic train --scheme diloc": "diloco"}
+    for line, whole in lines.items():
+        words = " ".join(line.split())
+        asked = f'COMP_WORDS=({words}); COMP_CWORD={len(line.split()) - 1}; _laconic; echo "${{COMPREPLY[@]}}"'
+        ran = subprocess.run(["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == [whole]

@@ -333,7 +333,10 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--out", "/dev/null"], "give --out a folder that can be written"),
         (["train", "--scheme", "auto", "--servers", "1"], "leave --servers and --in-process out"),
         (["bench", "wire", "--n", "0"], "--n is 0"),
-        (["dance"], "invalid choice"),
+        (["dance"], "unknown command 'dance'; give one of"),
+        (["trian"], "did you mean 'train'?"),
+        (["lab", "messure"], "did you mean 'measure'?"),
+        (["train", "--shceme=topk"], "unknown option '--shceme'; did you mean '--scheme'? (laconic train --help"),
         ([], "COMMAND"),
     ],
 )

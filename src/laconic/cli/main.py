@@ -12,9 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from laconic.cli import doctor, members, schemes
+from laconic.cli import completion, doctor, members, schemes
 from laconic.cli.console import is_worker, say
-from laconic.errors import LaconicError
+from laconic.errors import LaconicError, nearest
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 Parse = Callable[[Sequence[str]], argparse.Namespace]
@@ -38,6 +38,22 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"laconic: {message} ({self.prog} --help lists the options)\n")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options; an error with the nearest name where the command has none of that name."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = completion.subcommands(self).get(getattr(options, "command", ""), self)
+            word = unknown[0].partition("=")[0]
+            is_option = word.startswith("-")
+            cure = nearest(word, completion.words_of(command)) if is_option else "nothing more is taken"
+            command.error(f"{'unknown option' if is_option else 'unexpected'} {word!r}; {cure}")
+        return options
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"unknown command {value!r}; {nearest(value, list(action.choices))}")
+        super()._check_value(action, value)
+
 
 def all_commands() -> argparse.ArgumentParser:
     """The parser of every command and option; the documentation lists them from it."""
@@ -45,9 +61,10 @@ def all_commands() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="laconic", description="PyTorch data-parallel training that sends less.")
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: Commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (schemes, doctor, members):
         module.add_parser(commands)
+    completion.add_parser(commands, all_commands)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         entry.load()(commands, parser.parse_args)
     for name in OF_THE_LAB:
