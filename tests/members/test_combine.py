@@ -72,6 +72,81 @@ def test_without_liars_it_is_nearly_the_mean(rule: str) -> None:
     assert float((drift - rows.mean(0)).norm() / common.norm()) < 0.01
 
 
+def _apart(rows: Tensor) -> float:
+    return float(torch.nn.functional.pdist(rows).median())
+
+
+def _lies(attack: str, honest: Tensor, f: int) -> Tensor:
+    """What liars send who know all honest rows; with "+" also that equal lies count once."""
+    mean, draw = honest.mean(0), torch.Generator().manual_seed(1)
+    drawn = torch.randn(f, honest.shape[1], generator=draw)
+    if attack.endswith("+"):
+        own = drawn / drawn.norm(dim=1, keepdim=True) * _apart(honest)
+        return _lies(attack[:-1], honest, f) + 0.6 * 0.5**0.5 * own
+    if attack == "noise":
+        return 10 * drawn
+    lie = {
+        "flip": -10 * mean,
+        "back": mean - _apart(honest) * mean / mean.norm(),  # what min-max comes to
+        "alie": mean - 1.5 * honest.std(0),
+        "zero": torch.zeros_like(mean),
+        "duplicate": honest[0],
+    }[attack]
+    return lie.repeat(f, 1)
+
+
+@pytest.mark.parametrize("attack", ["flip", "noise", "back", "alie", "zero", "duplicate", "back+", "zero+"])
+@pytest.mark.parametrize(("f", "n"), [(1, 4), (2, 8), (3, 9), (4, 9)])
+def test_clipped_takes_little_but_the_honest_mean(attack: str, f: int, n: int) -> None:
+    _, honest = _honest(n - f)
+    rows = torch.cat([honest, _lies(attack, honest, f)])
+    combined = Combine.parse("clipped")(rows, [1] * n, "0/0")
+    mean = honest.mean(0)
+    error = float((combined.drift - mean).norm() / mean.norm())
+    if attack in ("alie", "duplicate"):  # it is as others are, and draws as much as its share, once
+        assert error < (1.5 / (n - f + 1) if f < n // 2 else 1.0)  # copies and their original are a majority of 9
+    else:
+        assert error < 0.02 and max(combined.shares[n - f :]) < 1e-6
+
+
+def test_clipped_breaks_down_where_half_lie() -> None:
+    _, honest = _honest(4)
+    rows = torch.cat([honest, _lies("back+", honest, 5)])
+    drift = Combine.parse("clipped")(rows, [1] * 9, "0/0").drift
+    assert float(drift @ honest.mean(0)) < 0.5 * float(honest.mean(0).square().sum())
+
+
+def test_few_steps_are_no_lie() -> None:
+    _, rows = _honest(8)
+    rows[:2] *= 0.2
+    tokens = [2, 2, 10, 10, 10, 10, 10, 10]
+    weights = torch.tensor(tokens) / sum(tokens)
+    combined = Combine.parse("clipped")(rows, tokens, "0/0")
+    assert min(combined.shares) > 0.9
+    assert float((combined.drift - weights @ rows).norm() / (weights @ rows).norm()) < 0.1
+
+
+def test_who_has_labels_of_its_own_is_let_in() -> None:
+    common, rows = _honest(8)
+    draw = torch.Generator().manual_seed(2)
+    kinds = torch.randn(4, NUM_ENTRIES, generator=draw)
+    rows = 0.5 * common + kinds[[0, 0, 0, 1, 1, 1, 2, 3]] + 0.5 * (rows - common)  # two that are like no other
+    combined = Combine.parse("clipped")(rows, [1] * 8, "0/0")
+    assert min(combined.shares[6:]) > 0.5
+
+
+@pytest.mark.parametrize("rule", ["clipped", "clipped+near", "median", "trimmed"])
+def test_a_rule_repeats_bit_for_bit_in_any_order(rule: str) -> None:
+    _, honest = _honest(6)
+    rows = torch.cat([honest, _lies("back+", honest, 3)])
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(3))
+    combined, again = (Combine.parse(rule)(rows.clone(), [1] * 9, "0/0") for _ in range(2))
+    permuted = Combine.parse(rule)(rows[order], [1] * 9, "0/0")
+    assert torch.equal(combined.drift, again.drift) and combined.shares == again.shares
+    assert torch.allclose(combined.drift, permuted.drift, atol=1e-5)  # sums of nine in another order
+    assert permuted.shares == pytest.approx([combined.shares[i] for i in order.tolist()], abs=1e-5)
+
+
 def test_tokens_weigh_no_more_than_the_median_s() -> None:
     assert at_most_median([5, 7, 10**12]) == [5, 7, 7]
     assert at_most_median([4]) == [4]
@@ -136,6 +211,14 @@ def test_a_drift_that_is_not_finite_is_left_out_by_name(combine: str, caplog: py
     assert torch.equal(server.anchor, -torch.ones(64))
     assert [updates[i].is_counted for i in range(4)] == [True, True, False, False], "it stays with its member"
     assert "'m2/2' is left out" in caplog.text and "'m3/3' is left out" in caplog.text
+
+
+@pytest.mark.parametrize("combine", ["mean", "clipped"])
+def test_a_round_of_nothing_readable_moves_no_anchor(combine: str) -> None:
+    server = _Server(combine)
+    for i in range(4):
+        server.send(i, torch.full((64,), float("nan")))
+    assert torch.equal(server.anchor, torch.zeros(64)) and server.syncer.fragments[0].version == 1
 
 
 def test_what_a_liar_leaves_behind_is_a_drift_as_others() -> None:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic.errors import FrameError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import codec_for, exact_codec
-from laconic.members.combine import Combine, at_most_median
+from laconic.members.combine import Combine, at_most_median, inner_products
 from laconic.members.fragment import MOST_GONE, FragmentState
 from laconic.members.messages import (
     Anchor,
@@ -45,6 +46,7 @@ _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
 _LARGEST = 1e18  # norm of a drift: its square is a float32
+_NOT_FINITE = "sent numbers that are not finite, or as good as that"
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -123,6 +125,7 @@ class Syncer:
         self._inner_momentum = 0.0  # of the founder's optimizer
         self._delays: deque[float] = deque(maxlen=_ANSWERS)
         self._save = save
+        self._scratch = torch.empty(0)
 
     # Who is there
 
@@ -393,41 +396,63 @@ class Syncer:
     def _combined(self, number: int) -> tuple[dict[str, Drift], list[int], Tensor]:
         """(the drifts of a round that can be read, the tokens that each weighs, what the rule makes of them).
 
-        What was bequeathed is one drift more, behind them; under a rule whoever left it may have lied.
+        What was bequeathed is one drift more, behind them.
         """
         fragment = self.fragments[number]
+        if self.combine.rule != "mean":
+            return self._combined_by_rule(number, fragment)
         drifts: dict[str, Drift] = {}
         total = fragment.bequeathed.clone()
-        is_mean = self.combine.rule == "mean"
-        rows = total.new_empty(0 if is_mean else len(fragment.round.drifts) + 1, total.numel())
-        for process, drift in sorted(fragment.round.drifts.items()):
-            try:
-                values = fragment.codec.decode(drift.payload, total.device)
-                if not float(values.norm()) < _LARGEST:
-                    raise FrameError("sent numbers that are not finite, or as good as that")
-            except FrameError as error:
-                _LOG.warning("the drift of member %r is left out: it %s", process, error)
+        for process, values in _decoded(fragment):
+            if not float(values.norm()) < _LARGEST:
+                _leave_out(process, _NOT_FINITE)
                 continue
-            if is_mean:
-                total.add_(values, alpha=float(drift.tokens))
-            else:
-                rows[len(drifts)] = values
-            drifts[process] = drift
+            drifts[process] = drift = fragment.round.drifts[process]
+            total.add_(values, alpha=float(drift.tokens))
         tokens = [drift.tokens for drift in drifts.values()]
         if fragment.bequeathed_tokens:
             tokens.append(fragment.bequeathed_tokens)
-        if is_mean or not tokens:
-            return drifts, tokens, total.div_(max(1, sum(tokens)))
+        return drifts, tokens, total.div_(max(1, sum(tokens)))
+
+    def _combined_by_rule(self, number: int, fragment: FragmentState) -> tuple[dict[str, Drift], list[int], Tensor]:
+        """The same under a rule for members who may lie, as may who left what was bequeathed."""
+        rows = self._rows_for(len(fragment.round.drifts) + 1, fragment.anchor)
+        processes: list[str] = []
+        for process, values in _decoded(fragment):
+            rows[len(processes)] = values
+            processes.append(process)
+        num_drifts = len(processes)
         if fragment.bequeathed_tokens:
-            rows[len(drifts)] = total.div_(fragment.bequeathed_tokens)
+            torch.div(fragment.bequeathed, fragment.bequeathed_tokens, out=rows[num_drifts])
+        rows = rows[: num_drifts + (fragment.bequeathed_tokens > 0)]
+        products = inner_products(rows)  # their diagonal says what a norm of each would
+        fits = (products.diagonal() < _LARGEST**2).tolist()
+        for process, fit in zip(processes, fits, strict=False):
+            if not fit:
+                _leave_out(process, _NOT_FINITE)
+        if not all(fits):
+            fitting = [i for i, fit in enumerate(fits) if fit]
+            rows, products = rows[fitting], products[np.ix_(fitting, fitting)]
+        drifts = {process: fragment.round.drifts[process] for process, fit in zip(processes, fits, strict=False) if fit}
+        tokens = [drift.tokens for drift in drifts.values()]
+        if fragment.bequeathed_tokens and fits[-1]:
+            tokens.append(fragment.bequeathed_tokens)
+        if not tokens:
+            return drifts, tokens, torch.zeros_like(fragment.anchor)
         tokens = at_most_median(tokens)
-        combined = self.combine(rows[: len(tokens)], tokens, f"{number}/{fragment.version}")
+        combined = self.combine(rows, tokens, f"{number}/{fragment.version}", products)
         clipped = dict(zip(drifts, zip(combined.shares, combined.clipped_norms, strict=True), strict=False))
         for member in self.members.values():
             if member.process in clipped:
                 member.share, clipped_norm = clipped[member.process]
                 member.clipped_norm += clipped_norm
         return drifts, tokens, combined.drift
+
+    def _rows_for(self, count: int, like: Tensor) -> Tensor:
+        """Memory for so many vectors, kept between rounds: to get it anew takes longer than a rule does."""
+        if self._scratch.numel() < count * like.numel():
+            self._scratch = like.new_empty(count * like.numel())
+        return self._scratch[: count * like.numel()].view(count, -1)
 
     # State
 
@@ -476,6 +501,21 @@ class Syncer:
         for number, state in sorted(states.items()):
             self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])
             self._add_fragment(number, torch.empty_like(state["anchor"])).load_state_dict(state)
+
+
+def _decoded(fragment: FragmentState) -> Iterator[tuple[str, Tensor]]:
+    """(process, drift) of all drifts of a round that can be read."""
+    for process, drift in sorted(fragment.round.drifts.items()):
+        try:
+            values = fragment.codec.decode(drift.payload, fragment.anchor.device)
+        except FrameError as error:
+            _leave_out(process, error)
+        else:
+            yield process, values
+
+
+def _leave_out(process: str, reason: object) -> None:
+    _LOG.warning("the drift of member %r is left out: it %s", process, reason)
 
 
 def _layouts_of(join: Join) -> dict[int, Layout]:
