@@ -218,7 +218,8 @@ def lies_of(attack: str, honest: Tensor, num_liars: int, noise: torch.Generator)
         apart = F.pdist(honest).median() if len(honest) > 1 else 0.0
         drawn = torch.randn(num_liars, honest.shape[1], device=honest.device, generator=noise)
         own = drawn * (0.6 * 0.5**0.5 * apart / drawn.norm(dim=1, keepdim=True))
-        return lies_of(attack.removesuffix("+"), honest, num_liars, noise) + own
+        adapted: Tensor = lies_of(attack.removesuffix("+"), honest, num_liars, noise) + own
+        return adapted
     mean = honest.mean(0)
     if attack == "noise":
         drawn = torch.randn(num_liars, mean.numel(), device=mean.device, generator=noise)

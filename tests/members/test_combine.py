@@ -82,7 +82,8 @@ def _lies(attack: str, honest: Tensor, f: int) -> Tensor:
     drawn = torch.randn(f, honest.shape[1], generator=draw)
     if attack.endswith("+"):
         own = drawn / drawn.norm(dim=1, keepdim=True) * _apart(honest)
-        return _lies(attack[:-1], honest, f) + 0.6 * 0.5**0.5 * own
+        adapted: Tensor = _lies(attack[:-1], honest, f) + 0.6 * 0.5**0.5 * own
+        return adapted
     if attack == "noise":
         return 10 * drawn
     lie = {
@@ -92,7 +93,8 @@ def _lies(attack: str, honest: Tensor, f: int) -> Tensor:
         "zero": torch.zeros_like(mean),
         "duplicate": honest[0],
     }[attack]
-    return lie.repeat(f, 1)
+    lies: Tensor = lie.repeat(f, 1)
+    return lies
 
 
 @pytest.mark.parametrize("attack", ["flip", "noise", "back", "alie", "zero", "duplicate", "back+", "zero+"])
