@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.kernels import hash_64, to_host
 from laconic.replicas.vector import ModelVector
-from laconic.trigger import GossipTrigger, TargetRate
+from laconic.trigger import GossipTrigger
 
 _LEAST_AHEAD, _MOST_AHEAD = -1.0, 8.0  # models: what peers forbade or asked for beyond that is forgotten
 
@@ -61,12 +61,13 @@ class ChangeTracker:
         """
         peak_lr = self._peak_lr
         self._note_step(lr)
-        if isinstance(self._measure, TargetRate) and self._threshold is not None and step >= self._measure.warmup:
+        moving = self._measure and self._measure.moving
+        if moving and self._threshold is not None and step >= moving.warmup:
             rising = (self._peak_lr / peak_lr) ** 2 if peak_lr else 1.0  # steps of a higher rate are as much longer
-            threshold = rising * self._measure.next_threshold(self._threshold, self._share_sent, self._ahead)
+            threshold = rising * moving.next_threshold(self._threshold, self._share_sent, self._ahead)
             self._threshold = max(self._threshold, threshold) if held_up else threshold
             if not held_up:
-                ahead = self._ahead + self._share_sent - self._measure.rate
+                ahead = self._ahead + self._share_sent - moving.rate
                 self._ahead = min(max(ahead, _LEAST_AHEAD), _MOST_AHEAD)
         self._share_sent = 0.0
         is_due = [self._trigger.exchanges(step, gap, self._phase) for gap in self._gaps]
@@ -112,9 +113,11 @@ class ChangeTracker:
             sampled = self._last[k].numel() / n
             scores.append(self._measure.trigger_score(change / sampled, size / sampled, n, measurement.lr_ratio))
         if self._threshold is None:
-            assert isinstance(self._measure, TargetRate)  # others have theirs from the beginning
+            assert self._measure.moving is not None  # others have theirs from the beginning
             mean = sum(score * n for score, n in zip(scores, counts, strict=True)) / sum(counts)
-            self._threshold = self._measure.first_threshold(mean) or None  # at a learning rate of zero nothing is known
+            self._threshold = (
+                self._measure.moving.first_threshold(mean) or None
+            )  # at a learning rate of zero nothing is known
             return set()
         over = set()
         for k, gap, score in zip(measurement.groups, measurement.gaps, scores, strict=True):

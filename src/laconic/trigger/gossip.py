@@ -60,6 +60,11 @@ class ChangeTrigger(Trigger):
     def measure(self) -> Self:
         return self
 
+    @property
+    def moving(self) -> "TargetRate | None":
+        """This trigger, if its threshold follows what is sent."""
+        return None
+
     def exchanges(self, step: int, gap: int, phase: float) -> bool | None:
         """Whether a group is exchanged, `gap` steps after its last time; None: its trigger score decides."""
         if step < self.warmup or gap >= self.longest:
@@ -109,6 +114,10 @@ class TargetRate(ChangeTrigger):
     """
 
     score_threshold = None  # found by the first measurement
+
+    @property
+    def moving(self) -> Self:
+        return self
 
     per: str = "tensor"
     rate: float = 0.12
