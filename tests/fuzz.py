@@ -423,7 +423,7 @@ def _members() -> Reader:
 
 def _grid_drifts() -> Reader:
     scheme = parse("streaming:bits=4,block=64")
-    codec = codec_for(scheme.exchanged, Layout.of(["w"], [70]))  # type: ignore[union-attr]
+    codec = codec_for(scheme.exchanged, Layout.of(["w"], [70]))
     payload, _ = codec.encode(torch.linspace(-1, 1, 70), (0,))
 
     def read(data: bytes) -> None:
