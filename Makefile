@@ -1,8 +1,9 @@
-# Everything happens in .venv, which `make install` builds once from pyproject.toml and constraints.txt.
+# Everything happens in .venv, which `make install` builds once: what locks/ lists, by its hash, then torch and this.
 # Paths are relative, so the project may stand in a folder with spaces in its name.
 
 PYTHON ?= python3
 PY = .venv/bin/python
+LOCKED = $(PY) -m pip install --require-hashes --no-deps --requirement
 # Of `make fuzz`: seconds for each reader.
 SECONDS = 600
 SEED = 0
@@ -11,11 +12,12 @@ SEED = 0
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/*/native/*) lab/src/laconic_lab/network/relay.cpp
+.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt locks/dev.txt CMakeLists.txt lab/CMakeLists.txt $(wildcard src/laconic/*/native/*) lab/src/laconic_lab/network/relay.cpp
 	$(PYTHON) -c 'import sys; sys.exit("laconic needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
 	@echo 'installing torch and the rest into .venv: some minutes, and 1 to 5 GB'
-	$(PY) -m pip install --constraint constraints.txt --editable '.[dev]' --editable lab
+	$(LOCKED) locks/dev.txt
+	$(PY) -m pip install --no-build-isolation --constraint constraints.txt --editable '.[dev]' --editable lab
 	touch $@
 
 run: install
@@ -51,8 +53,8 @@ results: install
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-.venv/docs: .venv/installed
-	$(PY) -m pip install --quiet --constraint constraints.txt mkdocs-material  # the extra `docs`, without building the kernels again
+.venv/docs: .venv/installed locks/docs.txt
+	$(LOCKED) locks/docs.txt --quiet
 	touch $@
 
 .venv/frameworks: .venv/installed
