@@ -39,7 +39,7 @@ NOT_DETERMINISTIC = (
     "gossip-period:steps=3",
     "gossip:rate=0.3,quantize=none",
     "gossip:trigger=target-rate(rate=0.3,per=model),peers=ring",
-    "gossip-change:rate=0.3,quantize=residue",
+    "gossip-change:rate=0.3,quantize=modulo",
     "gossip:rho=0.2,rate=0.22",
     "gossip:rho=0.05,trigger=change(threshold=0.05),quantize=none",
 )
@@ -58,7 +58,7 @@ ORDER_SHOWS = (
     "gossip:rho=1,trigger=change(threshold=0.05),quantize=none,peers=exponential,mode=matched",
     "gossip:rate=0.3,quantize=bf16,mode=matched,seed=4",
     "gossip:rho=0.2,trigger=target-rate(rate=0.3,per=model),quantize=none,mode=matched",
-    "gossip-change:rate=0.3,quantize=residue,mode=matched",
+    "gossip-change:rate=0.3,quantize=modulo,mode=matched",
     "diloco:every=3",
     "streaming:every=4,fragments=2,delay=2",
     "streaming:every=2,fragments=2,delay=1,momentum=auto",

@@ -26,8 +26,8 @@ int64_t laconic_encode_rice(const int32_t*, int64_t, uint32_t*);
 int64_t laconic_decode_rice(const uint32_t*, int64_t, int64_t, int64_t, int32_t*);
 void laconic_draw_distinct(int64_t, int64_t, int64_t, uint32_t, uint32_t, int64_t*);
 void laconic_largest_changes(const float*, const float*, int64_t, int, float*, float*);
-void laconic_encode_residues(const float*, int64_t, const float*, float, int, int, uint8_t*, int32_t*);
-void laconic_compare_residues(const float*, int64_t, const uint8_t*, const int32_t*, const float*, float, int, int,
+void laconic_encode_modulo(const float*, int64_t, const float*, float, int, int, uint8_t*, int32_t*);
+void laconic_compare_modulo(const float*, int64_t, const uint8_t*, const int32_t*, const float*, float, int, int,
                               float*, uint8_t*, int8_t*);
 void laconic_decode_differences(const uint8_t*, int64_t, const float*, int, int, float*);
 int64_t laconic_check_sum(const uint32_t*, int64_t);

@@ -166,11 +166,11 @@ void remain(const std::string& name, const Floats& x, const Floats& other) {
     Positions sums(blocks);
     std::vector<int8_t> peaks(blocks);
     const std::string input = name + ", bits " + std::to_string(bits);
-    laconic_encode_residues(x.data(), n, steps.data(), 0.3f, bits, kThreads, codes.data(), sums.data());
-    Digest().of(codes).of(sums).print("encode_residues", input);
-    laconic_compare_residues(near.data(), n, codes.data(), sums.data(), steps.data(), 0.3f, bits, kThreads,
+    laconic_encode_modulo(x.data(), n, steps.data(), 0.3f, bits, kThreads, codes.data(), sums.data());
+    Digest().of(codes).of(sums).print("encode_modulo", input);
+    laconic_compare_modulo(near.data(), n, codes.data(), sums.data(), steps.data(), 0.3f, bits, kThreads,
                              moves.data(), differences.data(), peaks.data());
-    Digest().of(moves).of(differences).of(peaks).print("compare_residues", input);
+    Digest().of(moves).of(differences).of(peaks).print("compare_modulo", input);
     laconic_decode_differences(differences.data(), n, steps.data(), bits - 1, kThreads, moves.data());
     Digest().of(moves).print("decode_differences", input);
   }

@@ -265,7 +265,7 @@ std::vector<float> steps_for(int64_t n) {
   return steps;
 }
 
-int64_t residues() {
+int64_t modulo() {
   const int64_t n = one_in(16) ? between(250, 600) : between(1, 40);
   const int bits = static_cast<int>(between(3, 8));
   const std::vector<float> steps = steps_for(n);
@@ -274,7 +274,7 @@ int64_t residues() {
   for (float& each : x) each = one_in(4) ? finite() : static_cast<float>(under(100)) * steps[0];
   std::vector<uint8_t> told((n + 7) / 8 * bits);
   std::vector<int32_t> sums(steps.size());
-  laconic_encode_residues(x.data(), n, steps.data(), offset, bits, 1, told.data(), sums.data());
+  laconic_encode_modulo(x.data(), n, steps.data(), offset, bits, 1, told.data(), sums.data());
   int64_t read = 0;
   for (int mutant = 0; mutant < kMutantsOfOne; ++mutant) {
     codes = told;
@@ -284,7 +284,7 @@ int64_t residues() {
     float* const moves = moved.of(n);
     uint8_t* const differences = more_bytes.of((n + 7) / 8 * (bits - 1));
     int8_t* const peaks = small.of(static_cast<int64_t>(steps.size()));
-    laconic_compare_residues(x.data(), n, bytes.copy(codes), positions.copy(checks), floats.copy(steps), offset, bits, 1,
+    laconic_compare_modulo(x.data(), n, bytes.copy(codes), positions.copy(checks), floats.copy(steps), offset, bits, 1,
                              moves, differences, peaks);
     for (int64_t i = 0; i < n; ++i) promise(std::isfinite(moves[i]), "a finite way");
     read += std::count(peaks, peaks + steps.size(), -1) == 0;
@@ -332,7 +332,7 @@ struct Reader {
 constexpr Reader kReaders[] = {{"decode_elias_fano", elias_fano, 1},   {"unpack_bits, check_sum", bitmap, 2},
                                {"unpack_lanes", lanes, 2},             {"decode_rice", rice, 4},
                                {"decode_differences", differences, 8}, {"unpack_signs", signs, 8},
-                               {"unpack_scale, average_words", grid, 16}, {"compare_residues", residues, 32}};
+                               {"unpack_scale, average_words", grid, 16}, {"compare_modulo", modulo, 32}};
 
 }  // namespace
 

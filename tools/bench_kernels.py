@@ -82,7 +82,7 @@ def _works(of: ModuleType, n: int, rho: float, device: str, seed: int) -> _Works
         **_coding(of, frames[0], lanes, n),
         "add_at_": (lambda: of.add_at_(total, frames, values), _NUM_FRAMES * 16 * k),
         **_signing(of, x),
-        **_remainders(of, x),
+        **_modulo_codes(of, x),
         **_rounding(of, x),
     }
 
@@ -133,7 +133,7 @@ def _signing(of: ModuleType, x: Tensor) -> _Works:
     }
 
 
-def _remainders(of: ModuleType, x: Tensor) -> _Works:
+def _modulo_codes(of: ModuleType, x: Tensor) -> _Works:
     n = x.numel()
     rolled = torch.roll(x, 1)
     steps = torch.full_like(kernels.reference.largest_changes(x, rolled)[0], 0.1)  # one of each block

@@ -288,7 +288,7 @@ def gossip(
 
     x_i += (x_j - x_i)/2 ; x_j += (x_i - x_j)/2 (after Ho, Wu, Liu, CCGRID 2018, and Lu and De Sa, ICML 2020).
     """
-    code = part("quantize", quantize or ("residue" if rho == 1 else "bf16"))
+    code = part("quantize", quantize or ("modulo" if rho == 1 else "bf16"))
     is_modulo = is_modulo_code(code)
     mode = mode or ("paired" if is_modulo and not trigger else "free")
     messages, shortest = (1, 0.0) if mode == "paired" else (2, 1.0)  # requests or replies in a round, or both
@@ -317,7 +317,7 @@ def gossip_change(
     """Gossip goes of those tensors that have changed enough, the threshold moving so that `rate` models leave a step.
 
     By default 8 % of what leaves at every step (Ho, Wu, Liu, CCGRID 2018); tensor by tensor, by n^1.5, is ours.
-    With quantize=residue they go in a modulo code of a few bits, an eighth of that.
+    With quantize=modulo they go in a modulo code of a few bits, an eighth of that.
     """
     when = TargetRate(rate=rate, per=per)
     return gossip(trigger=when, quantize=quantize, peers=peers, mode=mode, momentum=momentum, seed=seed)

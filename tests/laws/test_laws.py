@@ -341,7 +341,7 @@ def test_a_part_is_a_text_or_an_object() -> None:
         "topk:rho=0.01,quantize=levels(bits=5)": recipes.topk(0.01, quantize=Levels(5)),
         "topk:exchange=server(down_rho=0.1)": recipes.topk(exchange=Server(down_rho=0.1)),
         "overlap:score=member": recipes.overlap(score=scores["member"]),
-        "gossip:quantize=residue(bits=5)": recipes.gossip(quantize=ModuloCode(5)),
+        "gossip:quantize=modulo(bits=5)": recipes.gossip(quantize=ModuloCode(5)),
         "randk-maxnorm:memory=none": recipes.randk_maxnorm(memory=laconic.memory.Nothing()),
     }
     for text, scheme in schemes.items():

@@ -105,9 +105,9 @@ def test_wrong_compositions_name_their_cure() -> None:
         "scheme:exchange=gossip,memory=residual": "leave memory out",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
         "gossip:rho=0.2,trigger=target-rate(rate=0.1)": "per='model'",
-        "gossip:rho=0.2,quantize=residue": "use BF16",
-        "gossip:quantize=residue(bits=9)": "3 to 8",
-        "scheme:quantize=residue": "use Gossip",
+        "gossip:rho=0.2,quantize=modulo": "use BF16",
+        "gossip:quantize=modulo(bits=9)": "3 to 8",
+        "scheme:quantize=modulo": "use Gossip",
         "scheme:exchange=gossip(wait_budget=-1)": "0 to wait for nobody",
         "gossip:mode=fast": "free, paired, wait, matched",
         "gossip:rate=0": r"in \(0, 2\]",
@@ -132,7 +132,7 @@ def test_models_have_a_scheme_of_their_own_kind() -> None:
 
 def test_the_state_of_both_halves_is_saved(halved: None) -> None:
     boxes = local_mailboxes(2)
-    scheme = "scheme:quantize=residue,exchange=gossip(mode=paired,wait_budget=0)"
+    scheme = "scheme:quantize=modulo,exchange=gossip(mode=paired,wait_budget=0)"
     learners = [learner_at(box, scheme, 0.1) for box in boxes]
     for number in range(6):
         for learner in learners:

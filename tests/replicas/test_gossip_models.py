@@ -77,7 +77,7 @@ def test_norms_of_features_of_unlike_scale_answer_numbers() -> None:
     lowest = []
     # The recipe `gossip` but for waiting: two that step in turns in one thread would wait in vain.
     where = "gossip(mode=paired,momentum=quasi-global,wait_budget=0)"
-    unwaiting = f"scheme:quantize=residue,exchange={where},trigger=period(steps=0.77)"
+    unwaiting = f"scheme:quantize=modulo,exchange={where},trigger=period(steps=0.77)"
 
     def start(box_number: int) -> Learner:
         def follow(model: nn.Module, optimizer: torch.optim.Optimizer, scheme: GossipScheme) -> Follower:

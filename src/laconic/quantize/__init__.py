@@ -34,4 +34,4 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
     "lloyd": Lloyd,
 }
 GRIDS: dict[str, type[Grid]] = {"maxnorm": MaxNorm, "multiscale": MultiScale}
-MODULO_CODES: dict[str, type[ModuloCode]] = {"residue": ModuloCode}
+MODULO_CODES: dict[str, type[ModuloCode]] = {"modulo": ModuloCode}

@@ -34,7 +34,7 @@ class Facts(ctypes.Structure):
     )
 
 
-INTERFACE = 7  # as in native/interface.cpp
+INTERFACE = 8  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -63,8 +63,8 @@ SIGNATURES = {
     "take_mean": (_N, (_P, _N, _P, _N, _P, _P, _P, _N, _P, _N, _P, _N, _INT, _P, _P, ctypes.POINTER(Facts))),
     "owe": (None, (_P, _P, _N, _P, _N, _P, _P, _F)),
     "largest_changes": (None, (_P, _P, _N, _INT, _P, _P)),
-    "encode_residues": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
-    "compare_residues": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),
+    "encode_modulo": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
+    "compare_modulo": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),
     "decode_differences": (None, (_P, _N, _P, _INT, _INT, _P)),
     "check_sum": (_N, (_P, _N)),
     "pack_signs": (None, (_P, _N, _INT, _P)),

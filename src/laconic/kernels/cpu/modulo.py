@@ -25,7 +25,7 @@ def encode_modulo(x: Tensor, steps: Tensor, offset: float, bits: int) -> tuple[T
     sums = torch.empty(num_blocks, dtype=torch.int32)
     at = pointer("x", x, torch.float32)
     steps_at = pointer("steps", steps, torch.float32, num_blocks)
-    library().laconic_encode_residues(at, n, steps_at, offset, bits, num_threads(), codes.data_ptr(), sums.data_ptr())
+    library().laconic_encode_modulo(at, n, steps_at, offset, bits, num_threads(), codes.data_ptr(), sums.data_ptr())
     return codes, sums
 
 
@@ -37,7 +37,7 @@ def compare_modulo(
     moves = torch.empty_like(x) if out is None else out
     peaks = torch.empty(num_blocks, dtype=torch.int8)
     differences = torch.empty(-(-n // 8) * (bits - 1), dtype=torch.uint8)
-    library().laconic_compare_residues(
+    library().laconic_compare_modulo(
         pointer("x", x, torch.float32),
         n,
         pointer("codes", codes, torch.uint8, -(-n // 8) * bits),

@@ -1,4 +1,4 @@
-// Remainders of values that another worker holds nearly alike, and the differences that two workers' remainders tell.
+// Modulo codes of values that another worker holds nearly alike, and the differences that the codes of two workers tell.
 
 #include <algorithm>
 #include <cmath>
@@ -92,7 +92,7 @@ extern "C" void laconic_largest_changes(const float* x, const float* last, int64
 }
 
 // Blocks are independent, and each begins at a whole number of bytes.
-extern "C" void laconic_encode_residues(const float* x, int64_t n, const float* steps, float offset, int bits,
+extern "C" void laconic_encode_modulo(const float* x, int64_t n, const float* steps, float offset, int bits,
                                         int threads, uint8_t* codes, int32_t* sums) {
   parallel_over(n, useful_threads(n, threads), [&](int, int64_t begin, int64_t end) {
     int32_t q[kShared];
@@ -106,7 +106,7 @@ extern "C" void laconic_encode_residues(const float* x, int64_t n, const float* 
   });
 }
 
-extern "C" void laconic_compare_residues(const float* x, int64_t n, const uint8_t* codes, const int32_t* sums,
+extern "C" void laconic_compare_modulo(const float* x, int64_t n, const uint8_t* codes, const int32_t* sums,
                                          const float* steps, float offset, int bits, int threads, float* moves,
                                          uint8_t* differences, int8_t* peaks) {
   const uint32_t mask = (1u << bits) - 1;
