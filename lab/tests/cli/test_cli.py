@@ -335,7 +335,7 @@ def test_bench_wire_prints_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "wire", "--n", "0"], "--n is 0"),
         (["dance"], "unknown command 'dance'; give one of"),
         (["trian"], "did you mean 'train'?"),
-        (["lab", "messure"], "did you mean 'measure'?"),
+        (["lab", "stauts"], "did you mean 'status'?"),
         (["train", "--shceme=topk"], "unknown option '--shceme'; did you mean '--scheme'? (laconic train --help"),
         ([], "COMMAND"),
     ],

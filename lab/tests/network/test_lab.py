@@ -230,7 +230,6 @@ def test_another_text_says_what_to_write(text: str) -> None:
         (["run", "--hosts", "2", "--jitter", "1ms", "--", "true"], "longer delay"),
         (["run", "--hosts", "2", "--delay", "11s", "--", "true"], "10s or less"),
         (["run", "--hosts", "2", "--link-of", "1=1gbit,late=2ms", "--", "true"], "delay=20ms"),
-        (["measure", "--hosts", "1"], "--hosts 2"),
         (["up"], "laconic lab up --hosts 4"),
     ],
 )
