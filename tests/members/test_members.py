@@ -297,11 +297,11 @@ def test_several_servers_share_the_fragments() -> None:
         trainees = [Trainee(both, f"m{i}", seed=i) for i in range(2)]
         for name, parameter in trainees[0].model.state_dict().items():
             assert torch.equal(parameter, trainees[1].model.state_dict()[name]), "one model founded both runs"
-        trainees[0].train_until(8)
-        trainees[1].train_until(16)
+        while not all(min(server.stats()["versions"].values()) > 2 for server in (first, second)):
+            for trainee in trainees:
+                trainee.train(1)
         shares = [server.stats()["versions"] for server in (first, second)]
         assert [list(versions) for versions in shares] == [[0], [1]]
-        assert all(versions[number] > 2 for number, versions in enumerate(shares))
         state = trainees[0].member.state_dict()
         with pytest.raises(laconic.StateError, match="with 2 servers"):
             laconic.join(first.address, _model(), torch.optim.SGD(_model().parameters(), lr=0.1), state=state)
