@@ -511,7 +511,8 @@ def main() -> int:
             if asked.only in (None, "native"):
                 _fuzz_native(Path(folder), asked.seed, asked.seconds)
             environment = sanitized_environment(Path(folder))
-            return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+            again = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
+            return subprocess.run(again, cwd=ROOT, env=environment, check=False).returncode
     if _FUZZED in os.environ:
         library.path_of = lambda name: Path(os.environ[_FUZZED])
     torch.set_num_threads(1)

@@ -105,6 +105,7 @@ def test_wrong_compositions_name_their_cure() -> None:
         "scheme:exchange=gossip,memory=residual": "leave memory out",
         "scheme:exchange=gossip,quantize=sign": "use BF16",
         "gossip:rho=0.2,trigger=target-rate(rate=0.1)": "per='model'",
+        "gossip:quantize=maxnorm(levels=7)": "use BF16",
         "gossip:rho=0.2,quantize=modulo": "use BF16",
         "gossip:quantize=modulo(bits=9)": "3 to 8",
         "scheme:quantize=modulo": "use Gossip",

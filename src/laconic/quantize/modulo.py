@@ -142,8 +142,8 @@ class Difference(ValueCode):
 
 
 def is_modulo_code(quantize: Quantizer | ModuloCode) -> TypeIs[ModuloCode]:
-    """Whether a reader must hold nearly the same values."""
-    return quantize.code_id == ModuloCode.code_id
+    """Return whether a reader must hold nearly the same values."""
+    return isinstance(quantize, ModuloCode)
 
 
 def num_blocks(count: int) -> int:
