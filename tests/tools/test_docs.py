@@ -47,13 +47,14 @@ def _prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in _blocks().items()])
-def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
+def test_python_in_the_docs_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("wandb", "mlflow"):
         if f"import {package}\n" in code:
             pytest.importorskip(package, reason=f"pip install {package}; tests/integrations/test_monitoring.py runs it")
     if "import ray" in code:
         pytest.skip("tests/integrations/test_launch.py runs it where there is a Ray")
     if "init_process_group" not in code:  # here: starting torch takes longer than any of them
+        monkeypatch.chdir(tmp_path)
         exec(compile(code, "docs", "exec"), {"__name__": "__main__"})
         return
     script = tmp_path / "script.py"
