@@ -6,6 +6,7 @@ import json
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,8 +103,9 @@ def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("results.subprocess.run", compare)
     monkeypatch.setattr("results._commit", lambda: "c")
-    clock = iter((5.0, 98.4))
-    monkeypatch.setattr("results.time.monotonic", lambda: next(clock, 100.0))  # other threads ask it, too
+    clock = iter((5.0, 98.4, 100.0))
+    # Instead of `time.monotonic`, which threads of other tests ask too.
+    monkeypatch.setattr("results.time", SimpleNamespace(monotonic=lambda: next(clock)))
     record = read_result(run_experiment(tmp_path, "two"))
     assert record["rows"] == [{"scheme": "bf16", "bytes_out": 6, "bytes_both_ways": 13}] and record["what"] == "W."
     assert record["duration_s"] == 93 and ", seed 0, measured in 93 s." in results_page(tmp_path)
@@ -117,7 +119,7 @@ def test_a_declared_experiment_writes_its_record(tmp_path: Path, monkeypatch: py
         return subprocess.CompletedProcess(command, 0, stdout='a word\n{"ms": 3}\n')
 
     monkeypatch.setattr("results.subprocess.run", bench)
-    monkeypatch.setattr("results.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("results.time", SimpleNamespace(monotonic=lambda: 0.0))
     assert read_result(run_experiment(tmp_path, "two"))["rows"] == [{"ms": 3}]
     assert ", seeds 0, 1, " in results_page(tmp_path)
     with pytest.raises(TaskError, match="no experiment is called 'three'; write one of two"):
