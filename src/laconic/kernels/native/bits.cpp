@@ -97,7 +97,9 @@ inline uint64_t mixed(uint64_t pair, int64_t i) {
 // The sum over all pairs modulo 2^64, as a signed number; a last word alone is a pair with zero.
 extern "C" int64_t laconic_check_sum(const uint32_t* words, int64_t num_words) {
   const int64_t num_pairs = num_words / 2;
-  uint64_t sum = num_words % 2 == 0 ? 0 : mixed(words[num_words - 1], num_pairs);
+  uint32_t last = 0;  // copied, as pairs are: a frame may begin at any byte
+  if (num_words % 2) std::memcpy(&last, words + num_words - 1, 4);
+  uint64_t sum = num_words % 2 == 0 ? 0 : mixed(last, num_pairs);
   for (int64_t i = 0; i < num_pairs; ++i) {
     uint64_t pair;
     std::memcpy(&pair, words + 2 * i, 8);
