@@ -88,10 +88,10 @@ def hashes(name: str, version: str) -> list[str]:
     with urllib.request.urlopen(f"{_index().rstrip('/')}/{name}/") as page:
         links = _LINK.findall(page.read().decode())
     begin = re.compile(rf"{name.replace('-', '[-_.]+')}-{re.escape(version)}-", re.IGNORECASE)
-    found = {digest for file, digest in links if begin.match(file) and WHEELS.search(file)}
-    if not found:
+    digests = {digest for file, digest in links if begin.match(file) and WHEELS.search(file)}
+    if not digests:
         sys.exit(f"the index has no wheel of {name} {version}")
-    return sorted(found)
+    return sorted(digests)
 
 
 @cache
@@ -113,8 +113,8 @@ def main() -> None:
     """Write all lists."""
     pins: dict[str, str] = {}
     for name in LISTS:
-        found = resolve([*required(name), *(() if pins else required_always())], pins)
-        new = {project: version for project, version in found.items() if project not in pins}
+        resolved = resolve([*required(name), *(() if pins else required_always())], pins)
+        new = {project: version for project, version in resolved.items() if project not in pins}
         lines = (
             " \\\n    --hash=sha256:".join((f"{project}=={new[project]}", *hashes(project, new[project])))
             for project in new

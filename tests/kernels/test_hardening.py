@@ -32,9 +32,9 @@ def test_native_code_is_hardened(path: Path) -> None:
         pytest.skip("was not built")
     elf = path.read_bytes()
     assert elf[:6] == b"\x7fELF\x02\x01" and struct.unpack_from("<H", elf, 16) == (ET_DYN,), "moves in memory"
-    found = segments(elf)
-    assert PT_GNU_RELRO in found and not found[PT_GNU_STACK][0] & EXECUTABLE
-    _, offset, length = found[PT_DYNAMIC]
+    by_type = segments(elf)
+    assert PT_GNU_RELRO in by_type and not by_type[PT_GNU_STACK][0] & EXECUTABLE
+    _, offset, length = by_type[PT_DYNAMIC]
     tags = dict(struct.iter_unpack("<QQ", elf[offset : offset + length]))
     assert tags.get(DT_FLAGS, 0) & DF_BIND_NOW
     assert b"__stack_chk_fail" in elf

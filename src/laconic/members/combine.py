@@ -206,8 +206,8 @@ def _clipped(products: _Array, weights: _Array, coefficients: _Array) -> _Array:
         usual = _upper_median(along)
         least = usual - max(_SHORT * abs(usual), _MADS * _upper_median(np.abs(along - usual)))
         goes_along = along >= (least * weights / weights.max() if least > 0 else least)
-        kept = weights * goes_along * (distances <= _FAR * radius)
-        pulls = kept / kept.sum() * np.minimum(radius / np.maximum(distances, _TINY), 1)
+        near = weights * goes_along * (distances <= _FAR * radius)
+        pulls = near / near.sum() * np.minimum(radius / np.maximum(distances, _TINY), 1)
         coefficients = pulls + (1 - pulls.sum()) * coefficients
     return coefficients
 
