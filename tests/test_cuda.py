@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from bench_wire import bench_wire
 from lab.tests.cli.test_cli import laconic as run_laconic
 from laconic import Scheme, Session, kernels
 from laconic.kernels.device import Executor
@@ -24,7 +25,6 @@ from laconic.quantize import BF16, QUANTIZERS
 from laconic.session import background
 from laconic.transport import Push
 from laconic.wire import Bitmap, EliasFano, FrameShape
-from laconic_lab.bench import bench_wire
 from laconic_lab.bench.step import Echo
 from laconic_lab.train import Job, work_in_process
 from laconic_lab.train.result import Result
@@ -119,7 +119,7 @@ class _Launching(Executor):
 )
 @pytest.mark.parametrize("scaled", [True, False])
 def test_graphs_give_the_bits_of_launches_one_by_one(text: str, scaled: bool) -> None:
-    """Through the stations, with gradients that stay where they are, one step of NaN, and a loss scale that changes."""
+    """Through the stages, with gradients that stay where they are, one step of NaN, and a loss scale that changes."""
     layouts = virtual.LAYOUTS
     scheme = made(text)
 
@@ -128,7 +128,7 @@ def test_graphs_give_the_bits_of_launches_one_by_one(text: str, scaled: bool) ->
         session = Session(scheme, transport, loss_scale=(lambda: scale) if scaled else None, executor=executor)
         flats = [torch.empty(layout.num_entries, device="cuda") for layout in layouts]
         outs = []
-        stations = background.Background(session, torch.device("cuda", 0))
+        stages = background.Background(session, torch.device("cuda", 0))
         for step in range(20):
             scale = (8.0 if step < 10 else 4.0) if scaled else 1.0
             given = gradients(0, step)
@@ -140,11 +140,11 @@ def test_graphs_give_the_bits_of_launches_one_by_one(text: str, scaled: bool) ->
                 Bucket(index, layout, flat, is_last=index == len(layouts) - 1)
                 for index, (layout, flat) in enumerate(zip(layouts, flats, strict=True))
             ]
-            for future in [stations.submit(bucket) for bucket in buckets]:
+            for future in [stages.submit(bucket) for bucket in buckets]:
                 future.wait()
             torch.cuda.synchronize()
             outs += [flat.cpu() for flat in flats]
-        stations.close()
+        stages.close()
         kept = session.state_dict()["memory"]["residual"]
         return [*outs, *kept.values()]
 

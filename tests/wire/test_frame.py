@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench_wire import bench_wire
 from laconic import FrameError
 from laconic.quantize import BF16, QUANTIZERS, Sign
 from laconic.wire import (
@@ -22,7 +23,6 @@ from laconic.wire import (
     floor_bits,
     smallest_index_codec,
 )
-from laconic_lab.bench import bench_wire
 
 
 def _positions(n: int, k: int, seed: int) -> Tensor:
@@ -100,6 +100,17 @@ def test_frames_round_trip_at_the_foretold_length(quantizer: str, k: int, fixed:
     assert torch.equal(contents.positions, positions) and torch.equal(contents.values, values) and not contents.overflow
     silent = shape.write_overflow(frame.device, step=7, bucket=2)
     assert silent.numel() == shape.num_bytes and shape.read(silent, step=7, bucket=2, peer=0).overflow
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3])
+@pytest.mark.parametrize("k", [20, 21, 40])
+def test_frames_are_read_in_rows_as_one_by_one(num_frames: int, k: int) -> None:
+    """A single row of an odd number of words is contiguous, whatever its stride."""
+    shape, positions, values, frame = _frame("none", k=k, fixed=3)
+    damaged = torch.zeros(1, dtype=torch.int32)
+    rows = shape.read_later(torch.stack([frame] * num_frames), damaged)
+    assert not damaged and rows[0].shape == (num_frames, k)
+    assert all(torch.equal(row, positions) for row in rows[0]) and all(torch.equal(row, values) for row in rows[1])
 
 
 def test_frames_are_the_same_bytes_as_ever() -> None:

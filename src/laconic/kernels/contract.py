@@ -30,7 +30,6 @@ def kernels_in(backend: str, taken_from_reference: Iterable[str] = ()) -> dict[s
 
     Those that it has no code of its own for are the reference's, where the backend says so, and an error otherwise.
     """
-    importlib.import_module("laconic.kernels.reference")  # by which all are declared
     kernels = {name: DEFINITIONS[name] for name in taken_from_reference}
     # By file name: pkgutil would take the native libraries for modules too.
     files = {file.stem for folder in sys.modules[backend].__path__ for file in Path(folder).glob("*.py")}

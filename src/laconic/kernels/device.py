@@ -181,19 +181,19 @@ class Executor:
         return tensor.is_cuda and tensor.dtype == torch.float32 and wire is not None and wire.type == "cpu"
 
     def step(
-        self, station: str, bucket: Hashable, device: torch.device, wire: torch.device | None, *, captures: bool
+        self, stage: str, bucket: Hashable, device: torch.device, wire: torch.device | None, *, captures: bool
     ) -> Step[Any]:
-        """The step of a bucket at a station, which buckets pass one after the other."""
+        """The step of a bucket at a stage, which buckets pass one after the other."""
         if not captures:
             return Step(device, wire)
-        if (station, bucket) not in self._steps:
-            if station not in self._pools:
-                self._pools[station] = self.new_pool(device)
-            self._steps[station, bucket] = CapturedStep(device, self._pools[station])
-        return self._steps[station, bucket]
+        if (stage, bucket) not in self._steps:
+            if stage not in self._pools:
+                self._pools[stage] = self.new_pool(device)
+            self._steps[stage, bucket] = CapturedStep(device, self._pools[stage])
+        return self._steps[stage, bucket]
 
     def new_pool(self, device: torch.device) -> GraphPool:
-        """A station's pool."""
+        """A stage's pool."""
         return GraphPool(device)
 
     def staged(self, tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from laconic.wire.frame import (
     count_in,
     longest_frame,
 )
+from laconic.wire.frame_batch import read_answers, read_each, write_each, write_parts
 from laconic.wire.index_codec import (
     INDEX_CODECS,
     Bitmap,
@@ -22,4 +23,3 @@ from laconic.wire.index_codec import (
     floor_bits,
     smallest_index_codec,
 )
-from laconic.wire.several import read_answers, read_each, write_each, write_parts

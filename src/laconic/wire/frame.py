@@ -239,7 +239,7 @@ class FrameShape(CodesShape):
         Nothing is waited for: `damaged`, one int32, is set if something is wrong with one of them.
         """
         words = frames.view(torch.int32)
-        stated = words[:, :2].contiguous().view(torch.int64).view(-1)
+        stated = words[:, :2].reshape(-1).view(torch.int64)  # of one row, contiguous() keeps an odd stride
         damaged |= (kernels.check_sum(words[:, 2:]) != stated).any()
         positions = EliasFano.read(words[:, _HEADER_WORDS : self._end_of_index], self.num_entries, self.k, damaged)
         codes = frames[:, 4 * self._end_of_index :][:, : self._num_value_bytes].view(self.quantize.code_dtype)

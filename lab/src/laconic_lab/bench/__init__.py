@@ -3,6 +3,5 @@
 from laconic_lab.bench.common import DISTRIBUTIONS
 from laconic_lab.bench.select import bench_select
 from laconic_lab.bench.step import bench_step
-from laconic_lab.bench.wire import bench_wire
 
-__all__ = ["DISTRIBUTIONS", "bench_select", "bench_step", "bench_wire"]
+__all__ = ["DISTRIBUTIONS", "bench_select", "bench_step"]

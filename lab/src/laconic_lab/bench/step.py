@@ -1,4 +1,4 @@
-"""The cost of one process's share of an exchange, station by station, without a network."""
+"""The cost of one process's share of an exchange, stage by stage, without a network."""
 
 from __future__ import annotations
 

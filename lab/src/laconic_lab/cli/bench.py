@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from laconic.cli import number, table
-from laconic_lab.bench import DISTRIBUTIONS, bench_select, bench_step, bench_wire
+from laconic_lab.bench import DISTRIBUTIONS, bench_select, bench_step
 from laconic_lab.errors import TaskError
+from laconic_lab.train.worker import check_device
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,29 +22,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("bench", help="measure single parts")
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
 
-    wire = parts.add_parser("wire", help="bits per index against the floor, and throughput of the code")
-    _add_size(wire, 10_000_000)
-    wire.set_defaults(run=run_wire)
-
     select = parts.add_parser("select", help="selection against torch.topk, sampled selection and a copy")
-    _add_size(select, 25_000_000)
+    _add_size(select)
+    select.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
     select.add_argument("--dist", default="laplace", choices=(*DISTRIBUTIONS, "all"), help="default laplace")
     select.add_argument("--threads", type=int, metavar="T", help="of the CPU (default as torch chooses)")
     select.add_argument("--rounds", type=int, default=5, metavar="R", help="of all, interleaved (default 5)")
     select.set_defaults(run=run_select)
 
-    step = parts.add_parser("step", help="the stations of an exchange on one process, without a network")
-    _add_size(step, 25_000_000, with_rho=False)
+    step = parts.add_parser("step", help="the stages of an exchange on one process, without a network")
+    _add_size(step)
     step.add_argument("--scheme", default="topk:rho=0.01", metavar="TEXT", help="default topk:rho=0.01")
     step.add_argument("--workers", type=int, default=4, metavar="M", help="who all say the same (default 4)")
     step.add_argument("--steps", type=int, default=20, metavar="N", help="of which medians are taken (default 20)")
     step.set_defaults(run=run_step)
 
 
-def _add_size(parser: argparse.ArgumentParser, n: int, *, with_rho: bool = True) -> None:
-    parser.add_argument("--n", type=int, default=n, metavar="N", help=f"entries (default {n:,})")
-    if with_rho:
-        parser.add_argument("--rho", type=float, default=0.01, metavar="X", help="share that is sent (default 0.01)")
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--n", type=int, default=25_000_000, metavar="N", help="entries (default 25,000,000)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
 
@@ -53,8 +49,7 @@ def _check(args: argparse.Namespace) -> None:
         raise TaskError(f"--n is {args.n}; give 1 to {2**31 - 1}")
     if not 0 < getattr(args, "rho", 1) <= 1:
         raise TaskError(f"--rho is {args.rho}; give a share in (0, 1]")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
+    check_device(args.device)
     for name in ("rounds", "workers", "steps"):
         if getattr(args, name, 1) < 1:
             raise TaskError(f"--{name} is {getattr(args, name)}; give 1 or more")
@@ -68,21 +63,6 @@ def _check(args: argparse.Namespace) -> None:
 def _show(results: Sequence[Any], text: str, as_json: bool) -> None:
     """Print results: an object a line, or in words."""
     print("\n".join(json.dumps(asdict(result)) for result in results) if as_json else text)
-
-
-def run_wire(args: argparse.Namespace) -> int:
-    """Measure the index code."""
-    _check(args)
-    measured = bench_wire(args.n, args.rho, args.device)
-    over = measured.bits_per_index / measured.floor_bits - 1 if measured.floor_bits else 0.0
-    text = (
-        f"{measured.codec}, {measured.k:,} of {measured.n:,}: {measured.bits_per_index:.3f} bits an index "
-        f"({100 * over:.1f} % over the floor of {measured.floor_bits:.3f}); "
-        f"encode {measured.encode_gb_per_s:.2f} GB/s, decode {measured.decode_gb_per_s:.2f} GB/s of 4-byte "
-        f"positions; round trip {'exact' if measured.exact else 'WRONG'}"
-    )
-    _show([measured], text, args.json)
-    return 0 if measured.exact else 1
 
 
 def run_select(args: argparse.Namespace) -> int:
@@ -121,7 +101,7 @@ def run_select(args: argparse.Namespace) -> int:
 
 
 def run_step(args: argparse.Namespace) -> int:
-    """Measure the stations of a step."""
+    """Measure the stages of a step."""
     _check(args)
     step = bench_step(args.n, args.workers, args.scheme, args.device, args.steps)
     title = f"{step.scheme}, {step.n:,} entries in {step.num_buckets} buckets, {step.kernels} kernels"

@@ -1,5 +1,6 @@
 """Native kernels for CPU tensors: C++ behind ctypes, with the names and results of the reference."""
 
+from laconic.kernels import reference
 from laconic.kernels.contract import kernels_in
 
 TAKEN_FROM_REFERENCE = {

@@ -1,5 +1,6 @@
 """The kernels in Triton, for CUDA tensors: the names, signatures and results of `kernels.reference`."""
 
+from laconic.kernels import reference
 from laconic.kernels.contract import kernels_in
 
 TAKEN_FROM_REFERENCE = {

@@ -1,8 +1,13 @@
-"""The index codes against their floor, and how fast they are."""
+"""Bits per index against the floor, log2(C(n, k))/k, and throughput of the index code, as one JSON object.
+
+python tools/bench_wire.py --n 10000000 --rho 0.01 [--device cuda]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -43,3 +48,17 @@ def bench_wire(n: int, rho: float, device: str = "cpu", seed: int = 0) -> WireBe
         decode_gb_per_s=4 * k / seconds["decode"] / 1e9,
         exact=torch.equal(codec.decode(words, n, k), positions),
     )
+
+
+def main() -> None:
+    """Measure, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=10_000_000, help="entries")
+    parser.add_argument("--rho", type=float, default=0.01, help="share that is sent")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args()
+    print(json.dumps(asdict(bench_wire(options.n, options.rho, options.device))))
+
+
+if __name__ == "__main__":
+    main()
