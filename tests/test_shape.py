@@ -31,7 +31,7 @@ TABLES = (
 )
 ENDS = {"select", "quantize", "memory", "exchange", "trigger", "pattern"}  # of an expression that is a part
 MOST_QUESTIONS = 18
-MOST_PRIVATE_NAMES = 20
+MOST_PRIVATE_NAMES = 17
 OF_OTHERS = {"_dynamo", "_exit", "_replace"}  # torch's, and Python's own
 
 WHOLE = ("paths", "transport", "server", "session")

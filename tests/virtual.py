@@ -52,7 +52,7 @@ def one_step(session: Session, given: Mapping[str, Tensor], layouts: Sequence[La
 
 
 def pipelined_step(session: Session, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same through the stations."""
+    """The same through the stages."""
     buckets = buckets_of(given)
     background = Background(session, torch.device("cpu"))
     futures = [background.submit(bucket) for bucket in buckets]

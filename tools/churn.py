@@ -142,7 +142,7 @@ class Run:
     def deliver(self, outgoing: Sequence[Outgoing]) -> None:
         """Let members have messages at once."""
         for connection, word in outgoing:
-            if connection in self.trainees:
+            if word is not None and connection in self.trainees:
                 trainee = self.trainees[connection]
                 trainee.send(trainee.replica.on_word(word))
 

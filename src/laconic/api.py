@@ -57,7 +57,7 @@ def attach(
         check_replicas_every: Steps between two such comparisons, of eight bytes each; 0: never.
         unused_steps: What to do where gradients are cleared that no optimizer used, while the scheme keeps a part of
             them to send it later: "warn" once, "ignore", or "discard", which takes such a step back exactly. That
-            costs a copy of all that is kept to the host's memory at each step, and a word among the ranks.
+            costs a copy of all that is kept to the host's memory at each step, and a short message among the ranks.
 
     Returns:
         A session: stats(), state_dict(), load_state_dict(), close(), and with "discard" discard_().

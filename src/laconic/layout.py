@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+from laconic.errors import SchemeError
 
 WORTH_HALVING = 1 << 19  # entries of a model; with less to send, one more message takes longer than half of the bytes
 
@@ -102,3 +104,14 @@ def positions_of(spans: Sequence[Span], device: torch.device) -> Tensor:
     """Every position of `spans`, in order, as int64."""
     parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def only_device(parameters: Mapping[str, Tensor]) -> torch.device:
+    """The device of all these, by name; SchemeError where they are such as laconic cannot exchange."""
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise SchemeError(f"{name!r} is {parameter.dtype}; laconic exchanges real floating-point numbers")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
+    return devices.pop()

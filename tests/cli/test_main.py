@@ -11,7 +11,7 @@ from laconic import cli
 
 
 @pytest.mark.parametrize(
-    "words", ["train", "train --steps 3", "lab run --hosts 2 -- ls", "soak", "demo", "bench wire --json"]
+    "words", ["train", "train --steps 3", "lab run --hosts 2 -- ls", "soak", "demo", "bench step --json"]
 )
 def test_a_command_of_the_lab_says_how_to_get_it(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

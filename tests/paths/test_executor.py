@@ -79,7 +79,7 @@ def _steps(
 @pytest.mark.parametrize("undoes", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 def test_captured_steps_give_the_bits_of_launched_ones(text: str, undoes: bool) -> None:
-    """In a step in which one worker sees NaN all see it, and nobody keeps it; stations change nothing."""
+    """In a step in which one worker sees NaN all see it, and nobody keeps it; stages change nothing."""
     expected = _steps(text, Executor, undoes=undoes)
     for pipelined in (False, True):
         captured = _steps(text, _Capturing, pipelined=pipelined, undoes=undoes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +34,6 @@ from laconic.planning import candidates as room
 from laconic.planning.links import PairLink
 from laconic.planning.plan import ALONE_S, step_counts
 from laconic.planning.rehearsal import equal_messages
-from laconic_lab.train import Job
-from laconic_lab.train.planning import factor_of, probe
 
 COMPUTE = Compute(
     alone_s=0.1, together_s=0.11, arrivals_s=(0.05, 0.09), num_entries=(300, 100), pipelined=False, beside=0.0
@@ -172,60 +169,6 @@ def test_curves_go_down_to_what_no_link_can_hasten() -> None:
         assert list(steps_ms) == sorted(steps_ms, reverse=True) and steps_ms[-1] >= 100
     slow = {row.scheme: row.step_ms for row in found.what_if(bits_per_s=1e6).rows}
     assert {scheme: points[0][1] for scheme, points in found.curves().items()} == pytest.approx(slow)
-
-
-def _falling(speed: float, num_steps: int, every: int) -> list[tuple[float, float]]:
-    return [(step, 3 * 0.97 ** (speed * step)) for step in range(0, num_steps + 1, every)]
-
-
-def test_what_learns_half_as_fast_needs_twice_the_steps() -> None:
-    plain = _falling(1.0, 60, 5)
-    half = factor_of(_falling(0.5, 60, 5), plain, "here")
-    assert half.factor == pytest.approx(2, rel=0.02) and half.low <= half.factor <= half.high and half.source == "here"
-    assert factor_of(_falling(2.0, 60, 5), plain, "").factor == 1
-    assert factor_of([*plain[:3], (15, math.inf)], plain, "").factor == math.inf
-    uneven = [*plain, (65, 2.5), (70, 2.0)]  # its end was reached before
-    same = factor_of(uneven, uneven, "")
-    assert (same.low, same.factor, same.high) == pytest.approx((1, 1, 1))
-
-
-def test_a_probe_takes_the_place_of_records() -> None:
-    texts = ("bf16", "bf16 --accumulate 2", "local:every=16", "gossip")
-    found = answer(_measured(rehearsals=tuple((candidate(text), REHEARSAL) for text in texts)))
-    jobs: list[Job] = []
-
-    def train(job: Job) -> list[tuple[float, float]]:
-        jobs.append(job)
-        return _falling(0.25 if job.scheme == "local:every=16" else job.accumulate, job.steps or 0, job.eval_every)
-
-    again = probe(Job(batch=8), found, 60, train)
-    assert jobs[0].scheme == "bf16" and {job.scheme for job in jobs[1:]} == {"bf16", "local:every=16", "gossip"}
-    accumulated = {(job.scheme, job.batch, job.accumulate, job.steps) for job in jobs if job.batch != 8}
-    assert accumulated == {("bf16", 16, 2, 30)}
-    by_name = {row.scheme: row for row in again.rows}
-    assert all("probed on this job" in row.steps_source for row in again.rows)
-    assert by_name["local:every=16"].steps_factor == pytest.approx(4, rel=0.05)
-    assert again.rows[-1] is by_name["local:every=16"]
-    assert by_name["bf16"].steps_factor == by_name["bf16 --accumulate 2"].steps_factor == 1
-    assert any("from short runs" in reason for reason in again.reasons)
-
-
-def test_what_would_take_too_long_is_not_probed_and_that_is_said() -> None:
-    slow = replace(REHEARSAL, talk_s=100.0)
-    texts = {"bf16": REHEARSAL, "dense": slow}
-    found = answer(_measured(rehearsals=tuple((candidate(text), one) for text, one in texts.items())))
-    jobs: list[str] = []
-    said: list[str] = []
-
-    def train(job: Job) -> list[tuple[float, float]]:
-        jobs.append(job.scheme)
-        return _falling(1, job.steps or 0, job.eval_every)
-
-    again = probe(Job(), found, 60, train, say=said.append)
-    assert jobs == ["bf16"] and len(said) == 1 and said[0].startswith("dense is not probed: 60 steps would take")
-    assert {row.scheme: "probed" in row.steps_source for row in again.rows} == {"bf16": True, "dense": False}
-    slow_bf16 = answer(_measured(rehearsals=((candidate("bf16"), slow),)))
-    assert probe(Job(), slow_bf16, 60, train, say=said.append) is slow_bf16 and len(jobs) == 1
 
 
 def test_a_pair_much_slower_than_others_is_named() -> None:

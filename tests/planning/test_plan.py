@@ -136,7 +136,7 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool]:
         other = laconic.follow(again.model, again.optimizer, "auto")
     other.load_state_dict(saved)
     kept = other.stats().scheme == session.stats().scheme and other.state_dict()["auto"] == saved["auto"]
-    told = [one for one in said if "auto goes on" in one]
+    told = [one for one in said if "auto continues" in one]
     session.close()
     other.close()
     return saved["auto"], [steps, len(told)], kept

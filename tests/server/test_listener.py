@@ -287,7 +287,7 @@ def test_who_is_lost_after_one_step_made_one() -> None:
     def work(served: ServerClient) -> None:
         served.pull(_push(served, 0, part), None)
         if served.rank == 1:
-            _socket(served._servers[0].link).shutdown(socket.SHUT_RDWR)
+            served.shut_down()
             is_gone.set()
         elif is_gone.wait(20):
             served.total(torch.ones(1))

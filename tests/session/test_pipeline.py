@@ -1,4 +1,4 @@
-"""Four stations: the numbers of one bucket after the other, messages in an order that all share, errors that land."""
+"""Four stages: the numbers of one bucket after the other, messages in an order that all share, errors that land."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from laconic_lab import records
 from laconic_lab.figures import MEASURES, Measure, Record, Values, median, of_rounds
-from laconic_lab.train.measured import median_times
 
 _REFERENCES = ("dense", "bf16")  # whose final value sets the target; the best of all where there is neither
 
@@ -79,23 +78,18 @@ def compare(
 
 
 def compare_so_far(
-    out: Path, schemes: Sequence[str], rounds: int, measure: Measure, target: float | None, link_bits_per_s: int | None
+    out: Path, schemes: Sequence[str], setting: Mapping[str, Any], link_bits_per_s: int | None
 ) -> Comparison:
-    """The same of runs that go on: a scheme's whole rounds, or its first as far as it is, once that has been judged."""
-    runs = {}
-    for scheme in schemes:
-        shown = rounds_so_far(out, folder_of(scheme), rounds)
-        begun = [Run.so_far(round_of(out, scheme, number)) for number in range(1, shown + 1)]
-        if comparison := [run for run in begun if run is not None]:
-            runs[scheme] = comparison
-    return _side_by_side(runs, measure, target, link_bits_per_s)
+    """The same of the rounds that have ended, while others go on."""
+    ended = {scheme: rounds_so_far(out, folder_of(scheme), setting["rounds"]) for scheme in schemes}
+    runs = {s: [Run.read(round_of(out, s, number)) for number in range(1, n + 1)] for s, n in ended.items() if n}
+    return _side_by_side(runs, MEASURES[setting["measure"]], setting["target"], link_bits_per_s)
 
 
 def rounds_so_far(out: Path, folder: str, rounds: int) -> int:
-    """The number of a scheme's rounds that are shown while a comparison goes on: those that ended, else the first."""
+    """The number of a scheme's rounds that have ended."""
     paths = [out / folder / f"round-{number}" for number in range(1, rounds + 1)]
-    begun = [path for path in paths if (path / records.RECORDS).exists()]
-    return max(1, sum(any(records.read(path, "result")) for path in begun))
+    return sum((path / records.RECORDS).exists() and any(records.read(path, "result")) for path in paths)
 
 
 def _side_by_side(
@@ -128,22 +122,9 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The records of one folder."""
-        results, steps, evaluations = _by_kind(folder)
+        facts = list(records.read(folder))
+        results, steps, evaluations = ([f for f in facts if f["kind"] == kind] for kind in ("result", "step", "eval"))
         return cls(results[-1], steps[records.WARM_UP_STEPS :] or steps, evaluations)
-
-    @classmethod
-    def so_far(cls, folder: Path) -> Run | None:
-        """A run that may go on, judged by its last evaluation; None before there is one."""
-        if not (folder / records.RECORDS).exists():
-            return None
-        results, steps, evaluations = _by_kind(folder)
-        if results:
-            return cls.read(folder)
-        if not evaluations or not evaluations[-1]["step"]:
-            return None
-        sent = {name: sum(fact[name] for fact in steps) for name in ("bytes_out", "bytes_in")}
-        last = {"steps": len(steps), "ratio": None, "diverged_at": None, "split_ms": median_times(steps)[1]}
-        return cls({**evaluations[-1], **sent, **last}, steps[records.WARM_UP_STEPS :] or steps, evaluations)
 
     def seconds_to(self, target: float | None, measure: Measure) -> float | None:
         """Training time until an evaluation reached the target; the one before any training does not count."""
@@ -151,11 +132,6 @@ class Run:
             return None
         trained = (fact for fact in self.evaluations if fact["step"] > 0)
         return next((float(fact["seconds"]) for fact in trained if measure.reaches(fact[measure.name], target)), None)
-
-
-def _by_kind(folder: Path) -> list[list[dict[str, Any]]]:
-    facts = list(records.read(folder))
-    return [[fact for fact in facts if fact["kind"] == kind] for kind in ("result", "step", "eval")]
 
 
 def conclusion(comparison: Comparison, *, is_timed: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import math
 import os
 import pty
 import re
@@ -59,16 +58,18 @@ def _text(shown: Any, width: int = 100) -> str:
 def test_a_view_tells_steps_worth_bytes_and_link(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     tail = Tail(tmp_path)
-    assert not tail.read()
+    tail.read()
+    assert not tail.steps
     runs = Runs({"dense": [tmp_path], "topk": [tmp_path / "later"]}, 20, MEASURES["accuracy"], 20_000_000)
     tails = {"dense": [tail], "topk": [Tail(tmp_path / "later")]}
     with _records(tmp_path, 5, link=True) as records:
-        assert tail.read() and not tail.read()
+        tail.read()
         shown = _text(frame(runs, tails, 100))
         assert re.search(r"dense +━+ +5/20 +10.00 % +10 kB/step +link 50%", shown)  # 12,500 bytes in 10 ms of 20 Mbit/s
         assert re.search(r"topk +0/20", shown) and "train loss of dense: 0.400" in shown
         records.write("eval", step=5, seconds=0.05, accuracy=0.5, loss=1.0, bytes_out=50_000)
-        assert tail.read() and "50.00 %" in _text(frame(runs, tails, 60), 60)
+        tail.read()
+        assert "50.00 %" in _text(frame(runs, tails, 60), 60)
     unknown = Runs(runs.folders, 20, MEASURES["accuracy"])
     assert "1.25 MB/s" in _text(frame(unknown, tails, 100))
 
@@ -78,34 +79,37 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     with (tmp_path / "records.jsonl").open("w") as file:
         file.write(json.dumps({"kind": "eval", "step": 0})[:9])
         file.flush()
-        assert not tail.read()
+        tail.read()
+        assert not tail.evaluations
         file.write(json.dumps({"kind": "eval", "step": 0})[9:] + "\n")
         file.flush()
-        assert tail.read() and tail.evaluations == [{"kind": "eval", "step": 0}]
+        tail.read()
+        assert tail.evaluations == [{"kind": "eval", "step": 0}]
     with _records(tmp_path, 3):
         pass
-    assert not tail.read()  # written over, as by a resumed run, it begins anew
-    assert tail.read() and len(tail.steps) == 3
+    tail.read()  # written over, as by a resumed run, it begins anew
+    tail.read()
+    assert len(tail.steps) == 3
     (tmp_path / "records.jsonl").write_text(json.dumps({"kind": "eval", "step": 7}) + "\n")
-    assert not tail.read() and [fact["step"] for fact in tail.evaluations] == [7] and not tail.steps
+    tail.read()
+    assert [fact["step"] for fact in tail.evaluations] == [7] and not tail.steps
 
 
 def test_a_page_grows_while_runs_go_on(tmp_path: Path) -> None:
-    page = PageSoFar(tmp_path, SETTING, ["dense", "topk"], 2, None, "dense (1 of 2, round 1 of 2)")
-    path = page.write()
+    page = PageSoFar(tmp_path, SETTING, ["dense", "topk"], None)
+    path = page.write("Running.")
     assert path is not None and REFRESH in (first := path.read_text()) and "<svg" not in first
     with _records(round_of(tmp_path, "dense", 1), 2) as records:
-        assert page.write() == path and "<svg" not in path.read_text()  # nothing of it is judged yet
         records.write("eval", step=2, seconds=0.02, accuracy=0.375, loss=2.0, bytes_out=20_000)
-        page.update()
-        shown = path.read_text()
-        assert "37.50 %" in shown and "<svg" in shown and REFRESH in shown and "Running: dense (1 of 2" in shown
-        assert "topk" not in shown
-    page.break_off(None)
-    assert path.read_text() == shown
-    page.break_off(KeyboardInterrupt)
+        assert page.write("Running.") == path and "<svg" not in path.read_text()  # it has not ended yet
+        sent = {"bytes_out": 20_000, "bytes_in": 20_000, "ratio": 1.0, "split_ms": {"select": 1.0, "encode": 1.0}}
+        records.write("result", steps=2, accuracy=0.375, loss=2.0, diverged_at=None, **sent)
+    page.write("Running: topk (2 of 2, round 1 of 2).")
+    shown = path.read_text()
+    assert "37.50 %" in shown and "<svg" in shown and REFRESH in shown and "Running: topk (2 of 2" in shown
+    page.write("Broken off: topk.", is_running=False)
     broken = path.read_text()
-    assert REFRESH not in broken and "Broken off: dense" in broken and "37.50 %" in broken
+    assert REFRESH not in broken and "Broken off: topk" in broken and "37.50 %" in broken
     assert [one.name for one in tmp_path.glob("report*")] == ["report.html"]
 
 
@@ -116,13 +120,12 @@ def test_the_page_of_a_comparison_is_loaded_again_until_its_end(
     pages = []
     write = PageSoFar.write
 
-    def noted(self: PageSoFar, *, is_running: bool = True) -> Path | None:
-        path = write(self, is_running=is_running)
+    def noted(self: PageSoFar, state: str, *, is_running: bool = True) -> Path | None:
+        path = write(self, state, is_running=is_running)
         pages.append(path.read_text() if path else "")
         return path
 
     monkeypatch.setattr(PageSoFar, "write", noted)
-    monkeypatch.setattr("laconic_lab.cli.live.DRAWING_SHARE", math.inf)  # of the time that drawing may take
     out = tmp_path / "out"
     assert cli.main(["compare", *SMALL, "--scheme", "dense", "--scheme", "topk:rho=0.1", "--out", str(out)]) == 0
     assert pages and all(REFRESH in page for page in pages) and "topk:rho=0.1" in pages[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from lab.tests.cli.test_cli import laconic
 from laconic import cli
 from laconic_lab.errors import LabError
 from laconic_lab.network import Lab, LabSpec, labs, netlink, run
+from laconic_lab.train.measurement import slowed
 
 try:
     netlink.require()
@@ -52,6 +54,26 @@ def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
     again = laconic("report", str(tmp_path / "out"))
     assert again.returncode == 0 and (tmp_path / "out" / "report.html").read_text() == page
     assert not [lab for lab in labs() if lab.is_abandoned]
+
+
+def test_a_slow_host_sleeps_by_what_it_computed(few_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", slept.append)
+        patched.setattr(time, "process_time", iter([1.0, 1.25]).__next__)
+        patched.setenv("LACONIC_SLOWDOWN", "4")
+        with slowed():
+            assert not slept
+    assert slept == [0.75]
+    job = [*JOB, "--data", str(few_images), "--scheme", "bf16", "--hosts", "2"]
+    even, slow = (laconic("train", *job, *words) for words in ([], ["--slow", "1=8"]))
+    assert even.returncode == slow.returncode == 0, even.stderr + slow.stderr
+    losses = [json.loads(ran.stdout.splitlines()[-1])["loss"] for ran in (even, slow)]
+    assert losses[0] == losses[1], "who is slow changes nothing"
+    for words, cure in ((["2=4"], "hosts are 0 to 1"), (["1=0.5"], "give 1 to"), (["1"], "like 3=4")):
+        ran = laconic("train", *job, "--slow", *words)
+        assert ran.returncode == 2 and cure in ran.stderr and ran.stderr.count("\n") == 1
+    assert "give --hosts too" in laconic("train", *JOB, "--slow", "1=4").stderr
 
 
 def test_a_failure_on_a_host_is_one_line() -> None:

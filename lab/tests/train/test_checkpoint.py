@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from laconic.transport import InProcess, in_process
-from laconic_lab.errors import TaskError
+from laconic_lab.errors import LaunchError, TaskError
 from laconic_lab.train import resume
 from laconic_lab.train.checkpoint import Checkpoint, find_checkpoint, forget_after, save_checkpoint
 from tests.workers import FewWorkers
@@ -263,6 +263,38 @@ def test_who_hears_that_another_could_not_write_does_not_count_it(tmp_path: Path
 
     assert save(tmp_path, 20, workers=OneIsFull(0, 2)) == ""
     assert found(tmp_path) == (10, [])
+
+
+@pytest.mark.parametrize("meeting", [1, 2, 3])
+def test_what_does_not_count_is_removed_where_who_led_has_died(tmp_path: Path, meeting: int) -> None:
+    class FirstDies(FewWorkers):
+        num_meetings = 0
+
+        def gather(self, own: Sequence[float]) -> list[list[float]]:
+            self.num_meetings += 1
+            if self.num_meetings == meeting:
+                self.place, self.num_living = 0, 1
+            return super().gather(own)
+
+    save(tmp_path, 10)
+    save(tmp_path, 20, rank=1, workers=FirstDies(1, 2))
+    assert found(tmp_path) == (10, []) and steps_in(tmp_path) == ["step-10"]
+
+
+@pytest.mark.parametrize("others", [[], ["rank-1.pt"]])
+def test_who_was_left_behind_removes_its_part_alone(tmp_path: Path, others: list[str]) -> None:
+    class LeftBehind(FewWorkers):
+        def gather(self, own: Sequence[float]) -> list[list[float]]:
+            if len(own) > 1:
+                for name in others:
+                    (tmp_path / "checkpoint" / "step-20.new" / name).touch()
+                raise LaunchError("the others have gone on")
+            return super().gather(own)
+
+    save(tmp_path, 10)
+    with pytest.raises(LaunchError):
+        save(tmp_path, 20, workers=LeftBehind(0, 2))
+    assert steps_in(tmp_path) == ["step-10", *["step-20.new"] * len(others)], "the part of another may count with it"
 
 
 def test_a_part_on_a_disk_of_another_host_is_missed_at_once(tmp_path: Path) -> None:

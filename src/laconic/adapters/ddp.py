@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from laconic import kernels
-from laconic.adapters.alike import check_common, check_names
 from laconic.adapters.optimizers import AdamAdvice, UseWatch
+from laconic.adapters.rank_agreement import check_common, check_names
 from laconic.adapters.torch_hooks import HookSwitch, TorchHookSession, check_free
 from laconic.errors import SchemeError, StateError
-from laconic.layout import Bucket, Layout, local, plain_name
+from laconic.layout import Bucket, Layout, local, only_device, plain_name
 from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.scheme import AnyScheme, Scheme, TorchHook
@@ -113,7 +113,7 @@ def ready(
     """(the module, its parameters, where they are), once it is known that it can take a session on all ranks."""
     ddp = _checked(ddp)
     named = dict(ddp.module.named_parameters())
-    device = only_device(named)
+    device = only_device({name: p for name, p in named.items() if p.requires_grad})
     check_common(ddp.module, scheme, ddp.process_group, device)  # or ranks would wait until the group's timeout
     return ddp, named, device
 
@@ -139,8 +139,7 @@ def check_options(
 
 def of_gradients(scheme: AnyScheme | str) -> Scheme | TorchHook:
     """The scheme, if it is one of gradients."""
-    if isinstance(scheme, str):
-        scheme = parse(scheme)
+    scheme = parse(scheme)
     if not hasattr(scheme, "of_what"):
         raise SchemeError(
             f"attach takes a scheme, not {type(scheme).__name__}; give a text like 'topk:rho=0.01', "
@@ -170,20 +169,6 @@ def _checked(ddp: nn.Module) -> DistributedDataParallel:
                 f"{name or 'the model'} makes sparse gradients, which laconic cannot add; set sparse=False"
             )
     return ddp
-
-
-def only_device(named: Mapping[str, Tensor]) -> torch.device:
-    """The device of the gradients; an error where laconic cannot work on them."""
-    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    for name, parameter in trained.items():
-        if not parameter.is_floating_point():
-            raise SchemeError(
-                f"the gradient of {name!r} is {parameter.dtype}; laconic exchanges real floating-point ones"
-            )
-    devices = {parameter.device for parameter in trained.values()}
-    if len(devices) > 1:
-        raise SchemeError(f"the model lies on {len(devices)} devices; laconic takes one device per process")
-    return devices.pop()
 
 
 def residual_of(session: Session, parameters: Iterable[Tensor]) -> dict[str, float]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from laconic.adapters.alike import begin_alike_, check_common, tensors_of
 from laconic.adapters.fsdp import check_replicas, shard_of
+from laconic.adapters.rank_agreement import begin_alike_, check_common, tensors_of
 from laconic.errors import LaunchError, SchemeError
 from laconic.recipes import parse
 from laconic.replicas import Follower, MakeOptimizer, Optimizers, OuterRounds, policy_for
@@ -115,8 +115,7 @@ def gossip_among(
 
 def _checked(model: nn.Module, scheme: AnyScheme | str) -> GossipScheme | OuterScheme:
     """The scheme, if it is one of models and this model can follow."""
-    if isinstance(scheme, str):
-        scheme = parse(scheme)
+    scheme = parse(scheme)
     if scheme.of_what == "gradients":
         raise SchemeError(
             f"follow takes a scheme of models, and {scheme} exchanges gradients; use laconic.attach, or one like "

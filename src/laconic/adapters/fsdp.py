@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks, get_rank
 
-from laconic.adapters.alike import begin_alike_, check_common, check_names
 from laconic.adapters.ddp import GradScaler, SessionAdapter, UnusedSteps, residual_of
+from laconic.adapters.rank_agreement import begin_alike_, check_common, check_names
 from laconic.errors import LaconicError, SchemeError, StateError
 from laconic.layout import Bucket, Layout, plain_name
 from laconic.scheme import Scheme, TorchHook
@@ -147,7 +147,7 @@ def _check(groups: Mapping[Any, tuple[str, Any]], names: Mapping[nn.Parameter, s
         if parameter.is_meta:
             raise SchemeError(f"{name!r} is on the meta device; give the model values before attach()")
         if parameter.requires_grad and parameter not in reduced:
-            raise SchemeError(f"nobody reduces {name!r}; call fully_shard(model, mesh=...) last, or freeze it")
+            raise SchemeError(f"no shards reduce {name!r}; call fully_shard(model, mesh=...) last, or freeze it")
 
 
 def attach_to_shards(

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 
-from laconic.adapters.alike import check_common
-from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients, only_device
+from laconic.adapters.ddp import DdpAdapter, SessionOptions, check_options, of_gradients
+from laconic.adapters.rank_agreement import check_common
 from laconic.adapters.torch_hooks import unwrapped
 from laconic.errors import SchemeError, StateError, check_timeout
+from laconic.layout import only_device
 from laconic.scheme import AnyScheme, Scheme
 from laconic.session import Observed, Stats
 from laconic.transport import Everyone, Group, own_group, world
@@ -80,7 +81,7 @@ class HookSession(Observed):
         named = {f"parameter {place}": parameter for place, parameter in enumerate(first)}
         if self._model is not None:
             named = dict(unwrapped(self._model).named_parameters())
-        device = only_device(named)
+        device = only_device({name: p for name, p in named.items() if p.requires_grad})
         check_common(named, self._scheme, group, device)
         transport = Group(own_group(group, device, self._timeout_s), device)
         everyone = Everyone(group)

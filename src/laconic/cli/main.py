@@ -85,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("laconic").addHandler(_TO_STDERR)
     try:
         try:
-            options = all_commands().parse_args(arguments)
+            given = list(sys.argv[1:] if arguments is None else arguments)
+            options = all_commands().parse_args(given)
+            options.given = given  # for commands that start workers under the same words
             code: int = options.run(options)
         finally:
             sys.stdout.flush()  # here, where an error can be told

@@ -140,7 +140,7 @@ def mtu(seen: Seen) -> Reports:
         if size < most:
             yield host, f"{size}", f"{most}, as elsewhere", f"set it to one value on all hosts, {size}"
         elif size < _USUAL_MTU:
-            cure = "a tunnel, an overlay or a cloud's network is on the way; raise it where all of the way allows"
+            cure = "a tunnel, an overlay or a cloud's network lowers it; raise it where every hop allows more"
             yield host, f"{size}", f"{_USUAL_MTU}", cure
 
 

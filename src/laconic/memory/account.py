@@ -33,7 +33,7 @@ class Account:
     """An account keeps deposits = withdrawals + balance, to float32 rounding; all tensors are flat over the bucket.
 
     `kept` is everything that outlives a step. The first of it, float32 whatever the gradient's type, is the balance:
-    what is owed, and what a selector looks at.
+    what was not sent yet, and what a selector looks at.
     """
 
     def __init__(self, *kept: Tensor) -> None:

@@ -11,7 +11,7 @@ from laconic.memory.account import Account, FadingAccount, Ledger, MomentumAccou
 
 @dataclass(frozen=True)
 class Memory:
-    """An answer to *what is kept*; what is not sent now is owed, unless it differs."""
+    """An answer to *what is kept*; what is not sent now is sent later, unless it differs."""
 
     refunds = True  # whether what rounding loses is deposited again
     kinds: ClassVar[tuple[str, ...]] = ("residual",)  # kept per parameter, by the name that a checkpoint gives them

@@ -8,7 +8,7 @@ from typing import Any
 
 from laconic.layout import Layout
 from laconic.paths import bytes_out
-from laconic.planning.candidates import Candidate, Penalty, candidate, penalty_of
+from laconic.planning.candidates import Candidate, candidate, penalty_of
 from laconic.planning.links import LinkCosts, PairLink, rate_text
 from laconic.planning.prediction import Compute, Rehearsal, predict
 
@@ -33,7 +33,6 @@ class Measured:
     kind: str  # of model
     optimizer: str
     device: str
-    probed: tuple[tuple[Candidate, Penalty], ...] = ()  # what candidates cost in steps on this job itself
     beyond_s: tuple[tuple[Candidate, float], ...] = ()  # that tried steps took elsewhere beyond what was predicted
     pairs: tuple[PairLink, ...] = ()
 
@@ -173,7 +172,7 @@ def _rows(measured: Measured, steps: int) -> list[PlanRow]:
 
 def _row(choice: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int) -> PlanRow:
     predicted = predict(choice, measured.compute, rehearsal)
-    penalty = dict(measured.probed).get(choice) or penalty_of(choice, measured.kind, measured.optimizer)
+    penalty = penalty_of(choice, measured.kind, measured.optimizer)
     tried_s = dict(measured.tried_s).get(choice)
     foretold_s = max(measured.compute.alone_s, predicted.step_s + dict(measured.beyond_s).get(choice, 0.0))
     step_s = foretold_s if tried_s is None else tried_s
@@ -224,7 +223,8 @@ def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: 
     waits = plain.waits_ms / plain.step_ms
     if pick is plain or pick.scheme == "dense":
         share = f"the network is {100 * waits:.0f} % of a step under {plain.scheme}"
-        reasons.append(f"do not compress: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
+        nothing = "do not compress" if plain.scheme in ("bf16", "dense") else "nothing to gain"
+        reasons.append(f"{nothing}: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
     else:
         reasons.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
         if plain.seconds_to_target and pick.seconds_to_target:
@@ -233,10 +233,6 @@ def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: 
                 f"{pick.scheme} is {sooner:.1f}x sooner than {plain.scheme}: {pick.step_ms:.0f} ms a step instead of "
                 f"{plain.step_ms:.0f}, {pick.steps_factor:.2f} times the steps"
             )
-    if measured.probed:
-        reasons.append(
-            f"x steps of {', '.join(str(choice) for choice, _ in measured.probed)} is of this job, from short runs"
-        )
     reasons += _turning_points(measured, pick, steps)
     reasons += _slow_pair(measured)
     if measured.compute.waits_for_slowest > _WORTH_NAMING:

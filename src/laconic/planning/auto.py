@@ -136,7 +136,7 @@ class AutoSession(Attached):
         self._gradients = []
         self.plan = answer(measured)
         self._choice = self.plan.pick
-        _say(self.transport.rank, f"auto goes on under {self.plan.pick}: {self.plan.reasons[0]}")
+        _say(self.transport.rank, f"auto continues under {self.plan.pick}: {self.plan.reasons[0]}")
         if self.plan.pick == _PLAIN:
             self._plain_s = 0.0  # nothing to judge
         else:
@@ -252,7 +252,7 @@ class AutoFollower(Follower):
             transport.close()
         self.plan = answer(measured)
         self._begin_at = torch.empty(0)
-        _say(self._group.rank(), f"auto goes on under {self.plan.pick}: {self.plan.reasons[0]}")
+        _say(self._group.rank(), f"auto continues under {self.plan.pick}: {self.plan.reasons[0]}")
         self._turn_to(self.plan.pick)
 
     def _drifts(self) -> list[tuple[Layout, Tensor]]:

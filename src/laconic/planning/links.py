@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import LaconicError
-from laconic.transport import Collectives, place_of_texts
+from laconic.transport import Collectives, place_of_texts, rows_of
 
 _LONG_ENOUGH_S = 0.8  # of a message, for its rate to be that of long ones
 _OFTEN_S = 0.1  # up to which messages are repeated
@@ -161,8 +161,7 @@ def meet(transport: Collectives) -> None:
 
 def slowest(transport: Collectives, own: float) -> float:
     """The largest of everyone's numbers, on all of them."""
-    rows = transport.gather_small(torch.tensor([own], dtype=torch.float64).view(torch.uint8))
-    return float(rows.contiguous().view(torch.float64).max())
+    return max(number for (number,) in rows_of(transport, [own]))
 
 
 @dataclass(frozen=True)

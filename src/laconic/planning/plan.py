@@ -19,8 +19,8 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.adapters.alike import check_common
 from laconic.adapters.ddp import WORTH_A_PIPELINE, DdpAdapter
+from laconic.adapters.rank_agreement import check_common
 from laconic.adapters.torch_hooks import HookSwitch, check_free, kept_as_they_are, unwrapped
 from laconic.errors import SchemeError
 from laconic.layout import Layout, plain_name
@@ -31,7 +31,7 @@ from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.replicas import bucket_layouts
 from laconic.scheme import Scheme
-from laconic.transport import Everyone, Group, ProcessGroup, naming_lost_peers, own_group, world
+from laconic.transport import Everyone, Group, ProcessGroup, naming_lost_peers, own_group, rows_of, world
 
 _REHEARSING_S = 35.0  # after which exchanges are rehearsed as seldom as can be
 _PLANNING_S = 45.0  # after which no more is tried
@@ -110,10 +110,9 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
     kept = copy.deepcopy(optimizer.state_dict())
     of_python = random.getstate()
     of_numpy = np.random.get_state()
-    of_torch = torch.get_rng_state()
-    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
@@ -123,9 +122,6 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
         optimizer.load_state_dict(kept)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        if of_cuda:
-            torch.cuda.set_rng_state_all(of_cuda)
 
 
 class OwnSteps:
@@ -288,10 +284,7 @@ class OwnSteps:
 
     def _everyone(self, own: Sequence[float]) -> list[list[float]]:
         """The seconds of each worker, by step."""
-        card = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
-        rows: Tensor = self._transport.gather_small(card).contiguous().view(torch.float64)
-        by_step: list[list[float]] = rows.view(self._transport.num_workers, -1).T.tolist()
-        return by_step
+        return [list(step) for step in zip(*rows_of(self._transport, own), strict=True)]
 
 
 def step_counts(step_s: float, left_s: float) -> tuple[int, int, int]:

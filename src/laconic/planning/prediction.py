@@ -32,7 +32,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The cost of one exchange of the whole model to a worker, in seconds by station."""
+    """The cost of one exchange of the whole model to a worker, in seconds by stage."""
 
     choose_s: float  # with encoding
     talk_s: float
@@ -136,7 +136,7 @@ def _(scheme: GossipScheme, compute: Compute, rehearsal: Rehearsal, accumulate: 
 def _exposed(compute: Compute, rehearsal: Rehearsal) -> float:
     """Seconds by which a step is longer with its exchange than without.
 
-    A bucket is chosen and encoded when its gradient is there, then sent, then applied, each when that station is free.
+    A bucket is chosen and encoded when its gradient is there, then sent, then applied, each when that stage is free.
     Without a pipeline one thread does all three. What is done while the backward pass goes on takes `beside` of its
     time from that.
     """

@@ -103,7 +103,7 @@ def rehearse(
     After `most_s` no more than one is repeated.
 
     Where the link would take long, only as many parameters are exchanged as it carries soon, and the rest follows in
-    proportion: its stations by entries, its talk by what the link takes for the bytes, and for each bucket what the
+    proportion: its stages by entries, its talk by what the link takes for the bytes, and for each bucket what the
     part took beside that. Where a scheme adds integers in two stages they go to all as frames do: the part tells.
     """
     num_entries = sum(layout.num_entries for layout, _ in gradients)
@@ -183,11 +183,8 @@ def _timed(
         meet(transport)
         before = session.stats().seconds
         start = time.perf_counter()
-        if session.wants_whole_step:
-            session.exchange_step_(buckets)
-        else:
-            for bucket in buckets:
-                session.exchange_(bucket)
+        for bucket in buckets:
+            session.exchange_(bucket)
         seconds = time.perf_counter() - start
         spent = {phase: session.stats().seconds[phase] - before[phase] for phase in PHASES}
         spent["decode"] += max(0.0, seconds - sum(spent.values()))  # what no phase claims

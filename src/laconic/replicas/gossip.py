@@ -18,7 +18,7 @@ from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWrite
 from laconic.replicas.policy import Optimizers, Policy, State, listed
 from laconic.replicas.vector import ModelVector, PendingUpdate, Subset
 from laconic.scheme import GossipScheme
-from laconic.transport import Collectives, Mailbox, Transport
+from laconic.transport import Collectives, Mailbox, Transport, rows_of
 
 _LEAST_LR_SHARE = 0.01  # of the largest so far: below, update/lr says more of where a model was than will be
 
@@ -267,10 +267,7 @@ class MatchedGossip(GossipPolicy):
         return total.to(own.device) / self.num_workers
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        own = torch.tensor(values, dtype=torch.float64, device=self.vector.device)
-        with self.end.traffic.uncounted():
-            rows: list[list[float]] = self.end.all_gather(own, "measured").tolist()
-        return rows
+        return rows_of(self.end, values)
 
     def close(self) -> None:
         """Only note it: the transport belongs to whoever made it."""

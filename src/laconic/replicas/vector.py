@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.layout import Layout, Span, averaged_buffers, halves_of, local, plain_name
+from laconic.layout import Layout, Span, averaged_buffers, halves_of, local, only_device, plain_name
 
 _SAMPLE_ENTRIES = 1 << 16  # of a group are measured, or a little more: a norm that is right to half a per cent
 _RUN_ENTRIES = 1 << 10  # next to each other, so that what is not measured is not read either
@@ -58,7 +58,9 @@ class ModelVector:
         self._buffer_names = {plain_name(name): name for name in buffers}
         sizes = {name: local(p).numel() for name, p in self._parameters.items()}
         buffer_sizes = {plain_name(name): buffer.numel() for name, buffer in buffers.items()}
-        self.device = _check_parameters(self._parameters)
+        if not self._parameters:
+            raise SchemeError("the model has no parameter that is trained; follow one that has")
+        self.device = only_device(self._parameters)
         families = _by_tensor(sizes, buffer_sizes) if per == "tensor" else [(list(sizes), list(buffer_sizes))]
         names: list[str] = []
         groups = []
@@ -298,19 +300,6 @@ def _parameters(model: nn.Module, *, only_trained: bool) -> dict[str, nn.Paramet
     """The parameters that have entries on this rank, by name; tied ones are there once."""
     named = {plain_name(name): p for name, p in model.named_parameters()}
     return {name: p for name, p in named.items() if local(p).numel() and (p.requires_grad or not only_trained)}
-
-
-def _check_parameters(parameters: dict[str, nn.Parameter]) -> torch.device:
-    """The device of all of them; SchemeError where laconic cannot exchange them."""
-    if not parameters:
-        raise SchemeError("the model has no parameter that is trained; follow one that has")
-    for name, p in parameters.items():
-        if not p.is_floating_point():
-            raise SchemeError(f"{name!r} is {p.dtype}; laconic exchanges real numbers only")
-    devices = {p.device for p in parameters.values()}
-    if len(devices) > 1:
-        raise SchemeError("the model lies on several devices; laconic takes one device per process")
-    return devices.pop()
 
 
 def _within_half(delta: Tensor, variance: Tensor) -> Tensor:

@@ -50,5 +50,5 @@ def compose(**answers: Any) -> Scheme | GossipScheme | OuterScheme:
     if of_what == "gradients":
         return Scheme(**parts)
     if "memory" in parts:
-        raise SchemeError("gossip keeps its models, and nothing besides; leave memory out")
+        raise SchemeError("gossip keeps no residual; leave memory out")
     return GossipScheme(**parts)

@@ -83,7 +83,7 @@ def serve(
     """
     check_timeout(timeout_s)
     check_wait(scheme, wait_budget_s, len(servers))
-    made = parse(scheme) if isinstance(scheme, str) else scheme
+    made = parse(scheme)
     scheme = served_scheme(made)
     listener = Listener(
         world().size() - len(servers),
@@ -127,7 +127,7 @@ def _accept(listener: Listener) -> dict[int, str]:
 
 def served_scheme(scheme: AnyScheme | str) -> Scheme:
     """The scheme, if dedicated servers can answer it."""
-    made = parse(scheme) if isinstance(scheme, str) else scheme
+    made = parse(scheme)
     if not made.has_owners:
         raise SchemeError(f"{made} asks no server; give one with exchange=Server(), or leave the servers out")
     return made.exchanged
@@ -137,7 +137,7 @@ def check_wait(scheme: AnyScheme | str, wait_budget_s: float | None, num_servers
     """An error where nobody can be late."""
     if wait_budget_s is None:
         return
-    made = parse(scheme) if isinstance(scheme, str) else scheme
+    made = parse(scheme)
     if made.of_what != "drift":
         raise SchemeError(f"{made} has no outer steps, and a gradient cannot come later; leave the wait budget out")
     if not 0 <= wait_budget_s < math.inf:

@@ -227,7 +227,7 @@ def _compute_alone_on_host() -> None:
     """Keep this thread's work on the host to itself, for good; other threads notice nothing.
 
     torch starts a team of threads for each thread that computes there, and those spin for milliseconds: with three
-    stations in each of 4 workers on 16 cores an exchange with owners took 12 times its wire.
+    stages in each of 4 workers on 16 cores an exchange with owners took 12 times its wire.
     """
     if not hasattr(_here, "is_alone"):
         _here.is_alone = True

@@ -1,8 +1,8 @@
 """While one bucket travels, the next is selected and encoded, and the one before is applied.
 
-A step then takes as long as its slowest station, not as all of them. Message r of bucket b leaves in the order of
+A step then takes as long as its slowest stage, not as all of them. Message r of bucket b leaves in the order of
 (b + offset r of its path, b), whatever is ready first. So all workers agree on the order, and results are those of one
-bucket after the other, bit for bit: buckets share nothing that a station changes.
+bucket after the other, bit for bit: buckets share nothing that a stage changes.
 """
 
 import queue
@@ -24,7 +24,7 @@ _CATCH_UP_S = 0.5
 
 @dataclass
 class Flight:
-    """A bucket on its way through the stations; `land` is called at its end, with what went wrong if anything did."""
+    """A bucket on its way through the stages; `land` is called at its end, with what went wrong if anything did."""
 
     bucket: Bucket
     land: Callable[[BaseException | None], None]
@@ -47,27 +47,27 @@ class _Pause:
 
 
 class Pipeline:
-    """Four stations: `begin` runs where it is called; a thread each sends, makes the next message, and applies.
+    """Four stages: `begin` runs where it is called; a thread each sends, makes the next message, and applies.
 
     After a first failure nothing more is sent, since the workers no longer agree on the order; whatever is in flight
     lands with that error.
     """
 
-    def __init__(self, session: Session, station: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(self, session: Session, stage: Callable[[], AbstractContextManager[object]]) -> None:
         self.error: BaseException | None = None
         self._session = session
         self._begun: queue.SimpleQueue[Flight | _Pause | None] = queue.SimpleQueue()
         self._to_resume: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
         self._to_apply: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_within, args=(station, work), name=f"laconic-{name}", daemon=True)
+            threading.Thread(target=_within, args=(stage, work), name=f"laconic-{name}", daemon=True)
             for name, work in (("send", self._send), ("resume", self._resume), ("apply", self._apply))
         ]
         for thread in self._threads:
             thread.start()
 
     def begin(self, flight: Flight) -> None:
-        """The first station: select and encode; buckets come in the order that all workers share."""
+        """The first stage: select and encode; buckets come in the order that all workers share."""
         if self.error is None:
             try:
                 flight.exchange = self._session.begin(flight.bucket)
@@ -191,6 +191,6 @@ class Pipeline:
                 thread.join(_CLOSE_TIMEOUT_S)
 
 
-def _within(station: Callable[[], AbstractContextManager[object]], work: Callable[[], None]) -> None:
-    with station():
+def _within(stage: Callable[[], AbstractContextManager[object]], work: Callable[[], None]) -> None:
+    with stage():
         work()

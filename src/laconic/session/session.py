@@ -295,7 +295,7 @@ class Session:
         }
 
     def residual_norm(self) -> float:
-        """The norm of what this worker owes, in unscaled units: a pass over all of it, which waits for the device."""
+        """The norm of what this worker keeps, in unscaled units: a pass over all of it, which waits for the device."""
         owed = [account.balance for account in self._ledger.opened.values() if account.kept]
         return float(torch.stack([balance.norm() for balance in owed]).norm()) if owed else 0.0
 
@@ -384,7 +384,7 @@ class OverflowRule:
             )
         if self._in_a_row == _MOST_IN_A_ROW and self._warns:
             _log.warning(
-                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN, as weights do that took one in; go back to a "
+                f"{_MOST_IN_A_ROW} steps in a row gave Inf or NaN: the weights probably hold one; go back to a "
                 "checkpoint, and call optimizer.step() only where session.last_step_finite"
             )
         return overflowed

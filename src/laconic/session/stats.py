@@ -30,9 +30,9 @@ class Stats:
 
     num_pushed: int = 0  # entries that this worker chose and sent to owners
     num_answered: int = 0  # and entries that those answered
-    oldest_residual: int | None = None  # steps for which an entry that is owed has waited at most; on request
+    oldest_residual: int | None = None  # steps for which a residual has waited at most; on request
     never_sent: float | None = None  # share of entries that this worker has never sent; on request
-    num_living: int | None = None  # workers that a dedicated server still hears; None where it answers to all for good
+    num_living: int | None = None  # workers that a dedicated server still answers; None where it leaves none behind
     first_step: int = 0  # steps of which nothing is counted here: those before a checkpoint, less discarded ones
     held_bytes: int = 0  # what this worker holds as the owner of a share
 
@@ -129,7 +129,7 @@ class Observed(SavedTogether):
 class Attached(Observed):
     """The result of attach(), whatever the scheme."""
 
-    transport: Transport | None  # what the workers talk through; None where PyTorch's own hook does it
+    transport: Transport | None  # what the workers send through; None where PyTorch's own hook does it
 
     @property
     @abstractmethod

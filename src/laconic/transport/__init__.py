@@ -18,6 +18,7 @@ from laconic.transport.collectives import (
     ranks_that_differ,
     release,
     texts,
+    values_differ,
     world,
     world_without,
 )

@@ -6,7 +6,7 @@ import json
 import logging
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -196,11 +196,6 @@ class Group(Collectives):
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait()
         return theirs.to(frame.device)
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite `tensor`, of bytes, with rank 0's; not counted, since it comes before any step."""
-        with self.traffic.uncounted():
-            tensor.copy_(self.broadcast(tensor if self.rank == 0 else None, 0, tensor.numel()))
 
     def close(self) -> None:
         """Give the group back: its threads and sockets."""
@@ -469,6 +464,14 @@ def ranks_that_differ(group: dist.ProcessGroup, device: torch.device, text: str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     everyone = texts(group, device, digest, len(digest))
     return [rank for rank, other in enumerate(everyone) if other != digest]
+
+
+def values_differ(group: dist.ProcessGroup, device: torch.device, tensors: Iterable[Tensor]) -> bool:
+    """Return whether some rank has other values than the rest; a call that all ranks of the group make."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return bool(ranks_that_differ(group, device, digest.hexdigest()))
 
 
 def texts(group: dist.ProcessGroup, device: torch.device, own: str, num_bytes: int) -> list[str]:

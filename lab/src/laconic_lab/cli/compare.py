@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="runs of each scheme, interleaved (default 1)"
     )
-    parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows as they run")
+    parser.add_argument("--open", action="store_true", help="open the page of --out in a browser; it grows run by run")
     jobs.add_lab_options(parser)
     jobs.add_job_options(parser, without=("scheme", "no_checkpoint", "resume", "quiet"))
     parser.set_defaults(run=run)
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
         measure, target = _goal(args, job)
         what = jobs.setting(job, spec, rounds=args.rounds, steps=num_steps, target=target, measure=measure.name)
         folders = {s: [round_of(out, s, number) for number in range(1, args.rounds + 1)] for s in schemes}
-        page = PageSoFar(out, what, schemes, args.rounds, bits_per_s) if job.out is not None else None
+        page = PageSoFar(out, what, schemes, bits_per_s) if job.out is not None else None
         if page is not None and args.open:
-            open_in_browser(page.write())
+            open_in_browser(page.write("Running."))
         _run_all(job, Runs(folders, num_steps, job.measure, bits_per_s), page, spec)
         comparison = compare(out, schemes, args.rounds, measure, target, bits_per_s)
         with Recorder(out) as records:
@@ -111,19 +111,21 @@ def _goal(args: argparse.Namespace, job: Job) -> tuple[Measure, float | None]:
 
 def _run_all(job: Job, runs: Runs, page: PageSoFar | None, spec: LabSpec | None) -> None:
     rounds = max(map(len, runs.folders.values()))
-    with ExitStack() as stack:
+    run_name = "before its first run"
+    try:
+        with jobs.launcher(spec) as start, watched(runs) as is_shown:
+            for round_number in range(rounds):
+                for place, (scheme, folders) in enumerate(runs.folders.items(), 1):
+                    run_name = f"{scheme} ({place} of {len(runs.folders)}, round {round_number + 1} of {rounds})"
+                    if page is not None:
+                        page.write(f"Running: {run_name}.")
+                    if not is_shown:
+                        print(f"laconic: {run_name}", file=sys.stderr, flush=True)
+                    start(replace(job, scheme=scheme, out=folders[round_number]))
+    except BaseException:
         if page is not None:
-            stack.push(page.break_off)
-        start = stack.enter_context(jobs.launcher(spec))
-        is_shown = stack.enter_context(watched(runs, page.update if page is not None else None))
-        for round_number in range(rounds):
-            for place, (scheme, folders) in enumerate(runs.folders.items(), 1):
-                run_name = f"{scheme} ({place} of {len(runs.folders)}, round {round_number + 1} of {rounds})"
-                if page is not None:
-                    page.current = run_name
-                if not is_shown:
-                    print(f"laconic: {run_name}", file=sys.stderr, flush=True)
-                start(replace(job, scheme=scheme, out=folders[round_number]))
+            page.write(f"Broken off: {run_name}.", is_running=False)
+        raise
 
 
 @contextmanager

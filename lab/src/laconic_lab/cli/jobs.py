@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from laconic_lab.network import run as run_in_lab
 from laconic_lab.train import DIVERGED, Job, launch, verdict, work_in_process, worker_command
 from laconic_lab.train.launch import threads_each
 from laconic_lab.train.mps import shared_gpu
-from laconic_lab.train.progress import WATCHED
 from laconic_lab.train.result import Result
 
 Launcher = Callable[[Job], int]  # 0, or DIVERGED
@@ -42,7 +40,9 @@ _GROUPS = {
 def add_job_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
     """One option for each field of Job; one that is not given is not in the namespace, and Job knows its default."""
     hints = get_type_hints(Job)
-    groups = {name: parser.add_argument_group(title) for title, names in _GROUPS.items() for name in names.split()}
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for title, names in _GROUPS.items():
+        groups |= dict.fromkeys(names.split(), parser.add_argument_group(title))
     for option in fields(Job):
         if option.name in without:
             continue
@@ -79,6 +79,7 @@ def setting(
         "hosts": spec.hosts if spec else None,
         "link": str(spec.link) if spec else None,
         "link_of": {str(host): str(link) for host, link in spec.link_of.items()} if spec else {},
+        "slow_of": {str(host): slowdown for host, slowdown in spec.slow_of.items()} if spec else {},
         "rounds": rounds,
         "target": target,
         "measure": measure,
@@ -96,7 +97,7 @@ def add_lab_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lab_spec(args: argparse.Namespace) -> LabSpec | None:
-    """The lab that was asked for, if any."""
+    """The lab that was asked for, if any; an error where something is asked of links alone."""
     if args.hosts is None:
         if is_shaped(args):
             raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
@@ -124,17 +125,12 @@ def launcher(spec: LabSpec | None, tell: Callable[[Result], None] = lambda resul
     if spec is None:
 
         def start(job: Job) -> int:
-            return work_in_process(job, tell, _say_unless_shown) if job.in_process else _sharing_gpus(launch, job, spec)
+            return work_in_process(job, tell, say) if job.in_process else _sharing_gpus(launch, job, spec)
 
         yield start
         return
     with noted_signals() as signals, Lab.create(spec) as lab:
         yield lambda job: _sharing_gpus(partial(_launch_on_hosts, lab, signals), job, spec)
-
-
-def _say_unless_shown(text: str) -> None:
-    if WATCHED not in os.environ:
-        say(text)
 
 
 def link_bits_per_s(job: Job, spec: LabSpec | None) -> int | None:
@@ -174,20 +170,11 @@ def extend_doctor(parser: argparse.ArgumentParser) -> None:
     """Let the library's `laconic doctor` look at a lab too."""
     add_spec(parser, "of a lab to look at")
     look_here: Callable[[argparse.Namespace], int] = parser.get_default("run")
-    parser.set_defaults(run=lambda args: _look(args, look_here))
+    parser.set_defaults(run=lambda args: _in_a_lab(args, spec) if (spec := lab_spec(args)) else look_here(args))
 
 
-def _look(args: argparse.Namespace, look_here: Callable[[argparse.Namespace], int]) -> int:
-    if args.hosts is not None:
-        return _in_a_lab(args)
-    if is_shaped(args):
-        raise LabError("--link and the like shape the hosts of a lab; give --hosts too")
-    return look_here(args)
-
-
-def _in_a_lab(args: argparse.Namespace) -> int:
+def _in_a_lab(args: argparse.Namespace, spec: LabSpec) -> int:
     """One rank on each host; links are to carry what the lab was asked for, unless --nominal says otherwise."""
-    spec = spec_of(args)
     nominal = args.nominal or spec.link.bits_per_s
     words = ["--nominal", str(Link(nominal))] * (nominal is not None)
     words += ["--json"] * args.json + ["--strict"] * args.strict

@@ -138,11 +138,19 @@ def add_spec(parser: argparse._ActionsContainer, use: str) -> None:
         metavar="HOST=LINK",
         help="another link for one host, like 3=50mbit or 3=50mbit,delay=20ms,jitter=2ms,loss=0.1%%",
     )
+    parser.add_argument(
+        "--slow",
+        type=_slow_host,
+        action="append",
+        default=[],
+        metavar="HOST=F",
+        help="a host that computes F times slower, like 3=4: after a step it sleeps for F - 1 times its CPU seconds",
+    )
 
 
 def is_shaped(args: argparse.Namespace) -> bool:
     """Return whether something is asked of links."""
-    return bool(args.network or args.link or args.link_of or roughness(args))
+    return bool(args.network or args.link or args.link_of or args.slow or roughness(args))
 
 
 def roughness(args: argparse.Namespace) -> dict[str, Any]:
@@ -158,12 +166,21 @@ def _link_of(text: str) -> tuple[int, Link]:
     return int(index), Link.parse(rate)
 
 
+def _slow_host(text: str) -> tuple[int, float]:
+    index, _, slowdown = text.partition("=")
+    try:
+        return int(index), float(slowdown)
+    except ValueError:
+        raise LabError(f"--slow {text} is not HOST=F; write one like 3=4") from None
+
+
 def spec_of(args: argparse.Namespace) -> LabSpec:
     """The lab that was asked for."""
     link = NETWORKS[args.network] if args.network else args.link or Link()
     if args.network and args.link:
         link = replace(link, bits_per_s=args.link.bits_per_s)
-    return LabSpec(2 if args.hosts is None else args.hosts, replace(link, **roughness(args)), dict(args.link_of))
+    hosts = 2 if args.hosts is None else args.hosts
+    return LabSpec(hosts, replace(link, **roughness(args)), dict(args.link_of), dict(args.slow))
 
 
 def _standing(listed: list[Lab]) -> Lab:

@@ -6,21 +6,20 @@ import json
 import os
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic_lab.compare import compare_so_far
 from laconic_lab.errors import TaskError
-from laconic_lab.figures import MEASURES, Measure
+from laconic_lab.figures import Measure
 from laconic_lab.records import RECORDS
 from laconic_lab.report import write_report_so_far
 from laconic_lab.report.markup import si_bytes
-from laconic_lab.train.progress import WATCHED
+from laconic_lab.train.result import WATCHED
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5  # a look takes some milliseconds of a core that a run could use
 _RECENT = 10  # steps over which a rate is taken
 _LAST_LINES_S = 5
-DRAWING_SHARE = 0.02  # of the time that drawing may take: the runs, which are timed, use the same cores
 
 
 @dataclass(frozen=True)
@@ -47,28 +45,21 @@ def can_show() -> bool:
 
 
 @contextmanager
-def watched(runs: Runs, on_evaluation: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Show the runs of the block on a terminal, if there is one, and call `on_evaluation` after evaluations.
-
-    Yields whether they are shown; workers then leave it to this process.
-    """
-    with ExitStack() as stack:
-        is_shown = can_show()
-        if not is_shown and on_evaluation is None:
-            yield False
-            return
-        tails = {scheme: [Tail(folder) for folder in folders] for scheme, folders in runs.folders.items()}
-        show = stack.enter_context(_screen()) if is_shown else None
+def watched(runs: Runs) -> Iterator[bool]:
+    """Show the runs of the block on a terminal, if there is one, and leave that to this process; whether they are."""
+    if not can_show():
+        yield False
+        return
+    tails = {scheme: [Tail(folder) for folder in folders] for scheme, folders in runs.folders.items()}
+    with _screen() as show:
 
         def look() -> None:
-            is_judged = any([tail.read() for of in tails.values() for tail in of])
-            if show is not None:
-                show(lambda width: frame(runs, tails, width))
-            if is_judged and on_evaluation is not None:
-                on_evaluation()
+            for tail in (tail for of in tails.values() for tail in of):
+                tail.read()
+            show(lambda width: frame(runs, tails, width))
 
-        stack.enter_context(_again_and_again(look))
-        yield is_shown
+        with _again_and_again(look):
+            yield True
 
 
 @contextmanager
@@ -102,16 +93,14 @@ class Tail:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
 
-    def read(self) -> bool:
-        """Take in what is new; whether an evaluation is."""
-        before = len(self.evaluations)
+    def read(self) -> None:
+        """Take in what is new."""
         try:
             self._read()
         except FileNotFoundError:
-            return False
+            return
         except (json.JSONDecodeError, UnicodeDecodeError):
             self._forget()  # a resumed run has cut its records, and written over the place where this was
-        return len(self.evaluations) > before
 
     def _read(self) -> None:
         with self._path.open("rb") as file:
@@ -213,41 +202,20 @@ def _print_above(console: Console, reading: int) -> None:
             console.print(Text.from_ansi(line.rstrip("\n")), soft_wrap=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PageSoFar:
-    """Writes a comparison's page from the runs that there are; `current` is the one that goes on."""
+    """Writes a comparison's page from the runs that have ended."""
 
     out: Path
     setting: Mapping[str, Any]  # what heads a comparison's records
     schemes: Sequence[str]
-    rounds: int
     link_bits_per_s: int | None
-    current: str = ""
-    _due: float = 0.0
 
-    def update(self) -> None:
-        """After an evaluation, unless drawing would take more of the time than its share."""
-        begun = time.monotonic()
-        if begun >= self._due:
-            self.write()
-            now = time.monotonic()
-            self._due = now + (now - begun) / DRAWING_SHARE
-
-    def break_off(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave a page that stays as it is, where an error ends the runs."""
-        if kind is not None:
-            self.write(is_running=False)
-
-    def write(self, *, is_running: bool = True) -> Path | None:
-        """Write it; None where that cannot be done, which ends no run."""
-        measure = MEASURES[self.setting["measure"]]
-        state = "Running" if is_running else "Broken off"
-        current = f"{state}: {self.current}." if self.current else f"{state}."
+    def write(self, state: str, *, is_running: bool = True) -> Path | None:
+        """Write it, with where the comparison stands; None where that cannot be done, which ends no run."""
         try:
-            comparison = compare_so_far(
-                self.out, self.schemes, self.rounds, measure, self.setting["target"], self.link_bits_per_s
-            )
-            return write_report_so_far(self.out, self.setting, comparison, current, is_running=is_running)
+            comparison = compare_so_far(self.out, self.schemes, self.setting, self.link_bits_per_s)
+            return write_report_so_far(self.out, self.setting, comparison, state, is_running=is_running)
         except TaskError:
             return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from laconic.cli import as_worker, is_worker
@@ -16,12 +16,26 @@ from laconic_lab.network.spec import Link
 from laconic_lab.records import RECORDS, make_writable, to_json
 from laconic_lab.report import write_report
 from laconic_lab.report.planned import PLAN
-from laconic_lab.train.planning import LEAST_STEPS, NOT_PLANNED, PlanJob
+from laconic_lab.train import Job
 from laconic_lab.train.worker import check_device, work_plan, work_script
 
 _DEFAULT_STEPS = 1000
-_PROBE_STEPS = 60
+# A job's options that no plan depends on.
+_NOT_PLANNED = (
+    *("scheme", "auto", "servers", "server_timeout", "epochs", "flipped", "in_process", "eval_every"),
+    *("no_pipeline", "no_checkpoint", "resume", "quiet", "out"),
+)
 _WITH_A_SCRIPT = {"scheme", "workers", "steps", "json"}  # options of a job that stand beside a script
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanJob(Job):
+    """A job of which only the plan is asked."""
+
+    given: tuple[str, ...]  # the command itself: a worker is asked the same
+
+    def words(self) -> list[str]:
+        return list(self.given)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,19 +68,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="also say what links of this rate would pick; repeat it",
     )
     parser.add_argument(
-        "--probe",
-        type=int,
-        nargs="?",
-        const=_PROBE_STEPS,
-        default=0,
-        metavar="N",
-        help=f"train N steps (default {_PROBE_STEPS}) under bf16 and the fastest three, to see what they cost in steps",
-    )
-    parser.add_argument(
         "--out", dest="folder", type=Path, metavar="DIR", help="write DIR/plan.json and DIR/report.html, a page"
     )
     add_lab_options(parser)
-    add_job_options(parser, without=NOT_PLANNED)
+    add_job_options(parser, without=_NOT_PLANNED)
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="your training script, and its own arguments"
     )
@@ -80,19 +85,11 @@ def run(args: argparse.Namespace) -> int:
     for number in args.if_workers or ():
         if number < 2:
             raise TaskError(f"--if-workers is {number}; give 2 or more")
-    if args.probe and args.probe < LEAST_STEPS:
-        raise TaskError(f"--probe is {args.probe}; give {LEAST_STEPS} or more steps, or chance decides")
-    more = [word for text in schemes for word in ("--scheme", text)]
-    more += [word for number in args.if_workers or () for word in ("--if-workers", str(number))]
-    more += [word for link in args.if_link or () for word in ("--if-link", str(link))]
-    more += ["--probe", str(args.probe)] if args.probe else []
-    more += ["--out", str(args.folder)] if args.folder else []
-    more += args.script
-    job = PlanJob(**{**given_options(args), "scheme": "bf16"}, more_words=tuple(more))
+    job = PlanJob(**{**given_options(args), "scheme": "bf16"}, given=tuple(args.given))
     if (int(os.environ["WORLD_SIZE"]) if is_worker() else num_workers(job, lab_spec(args))) < 2:
         raise TaskError("a plan is of what workers send to each other; give it 2 or more")
     if not is_worker():
-        check_device(job)  # what is missing is said once
+        check_device(job.device)  # what is missing is said once
         _check_script(args) if args.script else job.load_data()
         if args.folder:
             _check_folder(args.folder)
@@ -109,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.script:
         return as_worker(lambda: work_script(args.script, schemes, job.steps or _DEFAULT_STEPS, tell))
-    return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell, probe_steps=args.probe))
+    return as_worker(lambda: work_plan(job, schemes, job.steps or _DEFAULT_STEPS, tell))
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -118,7 +115,7 @@ def _check_script(args: argparse.Namespace) -> None:
         raise TaskError(f"there is no script {args.script[0]}; give the path of the one that you start with torchrun")
     if late := [word for word in args.script[1:] if word.partition("=")[0] in ("--hosts", "--link")]:
         raise TaskError(f"{late[0]} stands after the script, whose own it would be; options of the plan come before it")
-    given = [option.name for option in fields(PlanJob) if getattr(args, option.name, None)]
+    given = [option.name for option in fields(Job) if getattr(args, option.name, None)]
     if more := sorted({*given} - _WITH_A_SCRIPT):
         raise TaskError(
             f"--{more[0].replace('_', '-')} is for built-in tasks; a script says itself how it trains, "

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_before_launch(job: Job, num_workers: int) -> int:
     """Find what is missing before any worker starts, so that it is said once; the number of steps."""
-    check_device(job)
+    check_device(job.device)
     num_steps = job.num_steps(len(job.load_data().train_targets), num_workers)
     if job.out is None:
         return num_steps

@@ -44,7 +44,7 @@ def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] 
 
     A step is that of `laconic train`, but for the whole model being one bucket. The run ends with the last look.
     """
-    scheme = _checked(job, rho)
+    _check(job, rho)
     data = job.load_data()
     num_steps = job.num_steps(len(data.train_targets), job.workers)
     outside = [step for step in at if not 1 <= step <= num_steps]
@@ -58,7 +58,7 @@ def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] 
         if step in at:
             looks.extend(_look(step, session, bucket.layout, bucket.flat, rho))
 
-    def train(loop: TrainingLoop, session: Session) -> None:
+    def train(loop: TrainingLoop) -> None:
         while loop.steps_done < last:
             fact = loop.step_()
             step = fact["step"]
@@ -68,13 +68,13 @@ def inspect(job: Job, at: Sequence[int], rho: float, say: Callable[[str], None] 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_threads // job.workers))  # for each worker, which is a thread itself
     try:
-        run_virtual(job, scheme, data, train, shares_model=False, on_gradient=on_gradient)
+        run_virtual(job, data, train, shares_model=False, on_gradient=on_gradient)
     finally:
         torch.set_num_threads(num_threads)
     return looks
 
 
-def _checked(job: Job, rho: float) -> Scheme:
+def _check(job: Job, rho: float) -> None:
     if not 0 < rho <= 1:
         raise TaskError(f"--rho is {rho}; give a share in (0, 1]")
     scheme = parse(job.scheme)
@@ -82,7 +82,6 @@ def _checked(job: Job, rho: float) -> Scheme:
         raise SchemeError(f"{scheme} exchanges models, and inspect looks at gradients; use topk:rho={rho}")
     if not isinstance(scheme, Scheme):
         raise SchemeError(f"{scheme} keeps its state inside PyTorch, where inspect cannot look; use topk:rho={rho}")
-    return scheme
 
 
 def _look(step: int, session: Session, layout: Layout, gradient: Tensor, rho: float) -> list[Look]:

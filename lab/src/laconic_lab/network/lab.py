@@ -43,7 +43,7 @@ class Lab:
 
         def note(holder: int) -> None:
             links = tuple(str(link) for link in spec.links)
-            entry = Entry(secrets.token_hex(3), links, owner, Process.numbered(holder))
+            entry = Entry(secrets.token_hex(3), links, spec.slowdowns, owner, Process.numbered(holder))
             entry.write()
             made.append(cls(entry))
 
@@ -108,6 +108,7 @@ class Lab:
         variables = {
             "LACONIC_HOST": str(index),
             "LACONIC_HOSTS": str(len(self._entry.links)),
+            "LACONIC_SLOWDOWN": f"{self._entry.slowdowns[index]:g}",
             "MASTER_ADDR": first,
             "MASTER_PORT": _MASTER_PORT,
             # torchrun takes the value of an option that is not given from PET_<OPTION>.
@@ -209,6 +210,7 @@ class Entry:
 
     id: str
     links: tuple[str, ...]
+    slowdowns: tuple[float, ...]
     owner: Process | None  # None: a lab that stands until it is taken down
     holder: Process  # which keeps its namespaces
 
@@ -238,6 +240,7 @@ def entries() -> list[Entry]:
         Entry(
             entry["id"],
             tuple(entry["links"]),
+            tuple(entry.get("slowdowns", [1.0] * len(entry["links"]))),  # an earlier release has none
             Process(**entry["owner"]) if entry["owner"] else None,
             Process(**entry["holder"]),
         )

@@ -15,6 +15,7 @@ _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 _MAX_BITS_PER_S = 8 * (2**32 - 1)  # the field of a token bucket's rate has 32 bits
 _MAX_DELAY_S = 10.0
 _MAX_SEGMENTS = 45  # of 1448 bytes in the 64 kB of one packet of IP
+_MOST_SLOWDOWN = 1000
 _MAX_HOSTS = 250  # one address each in 10.77.0.0/24
 
 # A burst leaves at once after a pause, so it is time that the link gives away: 1 ms of the rate, and two packets at
@@ -71,12 +72,10 @@ class Link:
         if self.bits_per_s is not None:
             unit, scale = next((unit, scale) for unit, scale in _UNITS.items() if self.bits_per_s >= scale)
             words = [f"{self.bits_per_s / scale:.12g}{unit}"]
-        words += [f"{name}={value * 1e3:.12g}ms" for name, value in self._times().items() if value]
+        times = {"delay": self.delay_s, "jitter": self.jitter_s}
+        words += [f"{name}={value * 1e3:.12g}ms" for name, value in times.items() if value]
         words += [f"loss={self.loss * 100:.12g}%"] * (self.loss > 0)
         return ",".join(words)
-
-    def _times(self) -> dict[str, float]:
-        return {"delay": self.delay_s, "jitter": self.jitter_s}
 
     @property
     def is_plain(self) -> bool:
@@ -134,20 +133,34 @@ def parse_loss(text: str) -> float:
 
 @dataclass(frozen=True)
 class LabSpec:
-    """`hosts` hosts on `link` each, but for those that `link_of` names."""
+    """`hosts` hosts on `link` each, but for those that `link_of` names; those of `slow_of` compute more slowly.
+
+    A job's worker on a host of slowdown F sleeps after each step for F - 1 times the CPU seconds that it took. Other
+    commands find F in LACONIC_SLOWDOWN.
+    """
 
     hosts: int
     link: Link = Link()
     link_of: Mapping[int, Link] = field(default_factory=dict)
+    slow_of: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= _MAX_HOSTS:
             raise LabError(f"a lab of {self.hosts} hosts cannot be made; give 1 to {_MAX_HOSTS}")
-        for index in self.link_of:
-            if not 0 <= index < self.hosts:
-                raise LabError(f"a link is given for host {index}, but the hosts are 0 to {self.hosts - 1}")
+        for what, given in (("link", self.link_of), ("slowdown", self.slow_of)):
+            for index in given:
+                if not 0 <= index < self.hosts:
+                    raise LabError(f"a {what} is given for host {index}, but the hosts are 0 to {self.hosts - 1}")
+        for index, slowdown in self.slow_of.items():
+            if not 1 <= slowdown <= _MOST_SLOWDOWN:
+                raise LabError(f"host {index} cannot be {slowdown:g} times slower; give 1 to {_MOST_SLOWDOWN}")
 
     @property
     def links(self) -> tuple[Link, ...]:
         """The link of every host."""
         return tuple(self.link_of.get(index, self.link) for index in range(self.hosts))
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """How many times slower every host computes."""
+        return tuple(self.slow_of.get(index, 1.0) for index in range(self.hosts))

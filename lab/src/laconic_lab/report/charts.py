@@ -21,6 +21,7 @@ _HEIGHT = 240
 _BELOW, _ABOVE = 44, 26  # for ticks and an axis's name
 _LETTER = 9.2  # average width of a letter of a name on a phone, 15 units high
 _LINE = 19  # height of a line of text
+_STRIP = 9  # height of one along an axis, above its ticks' words
 _LONGEST = 24  # letters of a name in a drawing; the table has them all
 _MOST_MARKS = 16  # on a line
 _BAR, _PITCH, _LONGEST_OF_BARS = 16, 46, 44
@@ -57,6 +58,7 @@ class Chart:
     levels: Sequence[tuple[float, str]] = ()
     shaded_below: tuple[float, str] | None = None
     upright: tuple[float, str] | None = None
+    strip: Sequence[tuple[float, int | None, str]] = ()  # along x: (its end, colour, hover) of each part, ascending
     names_above: bool = False  # of lines that end at different places; else at their right
     curves: Sequence[Curve] = field(default=())
 
@@ -74,6 +76,14 @@ def line_chart(chart: Chart) -> str:
     set_scales(axes, chart.x, chart.y, [place[0] for place in every], [place[1] for place in every])
     name_axes(figure, chart.x.name, chart.y.name, right)
     _draw_levels(axes, chart)
+    begin, last = axes.get_xlim()
+    for end, number, hover in chart.strip:
+        fill = COLOURS["grid"] if number is None else colour(number)
+        part = axes.axvspan(
+            begin, min(end, last), -_STRIP / _HEIGHT, 0, color=fill, linewidth=0, clip_on=False, zorder=3
+        )
+        part.set_url(hover)
+        begin = end
     for curve in curves:
         look: dict[str, Any] = {"color": colour(curve.number), "clip_on": False}
         for run in filter(None, curve.thin):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,7 @@ class Setting:
     rounds: int
     target: float | None
     measure: str = "accuracy"  # what the target is of
+    slow_of: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ _LAW_POINTS = 40
 _WIDTH, _LEFT, _BELOW, _PLOT_HEIGHT, _ABOVE = 400, 56, 44, 204, 26
 _COLUMNS = ("zeros", "mean |x|", "Laplace", "Gaussian", "t0/exact", "caught/k")
 _NOTES = (
-    "Gradient is one worker's own, before any exchange. Balance is what memory still owes plus that gradient: "
-    "what a selector ranks. A parameter that always goes whole owes no more than its rounding.",
+    "Gradient is one worker's own, before any exchange. Balance is what memory has kept plus that gradient: "
+    "what a selector ranks. Of a parameter that is always sent whole, memory keeps no more than its rounding.",
     "Under Laplace and Gaussian stands the Wasserstein-1 distance between the magnitudes and the fitted law, in "
     "units of mean |x|; bold is the closer law. By chance alone it is about 0.9 / sqrt(entries), so no law is "
     "preferred for fewer than 64 entries.",

@@ -108,6 +108,7 @@ def _sentence(setting: Setting) -> str:
     if setting.hosts is not None:
         links = [f"{'unshaped' if setting.link == 'none' else setting.link} links"] if setting.link else []
         links += [f"host {host} on {link}" for host, link in setting.link_of.items()]
+        links += [f"host {host} {slowdown:g} times slower" for host, slowdown in setting.slow_of.items()]
         where = f"{setting.hosts} host{'s' * (setting.hosts != 1)} of the lab" + f" ({', '.join(links)})" * bool(links)
     how = [f"{setting.steps} step{'s' * (setting.steps != 1)}"] if setting.steps else []
     how += [f"{setting.batch} examples per worker and step"] if setting.batch else []

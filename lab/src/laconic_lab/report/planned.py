@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,9 @@ def _over_links(plan: Mapping[str, Any]) -> str:
     ]
     return figure(
         "Step time against link speed",
-        "What a step would take on other links, all predicted; both axes are logarithmic. The bar below shows which "
-        f"scheme reaches a target first: {_winners_text(plan)}.",
-        _chart(plan, shown) + _winners_bar(plan, shown),
+        "What a step would take on other links, all predicted; both axes are logarithmic. The bar along the axis shows "
+        f"which scheme reaches a target first: {_winners_text(plan)}.",
+        _chart(plan, shown),
         numbers_behind("Milliseconds of a step", ["link", *shown], numbers),
     )
 
@@ -126,15 +126,14 @@ def _winners_text(plan: Mapping[str, Any]) -> str:
     return "; ".join([*(f"up to {rate_text(rates[-1])} {scheme}" for scheme, rates in others), f"then {last}"])
 
 
-def _winners_bar(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
-    """A strip as wide as the axis of links, in the colours of the schemes that win there."""
-    numbers = looks(shown)
-    parts = [
-        f'<span class="w{numbers[scheme] % 8 if scheme in numbers else "x"}" '
-        f'title="{text(scheme)}"></span>' * len(rates)
-        for scheme, rates in _winners(plan)
+def _strip(plan: Mapping[str, Any], numbers: Mapping[str, int]) -> list[tuple[float, int | None, str]]:
+    """A bar along the axis of links, in the colours of the schemes that win there; each ends halfway to the next."""
+    winners = _winners(plan)
+    ends = [math.sqrt(slow[-1] * fast[0]) for (_, slow), (_, fast) in pairwise(winners)]
+    return [
+        (end, numbers.get(scheme), f"soonest to a target: {scheme}")
+        for (scheme, _), end in zip(winners, [*ends, math.inf], strict=True)
     ]
-    return f'<div class="winners">{"".join(parts)}</div>'
 
 
 def _chart(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
@@ -149,6 +148,7 @@ def _chart(plan: Mapping[str, Any], shown: Sequence[str]) -> str:
             label="Step time over link speed",
             x=Scale("link", rate_text, is_log=True, reaches=[here], ticks=_TICKS),
             y=Scale("ms a step", "{:g}".format, is_log=True),
+            strip=_strip(plan, looks(shown)),
             upright=(here, f"yours: {rate_text(here)}"),
             curves=curves,
         )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import laconic
-from laconic_lab.errors import TaskError
+from laconic_lab.errors import LaconicError, TaskError
 from laconic_lab.train.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def save_checkpoint(
     """
     home = folder / _FOLDER
     fresh = home / f"step-{step}.new"
-    leads = group.place == 0
     num_living = group.num_living
-    if leads:
+    if group.place == 0:
         shutil.rmtree(fresh, ignore_errors=True)  # an earlier run may have had more ranks
     group.gather([rank])  # till the folder is clear
     fact: dict[str, Any] = {}
@@ -75,8 +74,13 @@ def save_checkpoint(
         fact = _write(fresh / _part(rank), state)
     except OSError as error:
         failure = _why(step, home, error)
-    rows = group.gather(_row(rank, fact))  # till all have written
-    if leads:
+    try:
+        rows = group.gather(_row(rank, fact))  # till all have written
+    except LaconicError:  # they may have gone on without this one
+        if [path.name for path in fresh.glob("*")] == [_part(rank)]:  # with parts of others it may count
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    if group.place == 0:  # which it may be since the first has died
         try:
             if len(rows) == num_living and all(row[1] for row in rows):
                 files = dict(_fact(row) for row in sorted(rows))
@@ -90,8 +94,10 @@ def save_checkpoint(
                 _keep_two(home, step)
         except OSError as error:
             failure = _why(step, home, error)
+    rows = group.gather([float(bool(failure))])
+    if group.place == 0:
         shutil.rmtree(fresh, ignore_errors=True)  # of one that does not count
-    return not any(row[0] for row in group.gather([float(bool(failure))])), failure
+    return not any(row[0] for row in rows), failure
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic import attach
+from laconic import Attached, attach
 from laconic.errors import LaconicError
 from laconic.recipes import parse
 from laconic.scheme import TorchHook
-from laconic.session import Stats
-from laconic.transport import naming_lost_peers, ranks_that_differ, world
+from laconic.transport import naming_lost_peers, values_differ, world
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
-from laconic_lab.train.measured import Spent
-from laconic_lab.train.worker_group import ProcessWorkers, ServedWorkers, WorkerGroup
+from laconic_lab.train.loop import Learner
+from laconic_lab.train.worker_group import ProcessWorkers, ServedWorkers
 
 _ONE_BUCKET_MB = 4096
 _WORTH_A_PIPELINE = 1 << 24  # entries: three of DDP's default buckets
@@ -35,11 +33,8 @@ def in_ddp(
     DDP would send rank 0's model to all. Ranks of one seed have it already; where one differs, it is sent.
     """
     group = group or world()
-    digest = hashlib.sha256()
-    for tensor in (*model.parameters(), *model.buffers()):
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    differ = ranks_that_differ(group, next(model.parameters()).device, digest.hexdigest())
-    only_where_they_differ: dict[str, Any] = {"init_sync": bool(differ)} if _HAS_INIT_SYNC else {}
+    differ = values_differ(group, next(model.parameters()).device, [*model.parameters(), *model.buffers()])
+    only_where_they_differ: dict[str, Any] = {"init_sync": differ} if _HAS_INIT_SYNC else {}
     return DistributedDataParallel(
         model,
         process_group=group,
@@ -49,10 +44,10 @@ def in_ddp(
     )
 
 
-class DdpLearner:
+class DdpLearner(Learner):
     """A model under DDP with a scheme attached; made by a call that all workers make."""
 
-    owns_model: ClassVar[bool] = False
+    session: Attached
 
     def __init__(self, job: Job, course: Course, device: torch.device, group: dist.ProcessGroup | None) -> None:
         scheme = parse(job.scheme)
@@ -76,13 +71,10 @@ class DdpLearner:
             timeout_s=job.server_timeout,
             pipeline=False if job.no_pipeline else None,
         )
-        self.group: WorkerGroup = ProcessWorkers(group, device)
+        self.group = ProcessWorkers(group, device)
         transport = self.session.transport
         if transport is not None and transport.has_servers:
             self.group = ServedWorkers(transport)
-
-    def stats(self, *, ages: bool = False) -> Stats:
-        return self.session.stats(ages=ages)
 
     def learn_(self, step: int) -> float:
         """One step; what went wrong in the session's thread is raised as it was, not as DDP wraps it."""
@@ -99,9 +91,6 @@ class DdpLearner:
         if self.updater.grad_scaler is not None or self.session.last_step_finite:
             self.updater.apply_()
         return float(loss)  # on CUDA this waits for the step to end
-
-    def finish_(self) -> Spent:
-        return Spent()
 
     @torch.no_grad()
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:

@@ -13,7 +13,8 @@ from laconic.replicas import Follower, consensus, gather, server_stats
 from laconic.session import Stats
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
-from laconic_lab.train.measured import Spent, measured
+from laconic_lab.train.loop import Learner
+from laconic_lab.train.measurement import Spent, measured
 from laconic_lab.train.worker_group import EndFacts, WorkerGroup
 
 Followed = Callable[[nn.Module, torch.optim.Optimizer], Follower]  # makes a model follow the others
@@ -40,10 +41,11 @@ class FollowingWorkers(WorkerGroup):
         return EndFacts(servers, servers[0]["lost"] if servers else lost)
 
 
-class FollowingLearner:
+class FollowingLearner(Learner):
     """A model that follows its peers; no call after the first needs a worker that has died."""
 
     owns_model: ClassVar[bool] = True
+    session: Follower
 
     def __init__(self, job: Job, course: Course, device: torch.device, model: nn.Module, followed: Followed) -> None:
         self.course = course

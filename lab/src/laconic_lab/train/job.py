@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,23 @@ from laconic_lab.train.optimizer import OPTIMIZERS, settled
 
 DEFAULT_STEPS = 300
 _CHOICES = {
-    "schedule": ("cosine", "constant"), "amp": ("bf16", "fp16"), "backend": ("gloo", "nccl"), "device": ("cpu", "cuda"),
+    "task": tuple(TASKS), "schedule": ("cosine", "constant"), "amp": ("bf16", "fp16"), "backend": ("gloo", "nccl"),
+    "device": ("cpu", "cuda"),
 }  # fmt: skip
 _ABOVE_ZERO = (
     *("workers", "steps", "epochs", "batch", "accumulate", "context", "lr"),
     *("labels_per_worker", "eval_every", "server_timeout"),
 )
+# Of the numbers that an option takes: whether one is among them, and what to give.
+_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(_ABOVE_ZERO, (lambda x: 0 < x < math.inf, "a finite number above 0")),
+    "momentum": (lambda x: 0 <= x < 1, "a number in [0, 1)"),
+    "weight_decay": (lambda x: 0 <= x < math.inf, "a finite number of 0 or more"),
+    "clip_norm": (lambda x: x > 0, "a number above 0, or inf for none"),
+    "warmup": (lambda x: x >= 0, "0 or more steps"),
+    "servers": (lambda x: x >= 0, "0 or more"),
+    "seed": (lambda x: 0 <= x < 2**63, f"a whole number from 0 to {2**63 - 1}"),
+}
 
 
 def _models() -> str:
@@ -81,21 +92,17 @@ class Job:
 
     def __post_init__(self) -> None:
         self._settle_scheme()
-        for name in _ABOVE_ZERO:
+        for name, (is_allowed, cure) in _LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise TaskError(f"--{name.replace('_', '-')} is {value}; give a finite number above 0")
-        self._check_workers()
-        if not 0 <= self.seed < 2**63:
-            raise TaskError(f"--seed is {self.seed}; give a whole number from 0 to {2**63 - 1}")
-        if self.task not in TASKS:
-            raise TaskError(f"no task is called {self.task!r}; give one of {', '.join(TASKS)}")
-        if self.steps is not None and self.epochs is not None:
-            raise TaskError("--steps and --epochs say the same thing twice; give one")
-        self._check_optimizer()
+            if value is not None and not is_allowed(value):
+                raise TaskError(f"--{name.replace('_', '-')} is {value}; give {cure}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in (None, *choices):
                 raise TaskError(f"--{name} is {getattr(self, name)!r}; give {' or '.join(choices)}")
+        self._check_workers()
+        if self.steps is not None and self.epochs is not None:
+            raise TaskError("--steps and --epochs say the same thing twice; give one")
+        self._check_optimizer()
         scheme = parse(self.scheme)
         if self.amp == "fp16" and isinstance(scheme, TorchHook) and scheme.hook == "powersgd":
             raise TaskError(
@@ -113,14 +120,6 @@ class Job:
         object.__setattr__(self, "scheme", str(parse(self.scheme)))  # as it prints everywhere else
 
     def _check_optimizer(self) -> None:
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise TaskError(f"--momentum is {self.momentum}; give a number in [0, 1)")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise TaskError(f"--weight-decay is {self.weight_decay}; give a finite number of 0 or more")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise TaskError(f"--clip-norm is {self.clip_norm}; give a number above 0, or inf for none")
-        if self.warmup is not None and self.warmup < 0:
-            raise TaskError(f"--warmup is {self.warmup}; give 0 or more steps")
         if self.warmup is not None and self.epochs is None and self.warmup > (self.steps or DEFAULT_STEPS):
             raise TaskError(f"--warmup is {self.warmup}; give no more than --steps, {self.steps or DEFAULT_STEPS}")
         batch = self.training.batch  # an error where settings do not fit together
@@ -132,8 +131,6 @@ class Job:
     def _check_workers(self) -> None:
         if self.auto and (self.servers or self.in_process):
             raise TaskError("--scheme auto chooses for workers alone; leave --servers and --in-process out")
-        if self.servers < 0:
-            raise TaskError(f"--servers is {self.servers}; give 0 or more")
         check_wait(self.scheme, self.wait, self.servers)
         if not 0 <= self.flipped <= self.workers:
             raise TaskError(f"--flipped is {self.flipped}; give 0 to --workers, {self.workers}")
@@ -194,12 +191,10 @@ class Job:
         """The command that makes this job again, without its program."""
         return ["train", *self.arguments()]
 
-    def arguments(self, without: Collection[str] = ()) -> list[str]:
-        """The command-line arguments that make this job again, some of its options left out."""
+    def arguments(self) -> list[str]:
+        """The command-line arguments that make this job again."""
         words = []
         for option in fields(Job):
-            if option.name in without:
-                continue
             value = getattr(self, option.name)
             name = f"--{option.name.replace('_', '-')}"
             if value is True:

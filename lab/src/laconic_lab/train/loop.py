@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from laconic.session import Stats
+from laconic import Attached
+from laconic.replicas import Follower
+from laconic.session import Session, Stats
 from laconic.testing import FAULT_POINTS, fault_point
 from laconic_lab.train.course import Course
 from laconic_lab.train.job import Job
-from laconic_lab.train.measured import Spent, measured, step_fact
+from laconic_lab.train.measurement import Spent, measured, slowed, step_fact
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.worker_group import WorkerGroup
 
@@ -28,39 +31,29 @@ FAULT_POINTS |= {
 }
 
 
-class StatefulSession(Protocol):
-    """The part of a session that a checkpoint needs, whatever it exchanges."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's state."""
-
-    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from all workers' states."""
-
-
-class Learner(Protocol):
+class Learner(ABC):
     """One worker's model: how it learns from a batch, and how it is judged, by the kind of worker."""
 
-    owns_model: ClassVar[bool]  # whether each worker's model and optimizer are its own
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def updater(self) -> Updater: ...
-
-    @property
-    def session(self) -> StatefulSession: ...
+    owns_model: ClassVar[bool] = False  # whether each worker's model and optimizer are its own
+    course: Course
+    model: nn.Module
+    updater: Updater
+    session: Session | Attached | Follower
+    group: WorkerGroup
 
     def stats(self, *, ages: bool = False) -> Stats:
         """The session's; with `ages` also how long entries wait, where that is known."""
+        return self.session.stats(ages=ages)
 
+    @abstractmethod
     def learn_(self, step: int) -> float:
         """Find the gradient of a step's examples, exchange, apply; the loss."""
 
     def finish_(self) -> Spent:
         """Do what comes after the last step, on the clock."""
+        return Spent()
 
+    @abstractmethod
     def score(self, *, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """([right answers, summed loss, answers] on the test data, the same for all workers; more to be recorded)."""
 
@@ -76,13 +69,21 @@ class Observer:
 
 
 class TrainingLoop:
-    """One worker's way through a job, and what it has measured so far."""
+    """One worker's way through a job, and what it has measured so far; once `interrupted` is set, no step follows."""
 
-    def __init__(self, job: Job, course: Course, learner: Learner, group: WorkerGroup) -> None:
+    def __init__(
+        self,
+        job: Job,
+        course: Course,
+        learner: Learner,
+        group: WorkerGroup,
+        interrupted: threading.Event | None = None,
+    ) -> None:
         self.job = job
         self.course = course
         self.learner = learner
         self.group = group
+        self._interrupted = interrupted or threading.Event()
         self.steps_done = 0
         self.seconds = 0.0  # of training; evaluation is not counted
         self.peak_memory_bytes = 0  # that PyTorch allocated on a GPU, of training too
@@ -112,8 +113,10 @@ class TrainingLoop:
     def step_(self) -> dict[str, Any]:
         """Train on one batch; returns what was measured."""
         fault_point("train.step", self)
+        if self._interrupted.is_set():
+            raise KeyboardInterrupt
         before = self.learner.stats()
-        with measured() as spent:
+        with measured() as spent, slowed():
             self.learner.updater.set_rate_(self.course.rate(self.steps_done))
             loss = self.learner.learn_(self.steps_done)
         self.seconds += spent.seconds

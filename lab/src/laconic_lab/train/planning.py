@@ -1,16 +1,13 @@
-"""A job planned instead of trained: its own step, what would pay, and what schemes cost in steps by short runs."""
+"""A job or a script planned instead of trained; and the step at which a run reaches a loss."""
 
 from __future__ import annotations
 
 import functools
-import math
 import runpy
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType
@@ -21,103 +18,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from laconic.planning import Candidate, Penalty, Plan, answer, candidate, plan
+from laconic.planning import Plan, plan
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import Data
 from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import in_ddp
 from laconic_lab.train.job import Job
 
-Losses = list[tuple[float, float]]  # (step, validation loss), steps in micro-batches
-LEAST_STEPS = 24  # two between evaluations
-_EVALUATIONS = 12
-_PROBED = 3  # candidates beside bf16
-_PROBE_S = 300.0  # for all runs together, as far as that is foreseen
-_JUDGED = 3  # lowest losses, whose factors lie apart by what chance does
-
-# A job's options that no plan depends on.
-NOT_PLANNED = (
-    *("scheme", "auto", "servers", "server_timeout", "epochs", "flipped", "in_process", "eval_every"),
-    *("no_pipeline", "no_checkpoint", "resume", "quiet", "out"),
-)
-
-
-def probe(
-    job: Job,
-    planned: Plan,
-    num_steps: int,
-    train: Callable[[Job], Losses],
-    slowest: Callable[[float], float] = lambda own: own,
-    say: Callable[[str], None] = lambda text: None,
-) -> Plan:
-    """The plan again, with the steps factors of its soonest candidates taken from runs of so many steps of this job.
-
-    A call that all workers make; `train` trains a job to its end, `slowest` is the largest of everyone's numbers. What
-    is foreseen to end after five minutes is left out, and that is said.
-    """
-    start = time.perf_counter()
-    plain = candidate("bf16")
-    step_s = {plain: _step_s(planned)} | {candidate(row.scheme): row.step_ms / 1e3 for row in planned.rows}
-    others = [one for one in step_s if one != plain]
-    losses_of: dict[Candidate, Losses] = {}
-    stretch = 1.0  # a run over its steps: what evaluating adds
-    for one in (plain, *others[:_PROBED]):
-        begun_s = slowest(time.perf_counter() - start)
-        foreseen_s = num_steps * step_s[one]
-        if begun_s + stretch * foreseen_s > _PROBE_S:
-            say(f"{one} is not probed: {num_steps} steps would take {stretch * foreseen_s:.0f} s; give --probe fewer")
-            if one == plain:
-                return planned
-            continue
-        losses_of[one] = _trained(job, one, num_steps, train)
-        stretch = max(stretch, (slowest(time.perf_counter() - start) - begun_s) / max(foreseen_s, 1e-9))
-    source = f"probed on this job, {num_steps} steps"
-    probed = tuple((one, factor_of(losses, losses_of[plain], source)) for one, losses in losses_of.items())
-    seconds = planned.seconds + time.perf_counter() - start
-    return answer(replace(planned.measured, probed=probed), steps=planned.steps, seconds=seconds)
-
-
-def _step_s(planned: Plan) -> float:
-    """The step time of bf16, where the plan was not asked for it."""
-    compute = planned.measured.compute
-    return compute.together_s + planned.measured.links.sums.seconds(2 * sum(compute.num_entries))
-
-
-def _trained(job: Job, under: Candidate, num_steps: int, train: Callable[[Job], Losses]) -> Losses:
-    """The losses of a short run under a candidate, at a constant rate, so that a step does not depend on its length."""
-    times = under.accumulate
-    training = job.training
-    short = replace(
-        job,
-        scheme=str(under.scheme),
-        steps=math.ceil(num_steps / times),
-        batch=times * training.batch,
-        accumulate=times * job.accumulate,
-        # AdamW bears a rate that grows with the root of the batch.
-        lr=training.lr * (1.0 if training.optimizer == "sgd" else times**0.5),
-        schedule="constant",
-        warmup=max(1, num_steps // 10 // times),
-        eval_every=max(1, num_steps // _EVALUATIONS // times),
-    )
-    return [(times * step, loss if math.isfinite(loss) else math.inf) for step, loss in train(short)]
-
-
-def factor_of(losses: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]], source: str) -> Penalty:
-    """Steps to a loss over those of bf16 to the same one, for the last three new lowest: median, least and most.
-
-    Where bf16 has not come as far, 1; losses that go up and down are compared by where they were lowest.
-    """
-    lowest: Losses = []
-    for steps, loss in smoothed(losses):
-        if not lowest or loss < lowest[-1][1]:
-            lowest.append((steps, loss))
-    planned = []
-    for steps, loss in lowest[-_JUDGED:]:
-        steps_of_plain = steps_to(loss, plain)
-        planned.append(1.0 if steps_of_plain is None else steps / steps_of_plain)
-    if not planned or math.isinf(losses[-1][1]):  # it diverged
-        planned = [math.inf]
-    return Penalty(max(1.0, statistics.median(planned)), min(planned), max(planned), source)
+Losses = list[tuple[float, float]]  # (step, validation loss)
 
 
 def smoothed(losses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -135,16 +43,6 @@ def steps_to(target: float, losses: Sequence[tuple[float, float]]) -> float | No
                 return before
             return before + (after - before) * (higher - target) / (higher - lower)
     return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanJob(Job):
-    """A job of which only the plan is asked."""
-
-    more_words: tuple[str, ...] = ()  # of `laconic plan` alone
-
-    def words(self) -> list[str]:
-        return ["plan", *self.arguments(without=NOT_PLANNED), *self.more_words]
 
 
 def plan_here(

@@ -1,16 +1,20 @@
-"""The result of a run."""
+"""The result of a run, and how it goes."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from laconic_lab.figures import Record, Source, Values, of_run
+from laconic.cli import say
+from laconic_lab.figures import Record, Source, Values, of_run, sentences
 from laconic_lab.train.loop import TrainingLoop
-from laconic_lab.train.measured import mean_ms, median_times
+from laconic_lab.train.measurement import mean_ms, median_times
 
+WATCHED = "LACONIC_WATCHED"  # set where the launcher shows the run
 DIVERGED = 3  # exit code of a run whose loss was no number in the end
 
 
@@ -82,3 +86,20 @@ def summarize(loop: TrainingLoop) -> Result:
         lost_workers=end.lost_workers,
         figures=of_run(sources, end.servers),
     )
+
+
+def show(loop: TrainingLoop, fact: dict[str, Any], say: Callable[[str], None] = say) -> None:
+    """Say how a run goes after an evaluation, unless its launcher shows that."""
+    if WATCHED in os.environ:
+        return
+    measure = loop.job.measure
+    facts = [f"{measure.noun} {measure.text(fact[measure.name])}"]
+    stats = loop.learner.stats()
+    if loop.facts:
+        last = loop.facts[-1]
+        facts += [f"train loss {last['loss']:.3f}", f"{last['ms']:.0f} ms"]
+        facts += [f"{rate:,.0f} tokens/s"] if (rate := loop.tokens_per_s(last["ms"])) else []
+        beside = beside_dense(stats.ratio)
+        facts += [f"{last['bytes_out']:,} bytes out" + (f" ({beside} so far)" if beside else "")]
+    facts += sentences(vars(stats))
+    say(f"{loop.job.scheme}: step {fact['step']}/{loop.course.num_steps}, {', '.join(facts)}")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from laconic import follow
+from laconic.cli import say
 from laconic.planning import AUTOMATIC, Plan
 from laconic.server import serve
 from laconic.transport import own_group, place_of_texts, world, world_without
@@ -31,16 +32,14 @@ from laconic_lab.train.ddp import DdpLearner
 from laconic_lab.train.following import FollowingLearner
 from laconic_lab.train.job import DEFAULT_STEPS, Job
 from laconic_lab.train.loop import Observer, TrainingLoop
-from laconic_lab.train.measured import interface_bytes, link_bytes_since
+from laconic_lab.train.measurement import interface_bytes, link_bytes_since
 from laconic_lab.train.mps import uses_mps
-from laconic_lab.train.planning import Losses, plan_here, plan_script, probe
-from laconic_lab.train.progress import show
-from laconic_lab.train.result import DIVERGED, Result, summarize
+from laconic_lab.train.planning import Losses, plan_here, plan_script
+from laconic_lab.train.result import DIVERGED, Result, show, summarize
 from laconic_lab.train.resume import check_saved, resume_, save
 
 _PR_SET_PDEATHSIG = 1
 _AS_LONG_AS_IT_TAKES = timedelta(days=30)
-_PROBED = 1024  # examples of the test data, by which short runs are told apart
 _TO_MEET = timedelta(minutes=5)  # workers may still be loading their data
 
 
@@ -66,34 +65,24 @@ def work(job: Job, tell: Callable[[Result], None], data: Data | None = None) -> 
             checkpoint.forget_after(job.out, loop.steps_done)
             if job.resume:
                 forget_after(job.out, loop.steps_done)
-        with _LeadersLog(job, loop) as log:
-            seen = {"workers_seen": learner.course.num_workers, "mps": uses_mps(job)}
-            log.write("job", **job.facts(), **seen, first_step=loop.steps_done)
-            loop.run_(log)
-            result = summarize(loop)
-            log.write("result", **result.as_dict())
-            if log.leads:
-                tell(result)
-            learner.session.close()
-            if job.servers and not job.asks_servers:
-                dist.barrier()  # lets the servers go, which stood by
+        result = run_logged(loop, uses_mps=uses_mps(job))
+        if loop.group.place == 0:
+            tell(result)
+        learner.session.close()
+        if job.servers and not job.asks_servers:
+            dist.barrier()  # lets the servers go, which stood by
         check_saved(loop)
         return 0 if result.diverged_at is None else DIVERGED
 
 
-def work_plan(
-    job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None], *, probe_steps: int = 0
-) -> int:
-    """Plan instead of training, or train as many steps under each of the soonest; the first worker tells."""
+def work_plan(job: Job, candidates: Sequence[str], steps: int, tell: Callable[[Plan], None]) -> int:
+    """Plan instead of training; the first worker tells."""
     end_with_the_launcher()
     torch.manual_seed(job.seed)
     device = device_of(job)
     data = job.load_data()
     with process_group(job.backend):
         planned = plan_here(job, data, device, own_group(world(), device), candidates, steps)
-        if probe_steps:
-            few = replace(data, test_inputs=data.test_inputs[:_PROBED], test_targets=data.test_targets[:_PROBED])
-            planned = probe(job, planned, probe_steps, lambda short: _losses(short, few, device), slowest, _say)
         if dist.get_rank() == 0:
             tell(planned)
     return 0
@@ -108,18 +97,6 @@ def work_script(words: Sequence[str], candidates: Sequence[str], steps: int, tel
     return 0
 
 
-def _losses(job: Job, data: Data, device: torch.device) -> Losses:
-    """(step, validation loss) of a run that leaves nothing behind."""
-    _say(f"probes {job.scheme} for {job.steps} steps")
-    torch.manual_seed(job.seed)
-    learner = make_learner(job, data, device)
-    observer = LossObserver()
-    TrainingLoop(job, learner.course, learner, learner.group).run_(observer)
-    slowest(0.0)  # who closes while others gossip would count as gone
-    learner.session.close()
-    return observer.losses
-
-
 def slowest(own: float) -> float:
     """The largest of everyone's numbers, on all workers."""
     device = place_of_texts(world())
@@ -128,10 +105,10 @@ def slowest(own: float) -> float:
     return largest.item()
 
 
-def _say(text: str) -> None:
+def _say_once(text: str) -> None:
     """Talk of the first worker, on stderr."""
     if dist.get_rank() == 0:
-        print(f"laconic: {text}", file=sys.stderr, flush=True)
+        say(f"laconic: {text}")
 
 
 class LossObserver(Observer):
@@ -150,7 +127,7 @@ def settle_scheme(job: Job, data: Data, device: torch.device) -> Job:
         assert job.out is not None
         return replace(job, scheme=find_checkpoint(job.out).about["scheme"], auto=False)
     planned = plan_here(job, data, device, own_group(world(), device), AUTOMATIC, DEFAULT_STEPS)
-    _say(f"auto picks {planned.pick}: {planned.reasons[0]}")
+    _say_once(f"auto picks {planned.pick}: {planned.reasons[0]}")
     torch.manual_seed(job.seed)  # so that the run is that of the scheme itself
     return replace(job, scheme=planned.pick, auto=False)
 
@@ -179,23 +156,37 @@ def _serve(job: Job) -> int:
     return 0
 
 
+def run_logged(
+    loop: TrainingLoop, *, uses_mps: bool = False, saves: bool = True, say: Callable[[str], None] = say
+) -> Result:
+    """Train to the end; the worker that leads records it, and says how it goes."""
+    job = loop.job
+    with _LeadersLog(loop, saves=saves, say=say) as log:
+        seen = {"workers_seen": loop.course.num_workers, "mps": uses_mps}
+        log.write("job", **job.facts(), **seen, first_step=loop.steps_done)
+        loop.run_(log)
+        result = summarize(loop)
+        log.write("result", **result.as_dict())
+    return result
+
+
 class _LeadersLog(Observer):
     """The log of the worker that leads: records and progress; another takes over where that one has died."""
 
-    def __init__(self, job: Job, loop: TrainingLoop) -> None:
-        self._job = job
+    def __init__(self, loop: TrainingLoop, *, saves: bool, say: Callable[[str], None]) -> None:
         self._loop = loop
+        self._saves = saves
+        self._say = say
         self._open = ExitStack()
-        self.leads = False
-        self._begin(keeps_old=job.resume)
+        self._begin(keeps_old=loop.job.resume)
 
     def _begin(self, *, keeps_old: bool) -> None:
-        self.leads = self._loop.group.place == 0
-        folder = self._job.out if self.leads else None
+        self._leads = self._loop.group.place == 0
+        folder = self._loop.job.out if self._leads else None
         self._records = self._open.enter_context(Recorder(folder, keeps_old=keeps_old))
 
     def write(self, kind: str, **fact: Any) -> None:
-        if not self.leads and self._loop.group.place == 0:
+        if not self._leads and self._loop.group.place == 0:
             self._begin(keeps_old=True)
         self._records.write(kind, **fact)
 
@@ -204,9 +195,10 @@ class _LeadersLog(Observer):
 
     def evaluation(self, fact: dict[str, Any]) -> None:
         self.write("eval", **fact)
-        if self.leads:
-            show(self._loop, fact)
-        save(self._loop)
+        if self._leads:
+            show(self._loop, fact, self._say)
+        if self._saves:
+            save(self._loop)
 
     def __enter__(self) -> _LeadersLog:
         return self
@@ -223,15 +215,15 @@ def end_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def check_device(job: Job) -> None:
+def check_device(device: str) -> None:
     """TaskError where this machine has no such device."""
-    if job.device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise TaskError("--device is cuda, but torch sees no CUDA device here; use --device cpu")
 
 
 def device_of(job: Job) -> torch.device:
     """The device that this process computes on; an error where there is no such device."""
-    check_device(job)
+    check_device(job.device)
     if job.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

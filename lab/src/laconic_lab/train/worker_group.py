@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,23 +21,23 @@ class EndFacts:
     lost_workers: dict[str, str] = field(default_factory=dict)  # by rank, and how they died
 
 
-class WorkerGroup(ABC):
-    """The workers that are there; each makes the same calls in the same order."""
+class WorkerGroup:
+    """The workers that are there, who gather or add up; each makes the same calls in the same order."""
 
     shares_clock: ClassVar[bool] = False  # whether their times are of all of them together
     place: int  # the number of this one among them, from 0; the first leads: it writes and prints
     num_living: int
 
-    @abstractmethod
     def gather(self, own: Sequence[float]) -> list[list[float]]:
         """The same numbers of all of them, by place."""
+        return rows_of(self, own)
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all of them, on the CPU."""
         rows = self.gather(tensor.flatten().tolist())
         return torch.tensor(rows, dtype=torch.float64).sum(0).to(tensor.dtype).view(tensor.shape)
 
-    def share_(self, buffers: Iterable[Tensor]) -> None:  # noqa: B027 - those of some are the same without it
+    def share_(self, buffers: Iterable[Tensor]) -> None:
         """Make a model's buffers the same everywhere."""
 
     def end_facts(self) -> EndFacts:
@@ -60,9 +59,6 @@ class ProcessWorkers(WorkerGroup):
         with naming_lost_peers(self.place):
             dist.all_reduce(summed, group=self._group)
         return summed.cpu()
-
-    def gather(self, own: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         with naming_lost_peers(self.place):
@@ -86,9 +82,6 @@ class ServedWorkers(WorkerGroup):
 
     def total(self, tensor: Tensor) -> Tensor:
         return self._transport.total(tensor)
-
-    def gather(self, own: Sequence[float]) -> list[list[float]]:
-        return rows_of(self, own)
 
     def share_(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:

@@ -1,6 +1,5 @@
 """Ranks have the same model, scheme and release before they exchange anything."""
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from laconic.errors import StateError
 from laconic.layout import local, plain_name
 from laconic.scheme import AnyScheme
-from laconic.transport import Group, ProcessGroup, check_alike, ranks_that_differ, release
+from laconic.transport import Group, ProcessGroup, check_alike, release, values_differ
 
 
 def check_common(
@@ -44,12 +43,11 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 def begin_alike_(model: nn.Module, group: ProcessGroup, meeting: Group, device: torch.device) -> None:
     """Overwrite every parameter and buffer with those of the first rank, unless all ranks of the group have them."""
     tensors = tensors_of(model)
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    if not ranks_that_differ(group, device, digest.hexdigest()):  # those of one seed do not, and slow links are spared
+    if not values_differ(group, device, tensors):  # those of one seed do not, and slow links are spared
         return
-    for tensor in tensors:
-        whole = tensor.to(device).contiguous()
-        meeting.broadcast_(whole.view(-1).view(torch.uint8))  # of whatever type
-        tensor.copy_(whole)
+    with meeting.traffic.uncounted():
+        for tensor in tensors:
+            whole = tensor.to(device).contiguous()
+            frame = whole.view(-1).view(torch.uint8)  # of whatever type
+            frame.copy_(meeting.broadcast(frame if meeting.rank == 0 else None, 0, frame.numel()))
+            tensor.copy_(whole)

@@ -36,6 +36,15 @@ def measured() -> Iterator[Spent]:
     spent.link_bytes = link_bytes_since(seen_before)
 
 
+@contextmanager
+def slowed() -> Iterator[None]:
+    """Let the block take longer on a host of a lab that is slow: a sleep by the CPU seconds that it took."""
+    slowdown = float(os.environ.get("LACONIC_SLOWDOWN", "1"))
+    begun_s = time.process_time()
+    yield
+    time.sleep((slowdown - 1) * (time.process_time() - begun_s))
+
+
 def interface_bytes() -> tuple[int, int] | None:
     """(out, in) so far on the interface that Gloo was told to use; None where it is loopback or not named."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
