@@ -57,6 +57,20 @@ def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
     assert len({shift for shift, _ in found}) == 1 and {mirrored for _, mirrored in found} == {False, True}
 
 
+@pytest.mark.parametrize(
+    ("name", "num_entries"),
+    [("resnet8", 75290), ("resnet20", 269722), ("resnet56", 853018), ("resnet50", 23520842), ("vgg16", 14724042)],
+)
+def test_models_of_cifar_have_their_papers_sizes_and_learn_through_every_layer(name: str, num_entries: int) -> None:
+    images = torch.rand(2, 3, 32, 32)
+    model = TASKS["cifar10"].model(name).make(Data(images, images, images, images, cifar10.prepare))
+    assert sum(p.numel() for p in model.parameters()) == num_entries
+    logits = model(images)
+    assert logits.shape == (2, 10)
+    logits.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
 def _running_mean_after_a_step(scheme: str) -> float:
     """Of a norm that held 1,000 times the rank before."""
     images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from laconic_lab.errors import TaskError
-from laconic_lab.tasks.models import ResNet
+from laconic_lab.tasks.models import VGG16, ResNet, ResNet50
 from laconic_lab.tasks.task import Data, Model, Task, Training
 
 _ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -113,8 +113,15 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _TRAINING = Training(lr=0.3, batch=32)
+_FOR_LARGE = Training(lr=0.05, batch=32)
 CIFAR10 = Task(
     "cifar10",
-    {"resnet20": Model(lambda _: ResNet(20), _TRAINING), "resnet8": Model(lambda _: ResNet(8), _TRAINING)},
+    {
+        "resnet20": Model(lambda _: ResNet(20), _TRAINING),
+        "resnet8": Model(lambda _: ResNet(8), _TRAINING),
+        "resnet56": Model(lambda _: ResNet(56), _TRAINING),
+        "resnet50": Model(lambda _: ResNet50(), _FOR_LARGE),
+        "vgg16": Model(lambda _: VGG16(), _FOR_LARGE),
+    },
     _load,
 )
