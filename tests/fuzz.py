@@ -44,7 +44,7 @@ from laconic import FrameError, SchemeError, kernels, parse
 from laconic.kernels.cpu import library
 from laconic.layout import Layout
 from laconic.members.codec import codec_for
-from laconic.members.messages import Drift, Join, Refusal, Update, Word
+from laconic.members.messages import Codes, Drift, Join, Keys, Refusal, Roster, Update, Word
 from laconic.members.messages import read as read_word
 from laconic.members.messages import write as write_word
 from laconic.quantize import BF16, QUANTIZERS, ModuloCode, Trits
@@ -408,6 +408,9 @@ def _members() -> Reader:
         Drift(0, 3, 9, 512, 8, 0.25, {"loss": 1.5}, payload),
         Update(1, 4, True, 512, 2, 3, payload),
         Refusal("of another release"),
+        Keys({"desk/5": "ab" * 32}, is_all=True),
+        Roster(0, 3, 0, 1024, {"desk/5": 9, "lap/6": 10}, payload),
+        Codes(0, "cd" * 32, payload),
     ]
 
     def read(data: bytes) -> None:

@@ -43,6 +43,7 @@ FENCES = {
     "socket": {"transport"},
     "ssl": {"transport"},
     "selectors": {"transport"},
+    "cryptography": {"members"},
     "pyroute2": set[str](),
     "laconic_lab": set[str](),
 }

@@ -26,7 +26,9 @@ from torch import nn
 
 import laconic
 import laconic.cli
+from laconic.fault_points import at_fault_point
 from laconic.members import PageServer, prometheus_text, replay, run_stats
+from laconic.members.messages import Offer
 from tests.workers import wait_until
 
 SCHEME = "streaming:every=4,fragments=2,delay=1,lr=1,momentum=0"
@@ -40,10 +42,10 @@ def _model(seed: int = 0) -> nn.Module:
 class Trainee:
     """A member with something to learn: the same function as all others, from data of its own."""
 
-    def __init__(self, address: str, id: str, seed: int = 0) -> None:
+    def __init__(self, address: str, id: str, seed: int = 0, *, is_masked: bool = False) -> None:
         self.model = _model(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.member = laconic.join(address, self.model, self.optimizer, id=id, timeout_s=30)
+        self.member = laconic.join(address, self.model, self.optimizer, id=id, timeout_s=30, is_masked=is_masked)
         self._generator = torch.Generator().manual_seed(hash(id) % 1000)
 
     def train(self, steps: int) -> float:
@@ -145,7 +147,27 @@ def test_a_server_that_is_killed_continues_from_its_folder(tmp_path: Path) -> No
             trainee.member.leave()
 
 
-def _train_for_ever(addresses: Connection, id: str) -> None:
+def test_who_comes_back_joins_before_it_sends_anything(tmp_path: Path) -> None:
+    may_offer = threading.Event()
+    may_offer.set()
+
+    def delay(word: object) -> None:
+        assert not isinstance(word, Offer) or may_offer.wait(60)
+
+    with at_fault_point("members.send", delay):
+        with laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path) as server:
+            trainee = Trainee(server.address, "m")
+            trainee.train_until(4)
+        may_offer.clear()
+        with laconic.MemberServer(SCHEME, server.address, state=tmp_path) as server:
+            assert wait_until(lambda: trainee.member.stats().reconnects >= 1)
+            trainee.train(16)
+            may_offer.set()
+            trainee.train_until(trainee.member.progress[1] + 4)
+            trainee.member.close()
+
+
+def train_for_ever(addresses: Connection, id: str) -> None:
     torch.set_num_threads(1)
     trainee = Trainee(addresses.recv(), id)
     addresses.send("in")
@@ -156,7 +178,7 @@ def _train_for_ever(addresses: Connection, id: str) -> None:
 def test_the_others_go_on_without_one_that_is_killed_or_stopped() -> None:
     fork = multiprocessing.get_context("fork")  # before the server has threads
     ends = {name: fork.Pipe() for name in ("killed", "stopped")}
-    others = {name: fork.Process(target=_train_for_ever, args=(theirs, name)) for name, (_, theirs) in ends.items()}
+    others = {name: fork.Process(target=train_for_ever, args=(theirs, name)) for name, (_, theirs) in ends.items()}
     for process in others.values():
         process.start()
     try:
@@ -207,10 +229,11 @@ def test_wrong_models_ids_schemes_and_addresses_are_one_line(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("serve --quorum 0", "a quorum of 0 is none; give 1 or more"),
-        ("serve --wait-budget -1", "a wait budget of -1.0 s is none; give 0 or more"),
+        ("serve --quorum 0", "quorum is 0; give 1 or more"),
+        ("serve --wait-budget -1", "wait_budget_s is -1.0; give 0 or more seconds"),
         ("serve --scheme topk", "topk has no outer steps that a server takes; use one like streaming or sparseloco"),
         ("serve --scheme streeming", "unknown recipe 'streeming'; did you mean 'streaming'?"),
+        ("serve --mask-bits 8 --combine clipped", "compares single drifts, which masks hide; use mean"),
         ("serve --listen 7700", "'7700' is no address; write it as host:port, like 0.0.0.0:7700"),
         ("serve --listen 127.0.0.1:0 --metrics 9100x", "'9100x' is no address; write it as host:port"),
         ("serve --listen TAKEN", "Address already in use"),
@@ -363,7 +386,7 @@ def test_a_member_that_restarts_continues_from_its_checkpoint(caplog: pytest.Log
 def test_a_tape_replays_a_run_bit_for_bit(tmp_path: Path) -> None:
     def train(server: laconic.MemberServer) -> None:
         trainees = [Trainee(server.address, f"m{i}", seed=i) for i in range(3)]
-        threads = [threading.Thread(target=trainee.train, args=(30,)) for trainee in trainees]
+        threads = [threading.Thread(target=trainee.train, args=(60,)) for trainee in trainees]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -7,12 +7,14 @@ import random
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 
 from laconic import parse
-from laconic.members.messages import Anchor, Bequest, Drift, Join, Word, read, write
+from laconic.members.masks import Masks
+from laconic.members.messages import Anchor, Bequest, Codes, Drift, Join, Word, read, write
 from laconic.members.replica import Replica
 from laconic.members.syncer import Syncer, fingerprint_of, stated_layouts
 
@@ -42,8 +44,11 @@ class VirtualMember:
         self.run = run
         self.id = id
         self.generation = generation
-        self.model = model or small_model(seed=hash((id, generation)) % 1000)
-        self.replica = Replica(self.model, run.syncer.scheme, generation, share=run.share)
+        self.model = model or small_model(seed=crc32(f"{id}/{generation}".encode()) % 1000)
+        bits = run.syncer.mask_bits
+        run.num_keys += bits > 0
+        masks = run.masks(bits, random.Random(run.num_keys).randbytes(32)) if bits else None
+        self.replica = Replica(self.model, run.syncer.scheme, generation, share=run.share, masks=masks)
         self.deposited: dict[int, torch.Tensor] = {
             n: torch.zeros(piece.part.num_entries, dtype=torch.float64) for n, piece in self.replica.pieces.items()
         }
@@ -84,7 +89,7 @@ class VirtualMember:
         self.unsettled.discard(number)
         counts = self.run.counts(self.process, number)[self.restored.num_counted[number] :]
         sent = self.restored.state["pieces"][number]["sent"]
-        if [drift for drift, _ in counts] not in ([], [sent and sent["number"]]):
+        if [drift for drift, _ in counts] not in ([], [sent and sent["is_encoded"] and sent["number"]]):
             piece = self.replica.pieces[number]
             assert torch.equal(piece.read(), piece.anchor), "a state that holds what was counted since is dropped"
             self.deposited[number].zero_()
@@ -100,7 +105,8 @@ class VirtualMember:
         self.connection = self.run.num_connections
         self.up, self.down = deque(), deque()
         layouts = self.replica.layouts
-        join = Join(self.id, self.generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts))
+        key = self.replica.masks.public if self.replica.masks else ""
+        join = Join(self.id, self.generation, fingerprint_of(layouts), 0.9, stated_layouts(layouts), key)
         self.run.by_connection[self.connection] = self
         self.run.deliver(self.run.syncer.on_word(self.connection, join, self.run.now))
 
@@ -133,7 +139,13 @@ class VirtualMember:
         if self.connection is None or not self.up:
             return
         word = read(write(self.up.popleft()))
-        if isinstance(word, Drift):
+        self.run.seen.append((self.process, word))
+        if isinstance(word, Codes):
+            piece = self.replica.pieces[word.fragment]
+            if piece.sent is not None:
+                values = piece.anchor - piece.sent.model + piece.sent.residual - piece.residual
+                self.run.in_hand[self.process, word.fragment, piece.sent.number] = values.double()
+        elif isinstance(word, Drift) and self.replica.masks is None:
             values = self.replica.pieces[word.fragment].codec.decode(word.payload, torch.device("cpu"))
             self.run.in_hand[self.process, word.fragment, word.number] = values.double()
         elif isinstance(word, Bequest):
@@ -144,16 +156,26 @@ class VirtualMember:
         """The oldest message of the server reaches this member."""
         if self.connection is not None and self.down:
             word = self.down.popleft()
+            questions = {number: piece.question for number, piece in self.replica.pieces.items()}
             self.send(self.replica.on_word(word))
-            if isinstance(word, Anchor) and word.fragment in self.unsettled:
+            if (
+                isinstance(word, Anchor)
+                and word.fragment in self.unsettled
+                and word.question == questions[word.fragment]  # the answer to an earlier question changes nothing
+            ):
                 self._settle(word.fragment)
 
 
 class VirtualRun:
     """A server and its members; every drift that was counted is noted."""
 
-    def __init__(self, scheme: str, share: tuple[int, int] = (0, 1), **options: Any) -> None:
+    def __init__(
+        self, scheme: str, share: tuple[int, int] = (0, 1), masks: type[Masks] = Masks, **options: Any
+    ) -> None:
         self.share = share  # of the fragments
+        self.masks = masks
+        self.num_keys = 0  # that were drawn
+        self.seen: list[tuple[str, Word]] = []  # by the server, of each process
         self.now = 0.0
         self.num_connections = 0
         self.by_connection: dict[int, VirtualMember] = {}
@@ -200,7 +222,9 @@ class VirtualRun:
                     member.counted[number] += values
                     member.last_counted[number] = drift_number
         for connection, word in outgoing:
-            if connection in self.by_connection:
+            if connection in self.by_connection and word is None:
+                self.by_connection[connection].cut()
+            elif connection in self.by_connection:
                 self.by_connection[connection].down.append(read(write(word)))
 
     def check_books(self, member: VirtualMember) -> None:

@@ -9,14 +9,29 @@ from laconic.cli.console import number, say, table, to_json
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add both commands."""
-    serve = commands.add_parser("serve", help="serve a run that members join and leave (laconic.join)")
-    serve.add_argument("--listen", default="127.0.0.1:7700", metavar="HOST:PORT", help="where members dial")
-    serve.add_argument("--scheme", default="streaming:every=64", help="a scheme of outer steps")
-    serve.add_argument("--quorum", type=int, default=1, metavar="K", help="drifts without which no round is closed")
-    serve.add_argument("--wait-budget", type=float, default=10.0, metavar="S", help="the longest wait after a call")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a run that members join and leave (laconic.join)",
+        description="Keep the model of a run, and average what its members learn. In each training script "
+        'laconic.join("HOST:PORT", model, optimizer) joins. Ctrl-C or SIGTERM ends it; with --state it continues.',
+        epilog="laconic serve --listen 0.0.0.0:7700 --state run --metrics :9100",
+    )
+    serve.add_argument("--listen", default="127.0.0.1:7700", metavar="HOST:PORT", help="address (default %(default)s)")
+    serve.add_argument("--scheme", default="streaming:every=64", help="a scheme of outer steps (default %(default)s)")
+    serve.add_argument("--quorum", type=int, default=1, metavar="K", help="fewest drifts of a round (default 1)")
+    serve.add_argument(
+        "--wait-budget",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="most seconds to wait for late members (default 10)",
+    )
     serve.add_argument("--lockstep", action="store_true", help="wait for all members, so that a run repeats exactly")
-    serve.add_argument("--combine", default="mean", metavar="RULE", help="clipped, where some members may lie")
-    serve.add_argument("--state", metavar="DIR", help="keep the run here, and continue the one that is there")
+    serve.add_argument(
+        "--combine", default="mean", metavar="RULE", help="clipped, where members may send false drifts (default mean)"
+    )
+    serve.add_argument("--mask-bits", type=int, default=0, metavar="B", help="8 or 16: see sums of drifts alone")
+    serve.add_argument("--state", metavar="DIR", help="keep the run in this folder, and continue one that is there")
     serve.add_argument("--tape", metavar="FILE", help="record what members send, so that the run can be replayed")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="a page and Prometheus's metrics, over HTTP")
     serve.set_defaults(run=_serve)
@@ -36,6 +51,7 @@ def _serve(options: argparse.Namespace) -> int:
         wait_budget_s=options.wait_budget,
         is_lockstep=options.lockstep,
         combine=options.combine,
+        mask_bits=options.mask_bits,
         state=options.state,
         tape=options.tape,
     )

@@ -41,7 +41,7 @@ def codec_for(scheme: Scheme, layout: Layout) -> VectorCodec:
     """
     select, quantize = scheme.select, scheme.quantize
     if select.is_shared and not select.sends_all:
-        raise SchemeError(f"members share no draws, and {scheme} sends what all draw; use one like streaming")
+        raise SchemeError(f"members share no random draws, which {scheme} needs; use one like streaming")
     if not isinstance(quantize, Grid):
         return FrameCodec(None if select.sends_all else cast(Chooser, select), quantize, layout)
     if len(quantize.level_counts) > 1:

@@ -48,11 +48,13 @@ class MemberServer:
         wait_budget_s: The longest that a round waits for members that it has called.
         is_lockstep: Whether every round waits for all members that are there, so that a run repeats bit for bit.
         combine: What is made of a round's drifts: "mean", or for members who may lie "clipped", "median", "trimmed".
+        mask_bits: 8 or 16: members send codes of so many bits under masks, and the server sees their sum alone.
         state: A folder that keeps the run; a server that finds one there continues it.
         tape: A file that records all that members send; `laconic.members.replay` repeats the run from it.
 
     Raises:
-        SchemeError: The scheme has no outer steps that a server takes, or there is no such rule.
+        SchemeError: The scheme has no outer steps that a server takes, there is no such rule, or masks would hide
+            what one of them reads.
         StateError: The folder holds another run's state, or a part of one; the tape did not see the run begin.
 
     Example:
@@ -70,20 +72,22 @@ class MemberServer:
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
         combine: str = "mean",
+        mask_bits: int = 0,
         state: str | Path | None = None,
         tape: str | Path | None = None,
     ) -> None:
         outer_scheme = check_elastic(parse(scheme) if isinstance(scheme, str) else scheme)
         if quorum < 1:
-            raise SchemeError(f"a quorum of {quorum} is none; give 1 or more")
+            raise SchemeError(f"quorum is {quorum}; give 1 or more")
         if not wait_budget_s >= 0:
-            raise SchemeError(f"a wait budget of {wait_budget_s} s is none; give 0 or more")
+            raise SchemeError(f"wait_budget_s is {wait_budget_s}; give 0 or more seconds")
         self._folder = None if state is None else Path(state)
         options: dict[str, Any] = {
             "quorum": quorum,
             "wait_budget_s": wait_budget_s,
             "is_lockstep": is_lockstep,
             "combine": combine,
+            "mask_bits": mask_bits,
         }
         self.syncer = Syncer(outer_scheme, save=self._save, **options)
         states = {}
@@ -151,7 +155,7 @@ class MemberServer:
                     "steps": member.steps,
                     "rounds": member.rounds,
                     "late": member.num_late,
-                    "residual_norm": member.residual_norm,
+                    "residual_norm": None if syncer.mask_bits else member.residual_norm,
                     "share": member.share,
                     "clipped_norm": member.clipped_norm,
                     "seen_s_ago": now - member.seen_at,
@@ -161,6 +165,7 @@ class MemberServer:
             return {
                 "scheme": str(syncer.scheme),
                 "combine": str(syncer.combine),
+                "mask_bits": syncer.mask_bits,
                 "run": syncer.run,
                 "tokens": syncer.tokens,
                 "rounds": syncer.rounds,
@@ -206,7 +211,7 @@ class MemberServer:
             )
             self._lines[number] = line
         line.start()
-        line.send(Offer(str(self.syncer.scheme)))
+        line.send(Offer(str(self.syncer.scheme), self.syncer.mask_bits))
 
     def _tick(self) -> None:
         while self._is_open:
@@ -252,7 +257,9 @@ class MemberServer:
                 if self._tape is not None:
                     self._tape.write(event)
                 for connection, answer in event.play(self.syncer):
-                    if connection in self._lines:
+                    if connection in self._lines and answer is None:
+                        self._lines[connection].cut()
+                    elif connection in self._lines and answer is not None:
                         self._lines[connection].send(answer)
             except StateError as error:  # members train on, and find the server that continues from what was written
                 self.error = error

@@ -54,6 +54,8 @@ class Member:
         id: str,
         timeout_s: float,
         state: Mapping[str, Any] | None,
+        *,
+        is_masked: bool,
     ) -> None:
         self.id = id
         self.memberships: list[Membership] = []  # one for each server
@@ -64,7 +66,8 @@ class Member:
         try:
             for index, address in enumerate(addresses):
                 share = (index, len(addresses))
-                self.memberships.append(Membership(address, model, id, generation, timeout_s, share))
+                membership = Membership(address, model, id, generation, timeout_s, share, is_masked=is_masked)
+                self.memberships.append(membership)
             self._check_schemes()
             if state is None:
                 self._begin(self.memberships)
@@ -116,7 +119,10 @@ class Member:
                 membership.await_due()
 
     def leave(self, timeout_s: float = 60.0) -> None:
-        """Hand what this member owes to the server, which adds it to the next mean, and end; nothing is lost.
+        """Hand what this member has not sent to the server, which adds it to the next mean, and end; nothing is lost.
+
+        Under masks it waits for a last sum in which others are, and what its codes cannot hold is lost, of a norm of
+        `stats().residual_norm`; who is alone ends at once, with a warning that states what is lost.
 
         Raises:
             PeerError: The server could not be reached in time; the text states what is lost with this member.
@@ -219,6 +225,7 @@ def join(
     id: str = "",
     timeout_s: float = 60.0,
     state: Mapping[str, Any] | None = None,
+    is_masked: bool = False,
 ) -> Member:
     """Let a model take part in the run of a server that `laconic serve --listen` started, until it leaves or dies.
 
@@ -234,13 +241,15 @@ def join(
         timeout_s: How long the server may take to answer here; in lockstep also for the result of a round.
         state: What `state_dict()` of a member returned whose process has ended. Load the model and the optimizer that
             were saved with it before; what it had not sent goes when it is due, and nothing is counted twice.
+        is_masked: Whether to refuse a server that sees single drifts, and not their sums alone.
 
     Returns:
         A member: step(), progress, leave(), stats(), metrics(), state_dict(), close().
 
     Raises:
         LaunchError: The server cannot be reached, or does not know the same secret.
-        PeerError: The server refuses this member; the text says why.
+        PeerError: The server refuses this member, or would see its drifts under `is_masked`; the text says why.
+        SchemeError: The server adds up masked drifts, and cryptography is not installed.
         StateError: The state is of another member, scheme or model.
 
     Example:
@@ -255,7 +264,7 @@ def join(
         id = _check_id(state, id)
     made_id = id or f"{platform.node()}-{secrets.token_hex(3)}"
     addresses = [part.strip() for part in address.split(",")]
-    return Member(addresses, model, optimizer, made_id, timeout_s, state)
+    return Member(addresses, model, optimizer, made_id, timeout_s, state, is_masked=is_masked)
 
 
 def _check_id(state: Mapping[str, Any], id: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from zlib import crc32
@@ -13,7 +14,8 @@ from torch import nn
 
 from laconic.errors import LaunchError, PeerError
 from laconic.members.host import address_of
-from laconic.members.messages import PROTOCOL, Join, Line, Offer, Refusal, Status, Update, Word
+from laconic.members.masks import Masks
+from laconic.members.messages import PROTOCOL, Codes, Join, Line, Offer, Refusal, Roster, Status, Update, Word
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
 from laconic.recipes import parse
@@ -21,6 +23,7 @@ from laconic.transport import Address, Connection, connect, longest_message
 
 _LOG = logging.getLogger("laconic.members")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between two attempts to reach a server that is gone
+_LONGER = 1.25  # than the pause before: who comes back does so within a quarter of the time that the server was gone
 _CONNECT_S = 10.0
 _REMIND_S = 30.0  # between two lines about a server that is waited for
 
@@ -35,12 +38,21 @@ class Membership:
         generation: Drawn by each process.
         timeout_s: How long the server may take to answer.
         share: (i, n): this is server i of n, and keeps every n-th fragment from i on.
+        is_masked: Whether the server must not see single drifts.
     """
 
     _line: Line
 
     def __init__(
-        self, address: str, model: nn.Module, id: str, generation: int, timeout_s: float, share: tuple[int, int]
+        self,
+        address: str,
+        model: nn.Module,
+        id: str,
+        generation: int,
+        timeout_s: float,
+        share: tuple[int, int],
+        *,
+        is_masked: bool = False,
     ) -> None:
         self.error: PeerError | None = None
         self.waited_s = 0.0
@@ -50,6 +62,7 @@ class Membership:
         self._timeout_s = timeout_s
         self._longest = max(1 << 20, longest_message(list(model.parameters())))
         self._inbox: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        self._asking: dict[str, Line] = {}  # under masks: by which line a roster came, by its digest
         self._early: list[Word] = []  # in lockstep: results that came before they are due
         self._is_open = True
         self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
@@ -61,8 +74,11 @@ class Membership:
                 raise LaunchError(
                     f"the server at {address} runs another release of laconic; install the same everywhere"
                 )
+            if is_masked and not offer.mask_bits:
+                raise PeerError(f"the server at {address} would see this member's drifts; serve it with --mask-bits 16")
             scheme = check_elastic(parse(offer.scheme))
-            self.replica = Replica(model, scheme, generation, crc32(id.encode()), share)
+            masks = Masks(offer.mask_bits, secrets.token_bytes(32)) if offer.mask_bits else None
+            self.replica = Replica(model, scheme, generation, crc32(id.encode()), share, masks)
         except BaseException:
             self.close()
             raise
@@ -71,7 +87,9 @@ class Membership:
         """Join, or come back; whether this member's model is to found the run."""
         layouts = self.replica.layouts
         generation = self.replica.generation
-        self._join = Join(self._id, generation, fingerprint_of(layouts), inner_momentum, stated_layouts(layouts))
+        key = self.replica.masks.public if self.replica.masks else ""
+        stated = stated_layouts(layouts)
+        self._join = Join(self._id, generation, fingerprint_of(layouts), inner_momentum, stated, key)
         self._line.send(self._join)
         while not isinstance(word := self._next(self._timeout_s, "where the run stands"), Status):
             self._handle(word)
@@ -119,17 +137,23 @@ class Membership:
         if self.num_connections > 1:
             self._ended_bytes_out += self._line.bytes_out
             self._ended_bytes_in += self._line.bytes_in
-        self._line = Line(connection, self._on_word, self._on_end, self._longest)
-        self._line.start()  # its first word may come before this returns
+        line = Line(connection, self._on_word, self._on_end, self._longest)
+        self._has_joined = self._join is not None
+        if self._join is not None:  # before anything that training sends by this line
+            line.send(self._join)
+        self._line = line
+        line.start()  # its first word may come before this returns
 
     def _on_word(self, word: Word) -> None:
-        """In the line's thread: who comes back says so at once; all else waits for the training thread."""
-        if isinstance(word, Offer) and self._join is not None:
-            self._line.send(self._join)
-        else:
-            self._inbox.put(word)
+        """In the line's thread: all but the offer of a server that was joined at once waits for the training thread."""
+        if isinstance(word, Offer) and self._has_joined:
+            return
+        if isinstance(word, Roster):
+            self._asking[word.digest().hex()] = self._line
+        self._inbox.put(word)
 
     def _on_end(self, why: str) -> None:
+        self._asking.clear()
         if self._is_open:
             _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
             threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
@@ -145,7 +169,7 @@ class Membership:
                 return
             except LaunchError:
                 time.sleep(pause_s * (0.5 + torch.rand(()).item()))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(_LONGER * pause_s, _LONGEST_PAUSE_S)
             if time.monotonic() > reminded + _REMIND_S:
                 reminded = time.monotonic()
                 _LOG.warning("%s has been gone for %.0f s; it is tried again", self._address, reminded - begun)
@@ -177,7 +201,11 @@ class Membership:
                 word.lost_norm,
                 self._id,
             )
-        self.send(self.replica.on_word(word))
+        for reply in self.replica.on_word(word):
+            # Its sum is void: by another line the server would have this drift as the difference of two sums.
+            line = self._asking.pop(reply.roster, None) if isinstance(reply, Codes) else self._line
+            if line is not None:
+                line.send(reply)
 
     def handle_all(self) -> None:
         """Everything that has come; in lockstep, results that are not due stay."""

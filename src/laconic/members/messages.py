@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import queue
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "dict[str, Any]": dict,
 }
 _MOST = 1 << 63  # of a count, so that a tensor or a float holds it
-PROTOCOL = 1
+PROTOCOL = 2
 NOTHING = payload_of(b"")
 FORGOTTEN = -2
 
@@ -42,6 +43,7 @@ class Offer:
     """The first word of a server: what it runs."""
 
     scheme: str
+    mask_bits: int = 0  # of a masked code; 0: drifts go in clear
     protocol: int = PROTOCOL
 
 
@@ -54,6 +56,7 @@ class Join:
     fingerprint: str
     inner_momentum: float  # of the optimizer that trains it
     layouts: dict[str, Any]  # fragment -> [[name, shape], ...]
+    key: str = ""  # under masks: its public key
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Request:
     fragment: int
     version: int
     pending: int  # the number of its drift of which it does not know whether it was counted; -1: it has none
+    question: int = 0  # the answer repeats it
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,24 @@ class Anchor:
     version: int
     counted: int  # the number of the receiver's drift that was counted last; -1: none, FORGOTTEN: nobody knows
     is_held: bool  # whether the round that is open has one
+    question: int  # to which this is the answer
     check: int
     payload: Tensor = field(compare=False)  # nothing where the receiver has this version
 
     @classmethod
     def of(
-        cls, fragment: int, version: int, values: Tensor | None, counted: int = -1, *, is_held: bool = False
+        cls,
+        fragment: int,
+        version: int,
+        values: Tensor | None,
+        counted: int = -1,
+        question: int = 0,
+        *,
+        is_held: bool = False,
     ) -> Anchor:
         """One with a copy of these values."""
         payload = NOTHING if values is None else values.to("cpu", copy=True).view(torch.uint8)
-        return cls(fragment, version, counted, is_held, zlib.crc32(payload.numpy().data), payload)
+        return cls(fragment, version, counted, is_held, question, zlib.crc32(payload.numpy().data), payload)
 
     def values(self) -> Tensor:
         """The float32 entries; FrameError where they are not what was sent."""
@@ -116,6 +128,40 @@ class Drift:
     steps: int
     residual_norm: float
     report: dict[str, Any]  # what the member says of itself, like its loss
+    payload: Tensor = field(compare=False)  # nothing under masks, until a roster has come
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Under masks: who has come, with its public key, or is gone, with none."""
+
+    keys: dict[str, Any]  # by process
+    is_all: bool  # whether nobody else is there
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Under masks: whose drifts the server is going to add up, and on what grid."""
+
+    fragment: int
+    version: int
+    attempt: int  # of this version: words for one before it are of no use
+    tokens: int  # of all of them
+    numbers: dict[str, Any]  # process -> the number of its drift
+    payload: Tensor = field(compare=False)  # the exponents of the grid's steps
+
+    def digest(self) -> bytes:
+        """What no other sum has, and all that the words for this one depend on beside drifts and keys."""
+        text = json.dumps([self.fragment, self.version, self.attempt, self.tokens, self.numbers])
+        return hashlib.sha256(text.encode() + self.payload.numpy().tobytes()).digest()
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A drift on a roster's grid, under masks that cancel in the sum."""
+
+    fragment: int
+    roster: str  # its digest
     payload: Tensor = field(compare=False)
 
 
@@ -168,20 +214,33 @@ class Refusal:
     why: str
 
 
-Word: TypeAlias = Offer | Join | Status | Request | Anchor | Drift | Update | Call | Leave | Bequest | Report | Refusal
+Word: TypeAlias = (
+    Offer
+    | Join
+    | Status
+    | Request
+    | Anchor
+    | Drift
+    | Keys
+    | Roster
+    | Codes
+    | Update
+    | Call
+    | Leave
+    | Bequest
+    | Report
+    | Refusal
+)
 
 
 class Outgoing(NamedTuple):
     """A message and the connection that it leaves by."""
 
     connection: int
-    word: Word
+    word: Word | None  # None: the connection ends
 
 
-_CLASSES: dict[str, Any] = {
-    each.__name__: each
-    for each in (Offer, Join, Status, Request, Anchor, Drift, Update, Call, Leave, Bequest, Report, Refusal)
-}
+_CLASSES: dict[str, Any] = {each.__name__: each for each in get_args(Word)}
 
 
 def write(word: Word) -> Message:
@@ -282,6 +341,10 @@ class Line:
                 self.bytes_out += self._connection.send(write(word))
                 with self._counting:
                     self._unsent -= _size(word)
+        self._connection.shut_down()
+
+    def cut(self) -> None:
+        """End it now, from any thread; nothing that its other end sends from here on is read."""
         self._connection.shut_down()
 
     def finish(self) -> None:

@@ -64,7 +64,7 @@ def prometheus_text(stats: dict[str, Any]) -> str:
     for name, kind in _MEMBER_METRICS.items():
         lines.append(f"# TYPE laconic_member_{name} {kind}")
         for member in stats["members"]:
-            if name in member:
+            if member.get(name) is not None:
                 id = member["id"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
                 lines.append(f'laconic_member_{name}{{id="{id}"}} {float(member[name])}')
     return "\n".join(lines) + "\n"

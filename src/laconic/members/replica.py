@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,22 @@ from laconic import kernels
 from laconic.errors import FrameError, PeerError, SchemeError, StateError
 from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
-from laconic.members.messages import Anchor, Bequest, Call, Drift, Leave, Request, Status, Update, Word
+from laconic.members.masks import Masks, SumGrid, masked_codes
+from laconic.members.messages import (
+    NOTHING,
+    Anchor,
+    Bequest,
+    Call,
+    Codes,
+    Drift,
+    Keys,
+    Leave,
+    Request,
+    Roster,
+    Status,
+    Update,
+    Word,
+)
 from laconic.replicas import ModelVector, Part, divided
 from laconic.scheme import OuterScheme
 
@@ -33,6 +48,7 @@ class SentDrift:
     tokens: int
     steps: int
     due: int  # in lockstep: the step after which its result is applied
+    is_encoded: bool  # under masks: whether a roster has come, so that the residual is what its codes leave behind
 
 
 class Piece:
@@ -49,6 +65,7 @@ class Piece:
         self.anchor = torch.zeros(part.num_entries, device=vector.device)
         self.residual = torch.zeros_like(self.anchor)
         self.sent: SentDrift | None = None
+        self.question = 0  # the last one that it asked
         self.is_asking = False  # and sends no drift until it knows what became of the last one
         self.next_step = 0  # after which it is sent; a call may want it before
         self.tokens = 0  # that this member trained on since its last counted drift was sent
@@ -65,22 +82,45 @@ class Piece:
     def request(self, *, withdraws: bool = False) -> Request:
         """The question what is new, and what became of the last drift, which may be taken back."""
         self.is_asking = True
-        return Request(self.number, self.version, -1 if self.sent is None or withdraws else self.sent.number)
+        self.question += 1
+        pending = -1 if self.sent is None or withdraws else self.sent.number
+        return Request(self.number, self.version, pending, self.question)
 
-    def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float]) -> Drift | None:
-        """What is to be sent; None where the model is not finite, and goes back to the anchor."""
+    def drift(self, key: tuple[int, ...], due: int, report: Mapping[str, float], *, masked: bool) -> Drift | None:
+        """What is to be sent, masked without a payload; None where the model is not finite and goes to the anchor."""
         now = self.read()
-        owed = (self._vector.rounded(self.anchor, self.part) - now).add_(self.residual, alpha=self._fade)
+        sent = SentDrift(secrets.randbits(53), now, self.residual, self.tokens, self.steps, due, not masked)
+        owed = self._owed_in(sent)
         if not kernels.all_finite(owed):
             _LOG.warning("fragment %d of this member's model is not finite; it goes back to the anchor", self.number)
             self._vector.write_(self.anchor, self.part)
             return None
-        payload, moved = self.codec.encode(owed, key)
-        self.sent = SentDrift(secrets.randbits(53), now, self.residual, self.tokens, self.steps, due)
-        self.residual = owed - moved
-        norm = float(self.residual.norm())
+        self.sent, payload, norm = sent, NOTHING, 0.0
+        if not masked:
+            payload, moved = self.codec.encode(owed, key)
+            self.residual = owed - moved
+            norm = float(self.residual.norm())
         tokens = max(1, self.tokens)
-        return Drift(self.number, self.version, self.sent.number, tokens, self.steps, norm, dict(report), payload)
+        return Drift(self.number, self.version, sent.number, tokens, self.steps, norm, dict(report), payload)
+
+    def _owed_in(self, sent: SentDrift) -> Tensor:
+        drift = self._vector.rounded(self.anchor, self.part) - sent.model
+        return drift.add_(sent.residual, alpha=self._fade)
+
+    def codes(self, roster: Roster, masks: Masks, keys: Iterable[str]) -> Codes:
+        """The drift that was announced, for the sum of a roster; the same codes however often it asks."""
+        assert self.sent is not None
+        grid = SumGrid.read(masks.bits, roster.payload, self.part.num_entries)
+        owed = self._owed_in(self.sent)
+        payload, moved = masked_codes(grid, masks, owed, max(1, self.sent.tokens), roster, keys)
+        self.residual = owed - moved
+        self.sent.is_encoded = True
+        return Codes(self.number, roster.digest().hex(), payload)
+
+    @property
+    def owes(self) -> bool:
+        """Under masks: whether it has something to announce, or awaits what became of it."""
+        return self.is_asking or self.sent is not None or self.tokens > 0
 
     def settle_(self, anchor: Tensor, *, is_counted: bool) -> None:
         """Move the model with its anchor; a drift that was counted is in the anchor now, another one stays."""
@@ -139,15 +179,24 @@ class Replica:
         generation: Drawn by each process.
         seed: Names this member's draws: two members must not round alike.
         share: (i, n): every n-th fragment from i on alone, which one of n servers keeps.
+        masks: What hides its drifts from the server, where that adds up masked codes.
 
     Raises:
         SchemeError: There is no such fragment.
     """
 
     def __init__(
-        self, model: nn.Module, scheme: OuterScheme, generation: int, seed: int = 0, share: tuple[int, int] = (0, 1)
+        self,
+        model: nn.Module,
+        scheme: OuterScheme,
+        generation: int,
+        seed: int = 0,
+        share: tuple[int, int] = (0, 1),
+        masks: Masks | None = None,
     ) -> None:
         self.scheme = scheme
+        self.masks = masks
+        self._keys: dict[str, str] = {}  # of all who are there, by process
         self.vector = ModelVector(model, only_trained=True)
         self.progress = Status("", -1, is_founded=False, tokens=0, rounds=0, num_members=0, is_lockstep=False)
         self.num_steps = 0
@@ -197,9 +246,18 @@ class Replica:
             pass
         elif isinstance(word, Anchor):
             self._on_anchor(self._piece(word.fragment), word)
-            return self._bequests() if self._is_leaving else []
+            return self._last_words() if self._is_leaving else []
         elif isinstance(word, Update):
-            return self._on_update(self._piece(word.fragment), word)
+            words = self._on_update(self._piece(word.fragment), word)
+            return [*words, *self._last_words()] if self._is_leaving and self.masks else words
+        elif isinstance(word, Keys):
+            if not all(isinstance(key, str) for key in word.keys.values()):
+                raise FrameError("sent keys that are none")
+            known = {} if word.is_all else self._keys
+            self._keys = {process: key for process, key in {**known, **word.keys}.items() if key}
+            return self._last_words() if self._is_leaving else []
+        elif isinstance(word, Roster):
+            return self._on_roster(self._piece(word.fragment), word)
         elif isinstance(word, Call):
             self._called.add((word.fragment, word.version))
         return []
@@ -223,23 +281,29 @@ class Replica:
 
     def requests(self) -> list[Word]:
         """Ask for what is new of every fragment, and what became of its last drift."""
-        return [piece.request(withdraws=self._is_leaving) for piece in self.pieces.values()]
+        return [piece.request(withdraws=self._is_leaving and not self.masks) for piece in self.pieces.values()]
 
     def leave(self) -> list[Word]:
         """Begin to hand over what this member owes; `has_left` says when the server has it, whatever fails meanwhile.
 
         Drifts that no round has counted are taken back: a server that dies keeps what it inherited, and no open round.
+        Under masks they are in a last sum instead; what its grid cannot hold ends with this member.
         """
         self._is_leaving = True
-        return self.requests()
+        return self._last_words() if self.masks else self.requests()
 
     def _on_anchor(self, piece: Piece, word: Anchor) -> None:
+        if word.question != piece.question:  # the answer to a later question is on its way, and says what holds then
+            return
         anchor = piece.anchor
         if word.payload.numel():
             anchor = word.values().to(piece.anchor.device)
             if anchor.numel() != piece.anchor.numel():
                 raise FrameError(f"sent an anchor of {anchor.numel()} entries, not {piece.anchor.numel()}")
-        is_known = word.counted == piece.counted or (piece.sent is not None and word.counted == piece.sent.number)
+        sent = piece.sent
+        is_known = word.counted == piece.counted or (
+            sent is not None and word.counted == sent.number and sent.is_encoded
+        )
         if piece.version < 0:
             self._begin_(piece, anchor, word.version)
         elif not is_known:  # this process was restored from a state that holds what was counted meanwhile
@@ -258,6 +322,15 @@ class Replica:
             piece.settle_(anchor, is_counted=is_counted)
         piece.version = word.version
         piece.is_asking = False
+
+    def _on_roster(self, piece: Piece, roster: Roster) -> list[Word]:
+        if self.masks is None:
+            raise FrameError("asks for masked codes, of a member without masks")
+        own = next((process for process, key in self._keys.items() if key == self.masks.public), "")
+        is_asked = piece.sent is not None and roster.numbers.get(own) == piece.sent.number
+        if not is_asked or roster.version != piece.version:  # of a process that was restored since
+            return []
+        return [piece.codes(roster, self.masks, (self._keys.get(process, "") for process in roster.numbers))]
 
     def _begin_(self, piece: Piece, anchor: Tensor, version: int) -> None:
         piece.begin_at_(anchor)
@@ -292,14 +365,19 @@ class Replica:
                 continue
             when = self.scheme.when
             delay = when.delay if piece.version >= when.warmup else 0
-            drift = piece.drift((self._seed, number, self.num_steps), self.num_steps + delay, report or {})
+            drift = self._drift(piece, delay, report or {})
             # Counted from this round, so that members who joined at other times go on together.
             piece.next_step = self.num_steps + self._interval(number, piece.version + 1)
-            self.num_healed += drift is None
-            if drift is not None:
-                words.append(drift)
+            if drift:
+                words += drift
                 self._called.discard((number, piece.version))
         return words
+
+    def _drift(self, piece: Piece, delay: int, report: Mapping[str, float]) -> list[Word]:
+        key = self._seed, piece.number, self.num_steps
+        drift = piece.drift(key, self.num_steps + delay, report, masked=self.masks is not None)
+        self.num_healed += drift is None
+        return [] if drift is None else [drift]
 
     def _interval(self, number: int, version: int) -> int:
         """Steps until a fragment of this version is sent, after it was sent in the one before."""
@@ -313,12 +391,29 @@ class Replica:
         """In lockstep: the fragments whose result is due and has not been applied."""
         return [piece for piece in self.pieces.values() if piece.sent and piece.sent.due <= self.num_steps]
 
-    def _bequests(self) -> list[Word]:
+    def _last_words(self) -> list[Word]:
         """What a member that leaves hands over, once it was told what became of all of its drifts."""
+        if self.masks is not None:
+            return self._last_drifts()
         if any(piece.is_asking for piece in self.pieces.values()):
             return []
         self._is_handed_over = True
         return [*(piece.bequest() for piece in self.pieces.values()), Leave()]
+
+    def _last_drifts(self) -> list[Word]:
+        """Under masks: what is left for a last sum, or that all is in one; who is alone is in none."""
+        pieces = self.pieces.values()
+        owes = any(piece.owes for piece in pieces)
+        is_alone = len(self._keys) < 2
+        if is_alone and (sent := [piece for piece in pieces if piece.sent is not None]):
+            return [piece.request(withdraws=True) for piece in sent if not piece.is_asking]
+        if not owes or (is_alone and not any(piece.is_asking for piece in pieces)):
+            lost = float(torch.cat([piece.owed() for piece in pieces]).norm())
+            _LOG.log(logging.WARNING if owes else logging.INFO, "drifts of norm %.3g that no sum took end here", lost)
+            self._is_handed_over = True
+            return [Leave()]
+        settled = [piece for piece in pieces if piece.owes and piece.sent is None and not piece.is_asking]
+        return [drift for piece in settled for drift in self._drift(piece, 0, {})]
 
     def state_dict(self) -> dict[str, Any]:
         """What a process needs that is to continue as this one, beside the model."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import secrets
 import statistics
 from collections import deque
@@ -24,15 +25,19 @@ from laconic.layout import Layout
 from laconic.members.codec import codec_for, exact_codec
 from laconic.members.combine import Combine, at_most_median, inner_products
 from laconic.members.fragment import MOST_GONE, FragmentState
+from laconic.members.masks import OpenSum, SumGrid, check_masks, most_members
 from laconic.members.messages import (
     Anchor,
     Bequest,
     Call,
+    Codes,
     Drift,
     Join,
+    Keys,
     Leave,
     Outgoing,
     Request,
+    Roster,
     Status,
     Update,
     Word,
@@ -47,6 +52,7 @@ _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characte
 _MOST_MOMENTUM = 0.999
 _LARGEST = 1e18  # norm of a drift: its square is a float32
 _NOT_FINITE = "sent numbers that are not finite, or as good as that"
+_KEY = "[0-9a-f]{64}"  # public, under masks
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -63,6 +69,7 @@ class MemberRecord:
     generation: int  # of the process that joined under this id: another one has another residual
     connection: int | None = None  # the one that it is reached by, if it is there
     address: str = ""
+    key: str = ""  # under masks: the process's public one
     tokens: int = 0  # in drifts that were counted
     steps: int = 0
     rounds: int = 0  # drifts of its that were counted
@@ -95,6 +102,7 @@ class Syncer:
         wait_budget_s: The longest that a round waits for members after it called them; it adapts below that.
         is_lockstep: Whether a round waits for all members that are there, whatever that takes.
         combine: What is made of the drifts of a round: the mean, or a rule for members who may lie.
+        mask_bits: Bits of a code under masks, of which this server reads the sum alone; 0: drifts come in clear.
         save: Called with a fragment's number and state before anyone is told of its new version.
     """
 
@@ -106,12 +114,17 @@ class Syncer:
         wait_budget_s: float = 10.0,
         is_lockstep: bool = False,
         combine: str = "mean",
+        mask_bits: int = 0,
         save: Callable[[int, dict[str, Any]], None] = lambda number, state: None,
     ) -> None:
         self.scheme = scheme
         self.quorum = quorum
         self.is_lockstep = is_lockstep
         self.combine = Combine.parse(combine)
+        self.mask_bits = mask_bits
+        if mask_bits:
+            check_masks(scheme, mask_bits, self.combine)
+            self.quorum = max(2, quorum)  # a sum of one would show it
         self.longest_wait_s = wait_budget_s
         self.members: dict[str, MemberRecord] = {}
         self.fragments: dict[int, FragmentState] = {}
@@ -123,6 +136,8 @@ class Syncer:
         self._founder = ""  # who sends the first anchors
         self._founder_generation = -1
         self._inner_momentum = 0.0  # of the founder's optimizer
+        self._returning: set[str] = set()  # processes of the last rounds before a restart that are not back yet
+        self._returns_until = math.inf
         self._delays: deque[float] = deque(maxlen=_ANSWERS)
         self._save = save
         self._scratch = torch.empty(0)
@@ -137,6 +152,11 @@ class Syncer:
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
+        if not re.fullmatch(_KEY if self.mask_bits else "", join.key):
+            raise FrameError("its drifts are masked where this run's are not, or the reverse; join anew")
+        others = [other for other in self.members.values() if other.connection is not None and other.id != join.id]
+        if self.mask_bits and len(others) >= most_members(self.mask_bits) - 1:
+            raise FrameError(f"a run in codes of {self.mask_bits} bits is full; serve another one, in more bits")
         member = self.members.get(join.id) or MemberRecord(join.id, join.generation)
         lost_norm = 0.0
         if member.generation != join.generation:  # another process, which has not the residual of the one before
@@ -144,15 +164,26 @@ class Syncer:
                 raise FrameError(f"a member called {join.id!r} is there already; give each member an id of its own")
             lost_norm = self._write_off(member)
             member = MemberRecord(join.id, join.generation)
+        voided = self._void_sums_of(member.process)
         self.members[join.id] = member
         member.connection, member.address, member.seen_at, member.num_missed = connection, address, now, 0
+        member.key = join.key
         member.subscribed = set()
         self.ids[connection] = join.id
+        self._returning = {process for process in self._returning if process.rpartition("/")[0] != join.id}
+        self._returns_until = min(self._returns_until, now + self.longest_wait_s)
         self.layouts = layouts
         if not self._is_founded and self._founder in ("", join.id):
             self._inner_momentum = min(join.inner_momentum, _MOST_MOMENTUM)
             self._begin_founding(join.id)
-        return [Outgoing(connection, replace(self.status(), lost_norm=lost_norm))]
+        status = Outgoing(connection, replace(self.status(), lost_norm=lost_norm))
+        if not self.mask_bits:
+            return [status]
+        present = {other.process: other.key for other in [*others, member]}
+        news = [
+            Outgoing(self._connection(other.id), Keys({member.process: member.key}, is_all=False)) for other in others
+        ]
+        return [status, Outgoing(connection, Keys(present, is_all=True)), *news, *voided]
 
     def on_lost(self, connection: int, now: float) -> list[Outgoing]:
         """Continue without a member that has left, or whose connection has ended; what it sent counts."""
@@ -165,11 +196,12 @@ class Syncer:
         gone = [other for other in self.members.values() if other.connection is None]
         for other in gone[:-MOST_GONE]:
             self._write_off(other)
+        outgoing = self._without(member) if self.mask_bits else []
         if id == self._founder and not self._is_founded:
             present = [other.id for other in self.members.values() if other.connection is not None]
             self._begin_founding(present[0] if present else "")
-            return self._statuses()
-        return self.on_time(now)
+            return [*outgoing, *self._statuses()]
+        return [*outgoing, *self.on_time(now)]
 
     def _write_off(self, member: MemberRecord) -> float:
         """Forget a member that does not come back; the norm of what is lost with it."""
@@ -237,16 +269,22 @@ class Syncer:
         if id is None:
             raise FrameError("sent something before it joined")
         if isinstance(word, Drift):
-            return self.on_drift(id, word, now)
-        if isinstance(word, Request):
-            return self.on_request(id, word)
-        if isinstance(word, Anchor):
-            return self.on_anchor(id, word)
-        if isinstance(word, Bequest):
-            return self.on_bequest(id, word)
-        if isinstance(word, Leave):
-            return [*self.on_lost(connection, now), Outgoing(connection, Leave())]
-        raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
+            outgoing = self.on_drift(id, word, now)
+        elif isinstance(word, Codes):
+            outgoing = self.on_codes(id, word, now)
+        elif isinstance(word, Request):
+            outgoing = self.on_request(id, word)
+        elif isinstance(word, Anchor):
+            outgoing = self.on_anchor(id, word)
+        elif isinstance(word, Bequest):
+            outgoing = self.on_bequest(id, word)
+        elif isinstance(word, Leave):
+            if self.mask_bits:
+                self._depart(id)
+            outgoing = [*self.on_lost(connection, now), Outgoing(connection, Leave())]
+        else:
+            raise FrameError(f"sent {type(word).__name__}, which is the server's to send")
+        return outgoing
 
     def on_anchor(self, id: str, anchor: Anchor) -> list[Outgoing]:
         """Take a founder's fragment for the first anchor."""
@@ -271,14 +309,19 @@ class Syncer:
         if fragment is None:
             raise FrameError(f"asks for fragment {request.fragment}, which does not exist")
         member = self.members[id]
+        open_sum = fragment.round.open_sum
+        if open_sum is not None and member.process in open_sum:
+            open_sum.requests[self._connection(id)] = request
+            return []
         member.subscribed.add(request.fragment)
         values = None if request.version == fragment.version else fragment.anchor
         drifts = fragment.round.drifts
         held = drifts.get(member.process)
         if held is not None and held.number != request.pending:  # it was restored from before it sent that one
             del drifts[member.process]
-        counted = fragment.last_counted(member.process, request)
-        anchor = Anchor.of(request.fragment, fragment.version, values, counted, is_held=member.process in drifts)
+        counted = fragment.last_counted(member.process, request.version)
+        facts = fragment.version, values, counted, request.question
+        anchor = Anchor.of(request.fragment, *facts, is_held=member.process in drifts)
         return [Outgoing(self._connection(id), anchor)]
 
     def on_drift(self, id: str, drift: Drift, now: float) -> list[Outgoing]:
@@ -295,6 +338,9 @@ class Syncer:
         if drift.version < fragment.version:
             member.num_late += 1
             return []
+        open_sum = fragment.round.open_sum
+        if self.mask_bits and (drift.payload.numel() or (open_sum is not None and member.process in open_sum)):
+            raise FrameError("sent a drift in clear, or a second one, in a masked run")
         member.residual_norms[drift.fragment] = drift.residual_norm
         fragment.round.drifts[member.process] = drift
         if fragment.round.called_at < now:
@@ -306,8 +352,8 @@ class Syncer:
         fragment = self.fragments.get(bequest.fragment)
         values = bequest.payload.view(torch.float32) if bequest.payload.numel() % 4 == 0 else bequest.payload
         fits = fragment is not None and values.shape == fragment.anchor.shape and bequest.tokens > 0
-        if fragment is None or not fits or not bool(values.isfinite().all()):
-            raise FrameError(f"left something of fragment {bequest.fragment} that is none")
+        if fragment is None or self.mask_bits or not fits or not bool(values.isfinite().all()):
+            raise FrameError(f"handed over something of fragment {bequest.fragment} that is no drift")
         member = self.members[id]
         fragment.inherit_(member.process, values, bequest.tokens, self._present())
         member.residual_norms.pop(bequest.fragment, None)
@@ -335,16 +381,24 @@ class Syncer:
         return any(fragment.round.drifts for fragment in self.fragments.values())
 
     def _advance(self, number: int, now: float) -> Iterator[Outgoing]:
-        """Call the members that a round waits for, or close it."""
+        """Call the members that a round waits for, or close it.
+
+        After a restart all have drifted apart for long. Closed for each that comes back, a round would add up their
+        drifts where it takes the mean, so the first ones wait for all of the last round before it, one wait budget.
+        """
         fragment = self.fragments[number]
         round = fragment.round
-        if len(round.drifts) < max(1, self.quorum):
+        if round.open_sum is not None:
+            yield from self._await_codes(number, round.open_sum, now)
             return
-        awaited = [member for member in self._awaited(number) if member.process not in round.drifts]
+        drifts = self._addable(number) if self.mask_bits else round.drifts
+        if len(drifts) < max(1, self.quorum) or (self._returning and now < self._returns_until):
+            return
+        awaited = [member for member in self._awaited(number) if member.process not in drifts]
         if awaited and self.is_lockstep:
             return
         if awaited and round.called_at == math.inf:
-            if len(round.drifts) >= len(awaited):  # the median member has come as far as `every`
+            if len(drifts) >= len(awaited):  # the median member has come as far as `every`
                 round.called_at = now
                 for member in awaited:
                     yield Outgoing(self._connection(member.id), Call(number, fragment.version))
@@ -355,7 +409,7 @@ class Syncer:
             member.num_missed += 1
             # An answer that has not come would be missing among the delays, and the budget would shrink for good.
             self._delays.append(2 * (now - round.called_at))
-        yield from self._close(number)
+        yield from self._announce(number, drifts, now) if self.mask_bits else self._close(number)
 
     def _awaited(self, number: int) -> list[MemberRecord]:
         """The members that are there, have the anchor, and answer."""
@@ -371,7 +425,7 @@ class Syncer:
         drifts, tokens, mean = self._combined(number)
         present = self._present()
         for process, drift in drifts.items():
-            fragment.count(process, drift, present)
+            fragment.count(process, drift.number, present)
         steps = sum(drift.tokens * drift.steps for drift in drifts.values()) // max(1, sum(tokens))
         length = max(1, steps // self.scheme.when.every)
         payload = fragment.step_(mean, number, max(1, len(drifts)), length)
@@ -399,6 +453,8 @@ class Syncer:
         What was bequeathed is one drift more, behind them.
         """
         fragment = self.fragments[number]
+        if fragment.round.open_sum is not None:
+            return self._summed(fragment, fragment.round.open_sum)
         if self.combine.rule != "mean":
             return self._combined_by_rule(number, fragment)
         drifts: dict[str, Drift] = {}
@@ -448,6 +504,96 @@ class Syncer:
                 member.clipped_norm += clipped_norm
         return drifts, tokens, combined.drift
 
+    # Under masks
+
+    def _addable(self, number: int) -> dict[str, Drift]:
+        """The drifts that were announced by members who are there, and know what became of their last one."""
+        drifts = self.fragments[number].round.drifts
+        present = [member for member in self.members.values() if member.connection is not None]
+        return {m.process: drifts[m.process] for m in present if number in m.subscribed and m.process in drifts}
+
+    def _announce(self, number: int, drifts: Mapping[str, Drift], now: float) -> Iterator[Outgoing]:
+        """Open a sum: tell whose drifts are in it, all of whom then send their codes."""
+        fragment = self.fragments[number]
+        assert fragment.grid is not None
+        numbers = {process: drift.number for process, drift in drifts.items()}
+        tokens = sum(drift.tokens for drift in drifts.values())
+        exponents = fragment.grid.exponents.view(torch.uint8)
+        roster = Roster(number, fragment.version, fragment.round.num_sums, tokens, numbers, exponents)
+        fragment.round.num_sums += 1
+        fragment.round.open_sum = OpenSum(roster, fragment.grid.zeros(), now, set(numbers))
+        for member in self.members.values():
+            if member.process in numbers:
+                yield Outgoing(self._connection(member.id), roster)
+
+    def on_codes(self, id: str, codes: Codes, now: float) -> list[Outgoing]:
+        """Add a member's codes to the sum that it was asked for; those for one that is void are of no use."""
+        member = self.members[id]
+        member.seen_at, member.num_missed = now, 0
+        fragment = self.fragments.get(codes.fragment)
+        open_sum = fragment and fragment.round.open_sum
+        if not fragment or not fragment.grid or not open_sum or open_sum.roster.digest().hex() != codes.roster:
+            return []
+        if member.process in open_sum.missing:
+            open_sum.add(member.process, fragment.grid.words(codes.payload))
+        return self.on_time(now)
+
+    def _await_codes(self, number: int, open_sum: OpenSum, now: float) -> Iterator[Outgoing]:
+        """Close a round whose sum is whole; one that somebody holds up goes on without it.
+
+        Its connection ends before the others' next codes are asked for: the difference of two sums would be its drift.
+        """
+        if not open_sum.missing:
+            yield from self._close(number)
+            yield from self._answer(open_sum)
+        elif not self.is_lockstep and now >= open_sum.announced_at + self.longest_wait_s:
+            overdue = [self._connection(m.id) for m in self.members.values() if m.process in open_sum.missing]
+            for process in open_sum.missing:
+                del self.fragments[number].round.drifts[process]
+            self.fragments[number].round.open_sum = None
+            yield from self._answer(open_sum)
+            for connection in overdue:
+                yield Outgoing(connection, None)
+                yield from self.on_lost(connection, now)
+
+    def _without(self, member: MemberRecord) -> list[Outgoing]:
+        """Tell the others that one is gone, and end the sums that wait for it."""
+        present = [other.connection for other in self.members.values() if other.connection is not None]
+        news = [Outgoing(connection, Keys({member.process: ""}, is_all=False)) for connection in present]
+        return [*news, *self._void_sums_of(member.process)]
+
+    def _void_sums_of(self, process: str) -> list[Outgoing]:
+        """End the sums that lack the codes of a process whose connection has ended: they never come."""
+        outgoing: list[Outgoing] = []
+        for fragment in self.fragments.values():
+            open_sum = fragment.round.open_sum
+            if open_sum is not None and process in open_sum.missing:
+                fragment.round.open_sum = None
+                outgoing += self._answer(open_sum)
+        return outgoing
+
+    def _answer(self, open_sum: OpenSum) -> list[Outgoing]:
+        """Tell who came back while its codes were in a sum what became of them."""
+        requests = [(self.ids[number], request) for number, request in open_sum.requests.items() if number in self.ids]
+        return [message for id, request in requests for message in self.on_request(id, request)]
+
+    def _summed(self, fragment: FragmentState, open_sum: OpenSum) -> tuple[dict[str, Drift], list[int], Tensor]:
+        """(the drifts that are in a sum, all of their tokens, their mean)."""
+        assert fragment.grid is not None
+        mean = fragment.grid.mean(open_sum.words, len(open_sum.roster.numbers), fragment.anchor.device)
+        if mean is None:
+            _LOG.warning("a sum is left out: its masks do not cancel; give all members the same LACONIC_MASK_SECRET")
+            return {}, [], torch.zeros_like(fragment.anchor)
+        fragment.grid = fragment.grid.after(mean)
+        drifts = {process: fragment.round.drifts[process] for process in open_sum.roster.numbers}
+        return drifts, [drift.tokens for drift in drifts.values()], mean
+
+    def _depart(self, id: str) -> None:
+        """Let a member go that has nothing to leave behind but what its grid could not hold."""
+        for number, fragment in self.fragments.items():
+            fragment.depart(self.members[id].process, self._present())
+            self._save(number, self._saved(number))
+
     def _rows_for(self, count: int, like: Tensor) -> Tensor:
         """Memory for so many vectors, kept between rounds: to get it anew takes longer than a rule does."""
         if self._scratch.numel() < count * like.numel():
@@ -463,7 +609,8 @@ class Syncer:
         codec = exact_codec(layout) if is_buffers else codec_for(scheme.exchanged, layout)
         then = OuterSGD() if is_buffers else scheme.then
         momentum = OuterMomentum.of(then, anchor, scheme.when.every, self._inner_momentum)
-        self.fragments[number] = FragmentState(anchor, codec, then, momentum)
+        grid = SumGrid.at(self.mask_bits, anchor) if self.mask_bits else None
+        self.fragments[number] = FragmentState(anchor, codec, then, momentum, grid)
         return self.fragments[number]
 
     def _saved(self, number: int) -> dict[str, Any]:
@@ -472,6 +619,7 @@ class Syncer:
         return {
             **self.fragments[number].state_dict(),
             "scheme": str(self.scheme),
+            "mask_bits": self.mask_bits,
             "run": self.run,
             "founder": self._founder_generation,
             "inner_momentum": self._inner_momentum,
@@ -492,6 +640,8 @@ class Syncer:
             raise StateError(
                 f"the state is of {latest['scheme']}, and this server runs {self.scheme}; give that scheme"
             )
+        if int(latest["mask_bits"]) != self.mask_bits:
+            raise StateError(f"the state is of a run with mask_bits={latest['mask_bits']}; serve it with that")
         if missing := set(latest["fragments"]) - states.keys():
             raise StateError(f"the state has no fragment {min(missing)}; restore its file, or begin in an empty folder")
         self.run, self._founder_generation = str(latest["run"]), int(latest["founder"])
@@ -500,7 +650,9 @@ class Syncer:
         self.lost_norm = float(latest["lost_norm"])
         for number, state in sorted(states.items()):
             self.layouts[number] = Layout.of([name for name, _ in state["layout"]], [s for _, s in state["layout"]])
-            self._add_fragment(number, torch.empty_like(state["anchor"])).load_state_dict(state)
+            fragment = self._add_fragment(number, torch.empty_like(state["anchor"]))
+            fragment.load_state_dict(state)
+            self._returning |= fragment.last_round()
 
 
 def _decoded(fragment: FragmentState) -> Iterator[tuple[str, Tensor]]:
@@ -526,7 +678,7 @@ def _layouts_of(join: Join) -> dict[int, Layout]:
             for number, spans in join.layouts.items()
         }
     except (TypeError, ValueError):
-        raise FrameError("sent a layout that is none; run the same release of laconic everywhere") from None
+        raise FrameError("sent a layout that cannot be read; run the same release of laconic everywhere") from None
 
 
 def stated_layouts(layouts: Mapping[int, Layout]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Tape:
         self._path = path
         try:
             self._file = path.open("ab", buffering=0)  # what was written outlives this process, however it ends
-            self._file.truncate(sum(_HEAD.size + len(text) for _, _, text in _records(path)))
+            self._file.truncate(sum(_HEAD.size + len(text) for _, _, text in records(path)))
         except OSError as error:
             raise StateError(f"cannot write {path} ({error.strerror}); give another place") from None
         self._append(0.0, 0, json.dumps([scheme, options]).encode())
@@ -95,7 +95,7 @@ def replay(path: str | Path) -> Syncer:
         states[number] = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     syncer: Syncer | None = None
-    for now, connection, text in _records(Path(path)):
+    for now, connection, text in records(Path(path)):
         if not connection and text:
             scheme, options = json.loads(text)
             syncer = Syncer(check_elastic(parse(scheme)), save=save, **options)
@@ -114,7 +114,8 @@ def replay(path: str | Path) -> Syncer:
     return syncer
 
 
-def _records(path: Path) -> Iterator[tuple[float, int, bytes]]:
+def records(path: Path) -> Iterator[tuple[float, int, bytes]]:
+    """(time, connection, bytes of a message) of every whole record; connection 0 beside bytes is the server itself."""
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             now, connection, length = _HEAD.unpack(head)
