@@ -58,7 +58,7 @@ docs: .venv/docs
 	touch $@
 
 .venv/frameworks: .venv/installed
-	$(PY) -m pip install --quiet --constraint constraints.txt accelerate lightning mlflow-skinny prometheus-client transformers wandb  # the extra `frameworks`
+	$(PY) -m pip install --quiet --constraint constraints.txt accelerate lightning mlflow-skinny prometheus-client transformers wandb "torchft; platform_machine == 'x86_64' and sys_platform == 'linux'"  # the extra `frameworks`
 	touch $@
 
 clean:

@@ -19,7 +19,7 @@ from laconic_lab.train import Job
 from laconic_lab.train.course import Course
 from laconic_lab.train.launch import rank_variables
 from laconic_lab.train.loop import TrainingLoop
-from laconic_lab.train.measured import Spent
+from laconic_lab.train.measurement import Spent
 from laconic_lab.train.optimizer import Updater
 from laconic_lab.train.worker_group import ProcessWorkers
 

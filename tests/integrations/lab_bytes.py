@@ -51,7 +51,7 @@ def main(name: str) -> None:
     trainer.Seen = Measured
     folder = [] if name in ("accelerate", "fabric") else [Path(tempfile.mkdtemp())]
     options = {"saves": False} if name == "transformers" else {}  # a checkpoint takes the states of all to rank 0
-    seen, model, session = trainer._train(*folder, **options)
+    seen, model, session = trainer.train(*folder, **options)
     end = sent()
     counted = session.stats().bytes_out
     seen_bytes = end - Measured.start

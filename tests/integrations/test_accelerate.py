@@ -30,7 +30,7 @@ from tests.integrations.common import (
 from tests.workers import WorkerPool
 
 
-def _train(
+def train(
     accumulate: int = 1, save: Path | None = None, load: Path | None = None, inf_at: int = -1, **options: Any
 ) -> tuple[Seen, Any, Any]:
     as_torchrun_does()
@@ -54,7 +54,7 @@ def _train(
 
 
 def _all(folder: Path) -> dict[str, Any]:
-    return what_four_show(_train, folder)
+    return what_four_show(train, folder)
 
 
 def test_accelerate_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.workers import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted({*EXAMPLES.glob("with_*.py")} - {EXAMPLES / "with_torchft.py"})  # which test_torchft.py runs
 AS_TORCHRUN = """\
 import os
 os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0",
@@ -16,7 +17,7 @@ os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GROUP_WORLD_SIZE":
 """
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("with_*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_script_of_a_page_runs(script: Path, tmp_path: Path) -> None:
     copy = tmp_path / script.name
     copy.write_text(AS_TORCHRUN + script.read_text())

@@ -37,7 +37,7 @@ def _fabric() -> Fabric:
     return fabric
 
 
-def _train(
+def train(
     accumulate: int = 1, save: Path | None = None, load: Path | None = None, inf_at: int = -1, **options: Any
 ) -> tuple[Seen, Any, Any]:
     fabric = _fabric()
@@ -62,7 +62,7 @@ def _train(
 
 
 def _all(file: Path) -> dict[str, Any]:
-    return what_four_show(_train, file)
+    return what_four_show(train, file)
 
 
 def test_fabric_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:

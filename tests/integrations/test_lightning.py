@@ -50,7 +50,7 @@ class Module(LightningModule):
         return sgd(self)
 
 
-def _train(
+def train(
     folder: Path,
     *,
     accumulate: int = 1,
@@ -85,16 +85,16 @@ def _train(
 
 
 def _all(folder: Path) -> dict[str, Any]:
-    _, _, twice = _train(folder, epochs=1)
+    _, _, twice = train(folder, epochs=1)
     assert twice.stats().steps == 8  # its session went on
     return what_shows(
         {
-            "whole": _train(folder),
-            "resumed": _train(folder, load=folder / "one.ckpt"),
-            "accumulated": _train(folder, accumulate=2),
-            "spoiled": _train(folder, inf_at=3, on_nonfinite="zero"),
+            "whole": train(folder),
+            "resumed": train(folder, load=folder / "one.ckpt"),
+            "accumulated": train(folder, accumulate=2),
+            "spoiled": train(folder, inf_at=3, on_nonfinite="zero"),
         },
-        advised(lambda: _train(folder / "advised")),
+        advised(lambda: train(folder / "advised")),
     )
 
 
@@ -104,10 +104,10 @@ def test_lightning_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
 
 
 def _follow(folder: Path) -> tuple[bool, bool]:
-    seen, model, follower = _train(folder, scheme=OUTER)
+    seen, model, follower = train(folder, scheme=OUTER)
     same = torch.equal(vector(model), followed(seen.batches))
-    twice = _train(folder, scheme=OUTER, epochs=1)[2].state_dict()["step"]
-    again = _train(folder, scheme=OUTER, load=folder / "one.ckpt")[2].state_dict()["step"]
+    twice = train(folder, scheme=OUTER, epochs=1)[2].state_dict()["step"]
+    again = train(folder, scheme=OUTER, load=folder / "one.ckpt")[2].state_dict()["step"]
     follower.close()
     return same, (twice, again) == (8, 8)
 

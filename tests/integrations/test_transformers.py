@@ -52,7 +52,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"x": x, "labels": y}
 
 
-def _train(
+def train(
     folder: Path,
     *,
     accumulate: int = 1,
@@ -97,12 +97,12 @@ def _train(
 def _all(folder: Path) -> dict[str, Any]:
     return what_shows(
         {
-            "whole": _train(folder / "whole"),
-            "resumed": _train(folder / "again", load=folder / "whole" / "checkpoint-4"),
-            "accumulated": _train(folder / "many", accumulate=2),
-            "spoiled": _train(folder / "spoiled", inf_at=3, on_nonfinite="zero"),
+            "whole": train(folder / "whole"),
+            "resumed": train(folder / "again", load=folder / "whole" / "checkpoint-4"),
+            "accumulated": train(folder / "many", accumulate=2),
+            "spoiled": train(folder / "spoiled", inf_at=3, on_nonfinite="zero"),
         },
-        advised(lambda: _train(folder / "advised")),
+        advised(lambda: train(folder / "advised")),
     )
 
 
@@ -112,9 +112,9 @@ def test_transformers_is_ddp(two_workers: WorkerPool, tmp_path: Path) -> None:
 
 
 def _follow(folder: Path) -> tuple[bool, bool]:
-    seen, model, follower = _train(folder / "whole", scheme=OUTER)
+    seen, model, follower = train(folder / "whole", scheme=OUTER)
     same = torch.equal(vector(model), followed(seen.batches))
-    _, _, again = _train(folder / "again", scheme=OUTER, load=folder / "whole" / "checkpoint-4")
+    _, _, again = train(folder / "again", scheme=OUTER, load=folder / "whole" / "checkpoint-4")
     return same, again.state_dict()["step"] == follower.state_dict()["step"] == 8
 
 

@@ -1,4 +1,4 @@
-"""What users of Accelerate, Lightning and Transformers import: one file each.
+"""What users of Accelerate, Lightning, torchft and Transformers import: one file each.
 
 Below is what those share: attach or follow, as the scheme asks, for trainers that wrap every model in DDP.
 """
@@ -42,7 +42,7 @@ def _either(
     ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: AnyScheme | str, options: dict[str, Any]
 ) -> Either:
     check_timeout(options.get("timeout_s"))
-    scheme = parse(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme
+    scheme = scheme if scheme == "auto" else parse(scheme)
     ddp = unwrapped(ddp)
     if isinstance(scheme, str) or scheme.of_what == "gradients" or not isinstance(ddp, DistributedDataParallel):
         return attach(ddp, scheme, **options)
