@@ -1,6 +1,6 @@
 """Figures that the documentation may link to: records under results/, and the page made from them.
 
-    laconic bench wire --json | python tools/results.py add wire --what "..." --command "laconic bench wire"
+    laconic bench step --json | python tools/results.py add step --what "..." --command "laconic bench step"
     python tools/results.py run votes     # an experiment that results/claims.toml declares, and its record
     python tools/results.py page          # docs/results.md, and the figures in README.md and docs/
     python tools/results.py age           # which sources have changed since each record was made

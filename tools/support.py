@@ -28,7 +28,7 @@ from results import RESULTS, _commit, read_result
 ROOT = Path(__file__).parents[1]
 NOTES = ROOT / RESULTS / "support.jsonl"
 PAGE = ROOT / "docs" / "support.md"
-FRAMEWORKS = ("accelerate", "lightning", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "torchft", "transformers")
 _PLACE = ("os", "python", "torch", "backend", "gpu", "frameworks", "tests")  # of which the latest note counts
 NEVER = {  # what nobody has run, while no note has it
     "macOS": ("os", "Darwin"),

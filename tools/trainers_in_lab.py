@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from laconic_lab.train.measured import interface_bytes
+from laconic_lab.train.measurement import interface_bytes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINERS = ("ddp", "fsdp", "accelerate", "lightning", "fabric", "transformers")
