@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from laconic.trigger import Rounds
-from laconic_lab.report.drawing import colour, looks
+from laconic_lab.report.drawing import STYLE_SHEET, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
 _CURVES = DOCS.parent / "results" / "outer-under-sgd.json"
@@ -53,6 +54,13 @@ _COLOURS = ("#57534a", "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#cc79a7")  #
 _STYLE += "".join(
     f"    .c{number} {{ stroke: {colour}; stroke-width: 2.4; fill: none }}\n" for number, colour in enumerate(_COLOURS)
 )
+# The colours that schemes have in reports, too: by day, then by night.
+_SCHEMES = re.findall(r"--(s\d): (#\w+);", STYLE_SHEET.read_text(encoding="utf-8"))
+_LIGHT, _DARK = (
+    "".join(f"    .{name} {{ stroke: {colour} }}\n" for name, colour in half) for half in (_SCHEMES[:8], _SCHEMES[8:])
+)
+_STYLE += f"    .line {{ stroke-width: 2.4; fill: none }}\n{_LIGHT}"
+_STYLE += f"    @media (prefers-color-scheme: dark) {{\n{_DARK}    }}\n"
 _UNDER_SGD = "Accuracy against training seconds under SGD, outer steps beside sparse gradients and gossip."
 _BY_SECONDS = "Training seconds at 1gbit to a validation loss of 2.20, and to that after 320 steps, under four schemes."
 _FORETOLD = (
@@ -139,7 +147,7 @@ def _panel(task: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: 
 
 def _line(scheme: str, schemes: Iterable[str]) -> str:
     """A line in the colour that the scheme has in reports, too."""
-    return f'style="stroke: {colour(looks(schemes)[scheme])}; stroke-width: 2.4; fill: none"'
+    return f'class="line s{looks(schemes)[scheme] % 8}"'
 
 
 def loss_by_seconds() -> str:

@@ -37,7 +37,14 @@ _WRITTEN = re.compile(r"<!-- (script|text) of ([\w./-]+) -->.*?<!-- -->", re.S)
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as it is built: mkdocs calls this for each."""
     made = {"names": names_of, "options": options_of, "plot": plot_of, "age": age_of}
-    return _MADE.sub(lambda mark: made[mark[1]](mark[2]), with_figures(markdown, ROOT / "results"))
+    markdown = _MADE.sub(lambda mark: made[mark[1]](mark[2]), with_figures(markdown, ROOT / "results"))
+    return re.sub(r"^```python\n(.*?)^```$", _with_added_lines, markdown, flags=re.S | re.M)
+
+
+def _with_added_lines(block: re.Match[str]) -> str:
+    """The block, in which lines that say that they are added have the colour of those in a diff."""
+    added = [str(number) for number, line in enumerate(block[1].splitlines(), 1) if re.search("# (the )?added", line)]
+    return f'```python hl_lines="{" ".join(added)}"\n{block[1]}```' if added else block[0]
 
 
 def with_scripts(markdown: str) -> str:
@@ -77,17 +84,33 @@ def _described(name: str, value: Any) -> str:
     kinds = (FunctionType, classmethod, staticmethod, property)
     methods = [(n, m) for n, m in vars(value).items() if isinstance(m, kinds) and not n.startswith("_") and m.__doc__]
     if methods:
-        text += "\n" + "\n".join(f"- `{n}{_arguments(m)}`: {_words(m).splitlines()[0]}" for n, m in methods) + "\n"
+        text += (
+            "\n**Methods**\n\n"
+            + "\n".join(f"- `{n}{_arguments(m)}`: {_words(m).splitlines()[0]}" for n, m in methods)
+            + "\n"
+        )
     return text
 
 
 def _words(value: Any) -> str:
-    """Its own docstring; indented lines, which are equations, become blocks."""
+    """Its own docstring; indented lines, which are equations, become blocks, and arguments and errors lists."""
     doc = getattr(value, "__doc__", None) or ""
     if inspect.isclass(value) and doc.startswith(f"{value.__name__}("):  # what dataclasses write by themselves
         return ""
-    lines = inspect.cleandoc(doc).splitlines()
-    return "\n".join(line if line.startswith("    ") else _escaped(line) for line in lines)
+    prose, *sections = re.split(r"^(Args|Returns|Raises|Example):\n", inspect.cleandoc(doc), flags=re.M)
+    text = "\n".join(line if line.startswith("    ") else _escaped(line) for line in prose.splitlines())
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        text = f"{text.rstrip()}\n\n**{title}**\n\n{_section(title, textwrap.dedent(body).strip())}"
+    return text
+
+
+def _section(title: str, body: str) -> str:
+    if title == "Example":
+        return f"```python\n{body}\n```"
+    if title == "Returns":
+        return _escaped(body)
+    items = [item.replace("\n", " ") for item in re.sub(r"\n +", " ", body).splitlines()]
+    return "\n".join(f"- `{name}`: {_escaped(words)}" for name, _, words in (one.partition(": ") for one in items))
 
 
 def _escaped(line: str) -> str:
@@ -111,8 +134,12 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """Types by their last name, and not in quotes."""
-    return re.sub(r"\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", re.sub(r"(: |-> )'([^']*)'", r"\1\2", text))
+    """Types by their last name, and not in quotes; of a default that is too long for a line its class."""
+    text = re.sub(
+        r"<class '([\w.]+)'>|(?<=: )'([^']*)'|'([A-Z]\w*)'", lambda quoted: quoted[quoted.lastindex or 0], text
+    )
+    text = re.sub(r"\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", text)
+    return text if len(text) < _LINE - 4 else re.sub(r"(= \w+)\(.+\)$", r"\1(...)", text)
 
 
 def _is_plain(value: Any) -> bool:
@@ -132,18 +159,17 @@ def _fields(value: type) -> Iterator[tuple[str, str, str]]:
     for node in ast.parse("\n".join(lines)).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
             _, _, comment = lines[node.lineno - 1].partition("  # ")
-            default = f"`{ast.unparse(node.value)}`" if node.value else ""
-            yield node.target.id, default.replace("|", "\\|"), _escaped(comment)
+            default = re.sub(r"^field\(default_factory=(\w+)\)", r"\1()", ast.unparse(node.value)) if node.value else ""
+            yield node.target.id, f"`{default}`".replace("|", "\\|") if default else "", _escaped(comment)
 
 
 def options_of(command: str) -> str:
     """The commands below one, or its options, as its parser has them."""
-    parser = all_commands()
+    parser, words = all_commands(), ""
     for word in command.split()[1:]:
-        parser = dict(_below(parser))[word]
-    below = list(_below(parser))
-    if below:
-        return "\n".join(f"### {one.prog}\n\n{options_of(one.prog)}" for _, one in below)
+        parser, words = {name: (one, help) for name, one, help in _below(parser)}[word]
+    if below := "\n".join(f"### {one.prog}\n\n{options_of(one.prog)}" for _, one, _ in _below(parser)):
+        return f"{_sentence(words)}\n\n{below}"
     rows = [
         f"| {', '.join(f'`{flag}`' for flag in action.option_strings) or f'`{action.metavar or action.dest}`'} "
         f"| {_escaped(action.help % {'default': action.default, 'prog': parser.prog} if action.help else '')} |"
@@ -151,13 +177,19 @@ def options_of(command: str) -> str:
         if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
     ]
     table = "\n".join(["| option | |", "|---|---|", *rows]) if rows else ""
-    return f"{_escaped(parser.description or '')}\n\n{table}\n"
+    return f"{_sentence(parser.description or words)}\n\n{table}\n"
 
 
-def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _sentence(words: str) -> str:
+    return _escaped(words[:1].upper() + words[1:].rstrip(".") + "." if words else "")
+
+
+def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    """(its name, its parser, its line in the list) of each command below one."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
+            lines = {one.dest: one.help or "" for one in action._choices_actions}
+            yield from ((name, one, lines.get(name, "")) for name, one in action.choices.items())
 
 
 def plot_of(name: str) -> str:

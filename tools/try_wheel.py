@@ -91,8 +91,8 @@ def _use(inside: Path) -> None:
     if why := _run([inside / "python", "-c", _LAB]):
         print(f"not tried, the relay: {why.strip()}", flush=True)
         return
-    link = ["--hosts", "2", "--link", "50mbit", "--delay", "20ms", "--packets", "200", "--json"]
-    measured = json.loads(_run([laconic, "lab", "measure", *link]))
+    link = ["--hosts", "2", "--link", "50mbit", "--delay", "20ms", "--packets", "200"]
+    measured = json.loads(_run([inside / "python", ROOT / "tools" / "lab_links.py", *link]))
     assert measured["ms one way by echo"] > 19, f"the relay is not used: {measured}"
 
 

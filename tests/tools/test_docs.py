@@ -78,7 +78,7 @@ def test_scripts_in_pages_are_those_of_the_examples(page: Path) -> None:
     assert page.name.startswith("with-") == ("<!-- script of " in page.read_text())
 
 
-@pytest.mark.parametrize("name", ["accelerate", "fabric", "fsdp", "lightning", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "fsdp", "lightning", "torchft", "transformers"])
 def test_pages_of_trainers_show_what_their_script_adds(name: str) -> None:
     diff = (ROOT / "docs" / f"with-{name}.md").read_text().split("```diff\n")[1].split("```")[0]
     script = (ROOT / "examples" / f"with_{name}.py").read_text()
@@ -93,6 +93,12 @@ def test_code_fits_80_columns(page: Path) -> None:
     fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.S))
     indented = "\n".join(re.findall(r"^ {4}(\S.*|  .*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M))
     assert [line for line in f"{fenced}\n{indented}".splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_comments_do_not_cut_paragraphs_and_headings_are_headings(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    assert not re.findall(r"(?<=\S\n)<!-- [^>]*; .*|(?<=\n\n)\*\*[^*]+\*\*$", text, re.M)
 
 
 def test_each_question_has_a_page_with_python() -> None:
