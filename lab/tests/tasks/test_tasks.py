@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic_lab.errors import TaskError
-from laconic_lab.tasks import TASKS, Data, Training, cifar10
+from laconic_lab.tasks import TASKS, Data, Training, cifar
 from laconic_lab.train.course import Course
 from laconic_lab.train.ddp import DdpLearner, in_ddp
 from laconic_lab.train.job import Job
@@ -40,11 +40,11 @@ def test_examples_depend_on_the_step_alone() -> None:
 
 def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
     pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    images = cifar10.prepare(pixels)
+    images = cifar.prepare(pixels)
     for channel, (mean, deviation) in enumerate(((0.491, 0.247), (0.482, 0.243), (0.447, 0.262))):
         expected = (pixels[:, channel].float() / 255 - mean) / deviation
         torch.testing.assert_close(images[:, channel], expected)
-    moved = cifar10.augment(images, torch.Generator().manual_seed(2))
+    moved = cifar.augment(images, torch.Generator().manual_seed(2))
     padded = torch.nn.functional.pad(images, (4,) * 4)
     shifts = [padded[:, :, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     found = {
@@ -63,7 +63,7 @@ def test_cifar_images_are_normalised_shifted_and_mirrored() -> None:
 )
 def test_models_of_cifar_have_their_papers_sizes_and_learn_through_every_layer(name: str, num_entries: int) -> None:
     images = torch.rand(2, 3, 32, 32)
-    model = TASKS["cifar10"].model(name).make(Data(images, images, images, images, cifar10.prepare))
+    model = TASKS["cifar10"].model(name).make(Data(images, images, images, images, cifar.prepare))
     assert sum(p.numel() for p in model.parameters()) == num_entries
     logits = model(images)
     assert logits.shape == (2, 10)
@@ -71,10 +71,35 @@ def test_models_of_cifar_have_their_papers_sizes_and_learn_through_every_layer(n
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "files", "num_labels", "num_classes"),
+    [
+        ("cifar10", [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"], 1, 10),
+        ("cifar100", ["train.bin", "test.bin"], 2, 100),
+    ],
+)
+def test_cifar_is_read_from_its_binary_layout(
+    tmp_path: Path, name: str, files: list[str], num_labels: int, num_classes: int
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    records = torch.randint(256, (2 * len(files), num_labels + 3072), dtype=torch.uint8, generator=draw)
+    records[:, num_labels - 1] %= num_classes
+    for place, file in enumerate(files):
+        records[2 * place : 2 * place + 2].numpy().tofile(tmp_path / file)
+    data = TASKS[name].load(tmp_path, None)
+    assert torch.equal(torch.cat([data.train_inputs, data.test_inputs]).view(-1, 3072), records[:, num_labels:])
+    assert torch.equal(torch.cat([data.train_targets, data.test_targets]), records[:, num_labels - 1].long())
+    assert TASKS[name].model("resnet8").make(data)(data.prepare(data.test_inputs)).shape == (2, num_classes)
+    records[0, num_labels - 1] = num_classes
+    records[:2].numpy().tofile(tmp_path / files[0])
+    with pytest.raises(TaskError, match=f"labels beyond {num_classes - 1}"):
+        TASKS[name].load(tmp_path, None)
+
+
 def _running_mean_after_a_step(scheme: str) -> float:
     """Of a norm that held 1,000 times the rank before."""
     images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    data = Data(images, labels, images, labels, cifar10.prepare)
+    data = Data(images, labels, images, labels, cifar.prepare)
     job = Job(task="cifar10", model="resnet8", scheme=scheme, workers=2, batch=2, steps=1)
     learner = make_learner(job, data, torch.device("cpu"))
     norm = learner.model.get_buffer("stem.1.running_mean").fill_(1000.0 * dist.get_rank())

@@ -49,12 +49,12 @@ class _Block(nn.Module):
 class ResNet(nn.Module):
     """The CIFAR ResNet of depth 6n + 2 (He et al., CVPR 2016): 8, 20 and 56 layers have 75, 270 and 853 k entries."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, num_classes: int) -> None:
         super().__init__()
         widths = [16] + [w for w in (16, 32, 64) for _ in range((depth - 2) // 6)]
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
         self.blocks = nn.Sequential(*(_Block(a, b) for a, b in itertools.pairwise(widths)))
-        self.head = nn.Linear(64, 10)
+        self.head = nn.Linear(64, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.blocks(self.stem(x)).mean(dim=(2, 3))
@@ -84,21 +84,21 @@ class _Bottleneck(nn.Module):
 class ResNet50(nn.Sequential):
     """The ImageNet ResNet of 50 layers (He et al., CVPR 2016) with a 3x3 stem for 32x32 images: 23.5 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int) -> None:
         stages = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
         blocks, channels = [], 64
         for width, depth, stride in stages:
             for number in range(depth):
                 blocks.append(_Bottleneck(channels, width, 1 if number else stride))
                 channels = 4 * width
-        pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+        pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
         super().__init__(*_normed(3, 64, 3), nn.ReLU(), *blocks, *pool)
 
 
 class VGG16(nn.Sequential):
     """Simonyan, Zisserman (ICLR 2015) with batch norms and one linear layer, for 32x32 images: 14.7 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int) -> None:
         layers: list[nn.Module] = []
         channels = 3
         for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -106,7 +106,7 @@ class VGG16(nn.Sequential):
                 layers += [*_normed(channels, width, 3), nn.ReLU()]
                 channels = width
             layers.append(nn.MaxPool2d(2))
-        super().__init__(*layers, nn.Flatten(), nn.Linear(channels, 10))
+        super().__init__(*layers, nn.Flatten(), nn.Linear(channels, num_classes))
 
 
 def _normed(channels_in: int, channels: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
