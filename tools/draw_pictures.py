@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: six questions, rounds of fragments, curves by seconds, what plans predict.
+"""Draw the pictures of the documentation: six questions, rounds, curves by seconds, plans, a figure for each paper.
 
 python tools/draw_pictures.py          # writes them; tests/test_docs.py says whether they are up to date
 """
@@ -10,14 +10,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from laconic.trigger import Rounds
 from laconic_lab.report.drawing import STYLE_SHEET, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
-_CURVES = DOCS.parent / "results" / "outer-under-sgd.json"
-_CELLS = DOCS.parent / "results" / "plan-cells.json"
-_LOSSES = DOCS.parent / "results" / "outer-steps-gpt2.json"
+_RESULTS = DOCS.parent / "results"
 _WIDTH = 500  # narrow, so that they can be read on a phone
 _BOX_WIDTH, _BOX_HEIGHT = 206, 92
 _LEFT, _RIGHT = 38, 284
@@ -76,6 +75,10 @@ _ROUNDS = (
 )
 
 
+def _record(name: str) -> Any:
+    return json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def questions() -> str:
     """One step of a worker, as the six questions that a scheme answers."""
     drawn = ""
@@ -114,7 +117,7 @@ def rounds() -> str:
 def under_sgd() -> str:
     """Accuracy against training time under SGD, a panel for each task of the record."""
     drawn, top = "", 0
-    for task, curves in json.loads(_CURVES.read_text(encoding="utf-8"))["curves"].items():
+    for task, curves in _record("outer-under-sgd")["curves"].items():
         drawn += _panel(task, curves, top)
         top += _PANEL_HEIGHT
     for number, scheme in enumerate(curves):
@@ -152,7 +155,7 @@ def _line(scheme: str, schemes: Iterable[str]) -> str:
 
 def loss_by_seconds() -> str:
     """Validation loss against training seconds on a logarithmic axis, by the two points that the record has of each."""
-    rows = [row for row in json.loads(_LOSSES.read_text(encoding="utf-8"))["rows"] if "seconds to 2.20" in row]
+    rows = [row for row in _record("outer-steps-gpt2")["rows"] if "seconds to 2.20" in row]
     curves = {
         row["scheme"]: [
             (row["seconds to 2.20"], 2.2),
@@ -190,7 +193,7 @@ def loss_by_seconds() -> str:
 
 def foretold() -> str:
     """Predicted steps against measured ones on logarithmic axes: a point a cell of the record, a colour a model."""
-    cells = json.loads(_CELLS.read_text(encoding="utf-8"))["rows"]
+    cells = _record("plan-cells")["rows"]
     left, right, low, high = 62, _WIDTH - 16, 400, 16
     steps = [cell[f"step ms, {side}"] for cell in cells for side in ("measured", "foretold")]
     first, last = min(steps) / 1.2, max(steps) * 1.2
@@ -221,6 +224,119 @@ def foretold() -> str:
     return _svg(_FORETOLD, low + 86, drawn)
 
 
+def _bars(label: str, title: str, groups: Mapping[str, Mapping[str, float]], digits: int) -> str:
+    """A bar for each figure of each group, with its name before it and its figure behind it."""
+    left, right, row = 176, _WIDTH - 64, 22
+    longest = max(figure for figures in groups.values() for figure in figures.values())
+    names = list(dict.fromkeys(name for figures in groups.values() for name in figures))
+    drawn, y = f'  <text class="n" x="10" y="24">{title}</text>\n', 40
+    for group, figures in groups.items():
+        if group:
+            drawn += f'  <text class="q" x="10" y="{y + 14}">{group}</text>\n'
+            y += row
+        for name, figure in figures.items():
+            end = left + max(1.0, (right - left) * figure / longest)
+            drawn += f'  <text class="t" x="{left - 8}" y="{y + 15}" text-anchor="end">{name}</text>\n'
+            drawn += f'  <path {_line(name, names)} style="stroke-width:14" d="M{left} {y + 10} H{end:.1f}"/>\n'
+            drawn += f'  <text class="t" x="{end + 6:.1f}" y="{y + 15}">{figure:.{digits}f}</text>\n'
+            y += row
+        y += 6
+    return _svg(label, y + 4, drawn)
+
+
+def answers_of_a_server() -> str:
+    """Bytes of a server's answers by number of workers: plain top-k, with a score, and cut."""
+    schemes = {
+        "topk:rho=0.01,exchange=server": "plain top-k",
+        "overlap:rho=0.01,score=product,down_rho=0": "with a score",
+        "topk:rho=0.01,exchange=server(down_rho=0.03)": "plain, cut",
+    }
+    groups: dict[str, dict[str, float]] = {f"{number} workers": {} for number in (8, 16, 32, 64)}
+    for row in _record("unions")["rows"]:
+        if row["labels"] == "all" and row["scheme"] in schemes:
+            groups[f"{row['workers']} workers"][schemes[row["scheme"]]] = row["server MB out a step"]
+    return _bars(
+        "Megabytes that a server sends at a step, by number of workers, in bars: plain top-k, with a score, and cut.",
+        "MB that a server sends a step",
+        {group: {name: figures[name] for name in schemes.values()} for group, figures in groups.items()},
+        1,
+    )
+
+
+def laws_of_layers() -> str:
+    """How far what a selector ranks is from a Laplace and a Gaussian law, by layer and step."""
+    groups = {
+        f"{row['layer'] or 'whole model'}, step {row['step']}": {
+            "from Laplace": row["w1_laplace"],
+            "from Gaussian": row["w1_gaussian"],
+        }
+        for row in _record("laplace-fit")["rows"]
+        if row["of"] == "balance" and row["layer"] in ("2.weight", "6.weight", "8.weight", None)
+    }
+    return _bars(
+        "Wasserstein distances of what a selector ranks from a Laplace and a Gaussian law, by layer and step, in bars.",
+        "Wasserstein-1 distance over mean |x|",
+        groups,
+        2,
+    )
+
+
+def steps_of_integers() -> str:
+    """What a step of VGG-16 takes at 1gbit under each way to write its gradient."""
+    names = {
+        "dense": "fp32",
+        "torch-fp16": "fp16 hook",
+        "maxnorm:levels=63,block=0,stages=1": "maxnorm, published",
+        "maxnorm:bits=4": "maxnorm:bits=4",
+        "multiscale:bits=4": "multiscale:bits=4",
+        "randk-maxnorm:rho=0.1": "randk, rho = 0.1",
+        "torch-powersgd:rank=4": "PowerSGD hook, rank 4",
+    }
+    rows = {row["scheme"]: row["step_ms"] for row in _record("integers-vgg16-lab")["rows"]}
+    figures = {name: rows[scheme] for scheme, name in names.items()}
+    return _bars("Milliseconds a step of VGG-16 on four hosts at 1gbit, in bars.", "ms a step", {"": figures}, 0)
+
+
+def costs_of_gossip() -> str:
+    """How many points gossip at 4 to 8 % of the bytes is behind gossip at every step."""
+    groups = {}
+    for name in ("gossip-change-rate", "gossip-change"):
+        every, *others = _record(name)["rows"]
+        for row in others:
+            code = "4 bits" if "modulo" in row["scheme"] else "float32"
+            what = "what has changed" if "change" in row["scheme"] else "fixed period"
+            figures = groups.setdefault(f"{code}, {100 * row['share']:.1f} % of the bytes", {})
+            figures[what] = every["accuracy"] - row["accuracy"]
+    return _bars(
+        "Points of accuracy behind gossip at every step: of what has changed, and at a fixed period, in bars.",
+        "points behind gossip at every step",
+        groups,
+        2,
+    )
+
+
+def accuracy_of_votes() -> str:
+    """Accuracy under votes of all signs and of few, for like data, unlike data and workers that send false signs."""
+    cases = {
+        "votes": "like data",
+        "votes-unlike": "two labels a worker",
+        "votes-one-label": "one label a worker",
+        "votes-flipped": "4 of 10 send the wrong sign",
+    }
+    schemes = {"sign": "all signs", "sparse-sign:rho=0.1": "a tenth"}
+    schemes["sparse-sign:rho=0.1,vote=weighted"] = "a tenth, weighted"
+    groups = {
+        case: {schemes[row["scheme"]]: row["accuracy"] for row in _record(name)["rows"] if row["scheme"] in schemes}
+        for name, case in cases.items()
+    }
+    return _bars(
+        "Accuracy in per cent under votes of all signs and of a tenth of them, in four cases, in bars.",
+        "accuracy after 160 steps, %",
+        groups,
+        1,
+    )
+
+
 def _svg(label: str, height: int, drawn: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
@@ -238,6 +354,11 @@ PICTURES = {
     DOCS / "under-sgd.svg": under_sgd,
     DOCS / "foretold.svg": foretold,
     DOCS / "loss-by-seconds.svg": loss_by_seconds,
+    DOCS / "papers-overlap.svg": answers_of_a_server,
+    DOCS / "papers-laplace.svg": laws_of_layers,
+    DOCS / "papers-integers.svg": steps_of_integers,
+    DOCS / "papers-gossip.svg": costs_of_gossip,
+    DOCS / "papers-votes.svg": accuracy_of_votes,
 }
 
 if __name__ == "__main__":
