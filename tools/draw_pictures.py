@@ -299,7 +299,7 @@ def steps_of_integers() -> str:
 
 def costs_of_gossip() -> str:
     """How many points gossip at 4 to 8 % of the bytes is behind gossip at every step."""
-    groups = {}
+    groups: dict[str, dict[str, float]] = {}
     for name in ("gossip-change-rate", "gossip-change"):
         every, *others = _record(name)["rows"]
         for row in others:

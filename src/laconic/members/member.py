@@ -16,7 +16,7 @@ from torch import nn
 from laconic.errors import LaunchError, PeerError, StateError
 from laconic.members.membership import Membership, connected
 from laconic.members.messages import Line, Report, Word
-from laconic.replicas import Optimizers, drop_nonfinite_moments_, inner_momentum
+from laconic.replicas import Optimizers, StepReminder, drop_nonfinite_moments_, inner_momentum
 
 _REPORT_BYTES = 1 << 24
 
@@ -62,6 +62,7 @@ class Member:
         self._address = ",".join(addresses)
         self._optimizer = optimizer
         self._is_open = True
+        self._reminder = StepReminder(model.parameters(), "member.step()")
         generation = secrets.randbits(31)
         try:
             for index, address in enumerate(addresses):
@@ -109,6 +110,7 @@ class Member:
             PeerError: The server has refused this member, or begun another run.
         """
         self._check_open()
+        self._reminder.stop()
         numbers = {name: float(value) for name, value in report.items()}
         for membership in self.memberships:
             membership.handle_all()
@@ -164,6 +166,7 @@ class Member:
     def close(self) -> None:
         """End without handing anything over."""
         self._is_open = False
+        self._reminder.stop()
         for membership in self.memberships:
             membership.close()
 

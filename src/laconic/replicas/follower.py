@@ -12,7 +12,8 @@ from laconic import kernels
 from laconic.errors import StateError
 from laconic.replicas.free_gossip import FreeGossip, PairedGossip
 from laconic.replicas.gossip import GossipPolicy, MatchedGossip
-from laconic.replicas.policy import Optimizers, Policy, State, header, states_of
+from laconic.replicas.optimizers import Optimizers, StepReminder
+from laconic.replicas.policy import Policy, State, header, states_of
 from laconic.replicas.rounds import OuterRounds
 from laconic.scheme import GossipScheme, OuterScheme
 from laconic.session import PHASES, Observed, Stats, metrics_of, step_ends, summary
@@ -81,6 +82,7 @@ class Follower(Observed):
         self._first_step = 0  # since a state was loaded: what is counted begins there
         self._seconds = 0.0  # of the training thread
         self._step_ends = step_ends()
+        self._reminder = StepReminder(policy.vector.parameters, "follower.step()")
 
     @property
     def error(self) -> BaseException | None:
@@ -91,6 +93,7 @@ class Follower(Observed):
         """Apply what is due, send what is due, and wait as the scheme says."""
         self._check_open()
         self.policy.raise_error()
+        self._reminder.stop()
         with self._timed():
             self._steps += 1
             self.policy.apply_due_(self._steps)
@@ -173,6 +176,7 @@ class Follower(Observed):
 
     def close(self) -> None:
         """End its exchanges, after those that are in flight."""
+        self._reminder.stop()
         self.policy.close()
 
     def _check_open(self) -> None:

@@ -17,7 +17,8 @@ from laconic.exchange import asks_of, matching, neighbours, pick
 from laconic.kernels import to_host
 from laconic.replicas.gossip import GossipPolicy
 from laconic.replicas.messages import check_finite, refusal
-from laconic.replicas.policy import Optimizers, State
+from laconic.replicas.optimizers import Optimizers
+from laconic.replicas.policy import State
 from laconic.replicas.vector import Subset
 from laconic.replicas.wait_budget import WaitBudget
 from laconic.scheme import GossipScheme

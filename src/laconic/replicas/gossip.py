@@ -15,7 +15,8 @@ from laconic.fault_points import armed, fault_point
 from laconic.quantize import is_modulo_code
 from laconic.replicas.change_tracker import ChangeTracker
 from laconic.replicas.messages import EntryMessages, GroupMessages, MessageWriter, ModuloMessages, refusal
-from laconic.replicas.policy import Optimizers, Policy, State, listed
+from laconic.replicas.optimizers import Optimizers, listed
+from laconic.replicas.policy import Policy, State
 from laconic.replicas.vector import ModelVector, PendingUpdate, Subset
 from laconic.scheme import GossipScheme
 from laconic.transport import Collectives, Mailbox, Transport, rows_of

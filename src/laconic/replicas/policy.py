@@ -8,36 +8,11 @@ import torch
 from torch import Tensor
 
 from laconic.errors import StateError
-from laconic.layout import local
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import GossipScheme, OuterScheme
 
 _VERSION = 1
 State = Mapping[str, Any]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-
-
-def listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """The optimizers of a model, which may be one for its matrices and one for the rest."""
-    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]  # type: ignore[list-item]
-
-
-def drop_nonfinite_moments_(optimizers: Optimizers) -> None:
-    """Let optimizers begin anew with the parameters of which they keep something that is not finite."""
-    for state in (optimizer.state for optimizer in listed(optimizers)):
-        for parameter, moments in list(state.items()):
-            tensors = [value for value in moments.values() if isinstance(value, Tensor)]
-            if not all(bool(local(tensor).isfinite().all()) for tensor in tensors):
-                del state[parameter]
-
-
-def inner_momentum(optimizers: Optimizers) -> float:
-    """The largest momentum of the optimizers' groups: that of SGD and Muon, or Adam's first beta."""
-    of_groups = []
-    for group in (group for optimizer in listed(optimizers) for group in optimizer.param_groups):
-        has_betas = "betas" in group and not group.get("use_muon", False)
-        of_groups.append(float(group["betas"][0] if has_betas else group.get("momentum", 0.0)))
-    return max(of_groups)
 
 
 def header(scheme: object, step: int, rank: int, num_workers: int, shard: int) -> dict[str, Any]:

@@ -17,15 +17,8 @@ from laconic.errors import LaconicError, PeerError, StateError
 from laconic.layout import Bucket
 from laconic.outer import Outer, OuterMomentum
 from laconic.replicas.fragments import PendingRound, fragments_of
-from laconic.replicas.policy import (
-    Optimizers,
-    Policy,
-    State,
-    drop_nonfinite_moments_,
-    inner_momentum,
-    listed,
-    on_host,
-)
+from laconic.replicas.optimizers import Optimizers, drop_nonfinite_moments_, inner_momentum, listed
+from laconic.replicas.policy import Policy, State, on_host
 from laconic.replicas.vector import ModelVector
 from laconic.scheme import OuterScheme, write_part
 from laconic.server.client import ServerClient
