@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic import SchemeError, parse
+from laconic.errors import FrameError
 from laconic.layout import Layout
 from laconic.members.codec import codec_for
 from laconic.members.combine import Combine, at_most_median
@@ -230,3 +231,19 @@ def test_what_a_liar_leaves_behind_is_a_drift_as_others() -> None:
     for i in range(3):
         server.send(i, torch.ones(64))
     assert torch.allclose(server.anchor, -torch.ones(64))
+
+
+def test_a_member_that_states_absurd_numbers_ends_nobody_else() -> None:
+    """Tokens whose sum no count holds, a loss that no float holds, and a layout of infinite sides."""
+    server = _Server("mean")
+    with pytest.raises(FrameError, match="sent a drift of"):
+        server.send(3, torch.ones(64), tokens=1 << 62)
+    with pytest.raises(FrameError, match="is no drift"):
+        server.syncer.on_bequest("m3", Bequest(0, 1 << 62, torch.ones(64).view(torch.uint8)))
+    payload, _ = server.codec.encode(torch.ones(64), (3,))
+    report = {"loss": 10**400, "other": float("nan"), "rate": 0.5}
+    server.syncer.on_drift("m3", Drift(0, 0, 3, 10, 4, 0.0, report, payload), 0.0)
+    assert server.syncer.members["m3"].report == {"rate": 0.5}
+    layouts = {"0": [["w", [float("inf")]]]}
+    with pytest.raises(FrameError, match="layout that cannot be read"):
+        server.syncer.on_word(9, Join("m9", 9, "", 0.9, layouts), 0.0, "")

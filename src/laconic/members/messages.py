@@ -319,7 +319,7 @@ class Line:
         self._waiting.put(word)
 
     def _read(self) -> None:
-        why = "it has closed the connection"
+        why = "of an error on this side"
         try:
             while True:
                 message = self._connection.receive({Kind.MEMBER: self.longest})
@@ -331,9 +331,10 @@ class Line:
             why = str(error.strerror or error)
         except FrameError as error:
             why = f"it {error}"
-        self._connection.shut_down()
-        self._waiting.put(None)
-        self._on_end(why)
+        finally:  # who is gone is not waited for, whatever ended its line
+            self._connection.shut_down()
+            self._waiting.put(None)
+            self._on_end(why)
 
     def _write(self) -> None:
         with suppress(OSError):  # the thread that reads finds that out

@@ -11,6 +11,7 @@ import math
 import re
 import secrets
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
+_MOST_TOKENS = 1 << 40  # of a drift: sums of 8 million such are counts that a message may hold
 _LARGEST = 1e18  # norm of a drift: its square is a float32
 _NOT_FINITE = "sent numbers that are not finite, or as good as that"
 _KEY = "[0-9a-f]{64}"  # public, under masks
@@ -328,9 +330,9 @@ class Syncer:
         """Take a drift for the round of its version; one that comes after it was closed stays with its sender."""
         member = self.members[id]
         member.seen_at, member.num_missed = now, 0
-        if drift.tokens < 1:
+        if not 1 <= drift.tokens <= _MOST_TOKENS:
             raise FrameError(f"sent a drift of {drift.tokens} tokens")
-        numbers = {name[:_NAME]: float(v) for name, v in drift.report.items() if isinstance(v, int | float)}
+        numbers = {name[:_NAME]: float(v) for name, v in drift.report.items() if _is_number(v)}
         member.report = dict(list(numbers.items())[:_MOST_REPORTED])
         fragment = self.fragments.get(drift.fragment)
         if fragment is None or drift.version > fragment.version:
@@ -351,7 +353,7 @@ class Syncer:
         """Take what a member that leaves has not sent, to be added to the next mean."""
         fragment = self.fragments.get(bequest.fragment)
         values = bequest.payload.view(torch.float32) if bequest.payload.numel() % 4 == 0 else bequest.payload
-        fits = fragment is not None and values.shape == fragment.anchor.shape and bequest.tokens > 0
+        fits = fragment is not None and values.shape == fragment.anchor.shape and 0 < bequest.tokens <= _MOST_TOKENS
         if fragment is None or self.mask_bits or not fits or not bool(values.isfinite().all()):
             raise FrameError(f"handed over something of fragment {bequest.fragment} that is no drift")
         member = self.members[id]
@@ -666,6 +668,10 @@ def _decoded(fragment: FragmentState) -> Iterator[tuple[str, Tensor]]:
             yield process, values
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < sys.float_info.max
+
+
 def _leave_out(process: str, reason: object) -> None:
     _LOG.warning("the drift of member %r is left out: it %s", process, reason)
 
@@ -677,7 +683,7 @@ def _layouts_of(join: Join) -> dict[int, Layout]:
             int(number): Layout.of([str(name) for name, _ in spans], [[int(n) for n in shape] for _, shape in spans])
             for number, spans in join.layouts.items()
         }
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FrameError("sent a layout that cannot be read; run the same release of laconic everywhere") from None
 
 
