@@ -329,11 +329,64 @@ def test_a_process_that_committed_apart_from_the_others_comes_back_to_their_anch
     faults[3].apart.add(2)  # and is stopped, while the others commit another round
     learned = torch.randn(24, SIZE, flat(model_of()).numel(), generator=torch.Generator().manual_seed(0))
     run = run_of(faults, EXACT, 4, learned)
-    assert run.steps == [[1] * 3, [2] * 3, [2, 2, 3], [3] * 3, [4, 4, 0], [5] * 3]
+    assert run.steps == [[1] * 3, [2] * 3, [2, 2, 3], [3] * 3, [4, 4, 2], [5] * 3]
+    weights = torch.tensor([1.0, 2.0])[:, None] / 3
+    moved = (weights * learned[16:20, :2].sum(0)).sum(0)
+    torch.testing.assert_close(run.anchors[4][0] - run.anchors[3][0], moved, atol=1e-4, rtol=1e-4)
     assert not torch.equal(run.anchors[3][2], run.anchors[3][0])
     assert torch.equal(run.anchors[4][1], run.anchors[4][0])  # rank 2's drift is from another anchor, and left out
     assert all(torch.equal(anchor, run.anchors[5][0]) for anchor in run.anchors[5])
     assert run.followers[2].stats().healed == 2 and run.followers[0].stats().healed == 0
+
+
+def test_the_minority_that_goes_back_discards_no_run() -> None:
+    """Where the others die before it is healed, theirs is the run that is lost, and its own goes on."""
+    faults = [Faults() for _ in range(8)]
+    faults[2].uncommitted |= {0, 1}
+    faults[3].apart.add(2)
+    faults[5].dead |= {0, 1}
+    learned = torch.ones(32, SIZE, flat(model_of()).numel())
+    run = run_of(faults, EXACT, 4, learned)
+    first = flat(model_of())
+    for anchor in run.anchors[7]:
+        assert float((anchor - first).min()) > 16
+
+
+def test_two_processes_that_continue_from_one_state_lose_no_drift(caplog: pytest.LogCaptureFixture) -> None:
+    quorum = Quorum([Faults()] * 4, size=2)
+    models = [model_of(), model_of()]
+    saved: list[Any] = []
+    is_saved = threading.Barrier(2, timeout=60)
+    begun = flat(models[0]).clone()
+
+    def work(rank: int) -> None:
+        model = models[rank]
+        for number in (0, 2):
+            manager = FakeManager(quorum, rank, number)
+            manager.committed = number
+            follower = follow(manager, manager, model, torch.optim.SGD(model.parameters(), lr=0.1), EXACT)
+            if number:
+                follower.load_state_dict(copy.deepcopy(saved[0]))
+            for _ in range(8):
+                add_(model, torch.full_like(flat(model), float(10**rank) if number else 0.0))
+                follower.step()
+            if rank == 0 and not number:
+                saved.append(follower.state_dict())
+            is_saved.wait()
+
+    in_threads(2, work)
+    assert caplog.text.count("another process continues from the same state") == 1
+    # The first round has rank 0's drift alone, the second both: (4 + (8 * 10 - 0)) where rank 1 weighs 8 steps.
+    moved = [float((flat(model) - begun).mean()) for model in models]
+    assert moved[0] == pytest.approx(moved[1])
+    assert moved[0] == pytest.approx(4 + (4 * 1 * 4 + 80 * 8) / 12)
+
+
+@pytest.mark.parametrize("tokens", [12.5, -1, 1 << 62, "many"])
+def test_tokens_that_are_no_count_are_one_line(tokens: Any) -> None:
+    _, follower = followed(Quorum([Faults()], size=1), 0, EXACT)
+    with pytest.raises(laconic.SchemeError, match="give a whole number, 0 or more"):
+        follower.step(tokens)
 
 
 def test_a_new_process_takes_the_anchors_and_drops_what_it_learned_elsewhere() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from laconic.errors import FrameError, LaconicError, PeerError, SchemeError, StateError
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
 from laconic.members.fragment import AnchorState
-from laconic.members.replica import Piece, check_elastic, parts_of
+from laconic.members.replica import Piece, check_elastic, checked_tokens, parts_of
 from laconic.members.syncer import fingerprint_of
 from laconic.outer import OuterMomentum, OuterSGD
 from laconic.recipes import parse
@@ -65,7 +65,7 @@ class ReplicaStats:
     bytes_in: int
 
 
-class _Card(NamedTuple):
+class _RoundHeader(NamedTuple):
     """What a process says of itself before a round's drifts go; the latest step that most name is that of the round."""
 
     step: int  # torchft's; -1: it was to be healed, and was not
@@ -82,8 +82,8 @@ class _Round:
     """A fragment's exchange among the replica groups of one quorum."""
 
     number: int
-    due: int  # the step after which its result is applied
-    cards: list[_Card]  # of all, in rank order
+    due_step: int  # after which its result is applied
+    headers: list[_RoundHeader]  # of all, in rank order
     payloads: list[Tensor]
     work: Any  # of torch.distributed
 
@@ -141,6 +141,7 @@ class ReplicaFollower:
         Raises:
             PeerError: The other replica groups run another scheme or model.
         """
+        tokens = checked_tokens(tokens)
         self._num_steps += 1
         for piece in self._pieces.values():
             piece.tokens += tokens
@@ -151,7 +152,8 @@ class ReplicaFollower:
             self._apply_due_()
 
     def write_anchor_(self) -> None:
-        """Overwrite the model by the anchors, equal on all replica groups; what was learned since is dropped."""
+        """End the round that is open, and overwrite the model by the anchors; what was learned since is dropped."""
+        self.close()
         for piece in self._pieces.values():
             piece.begin_at_(piece.anchor)
 
@@ -193,7 +195,7 @@ class ReplicaFollower:
     def close(self) -> None:
         """End the round that is open."""
         if self._round is not None:
-            self._round.due = self._num_steps
+            self._round.due_step = self._num_steps
         self._apply_due_()
 
     # A round
@@ -204,30 +206,30 @@ class ReplicaFollower:
         manager.start_quorum()  # which may heal this process
         numbers = list(self._pieces)
         number = numbers[manager.current_step() % len(numbers)]
-        due = self._num_steps + self.scheme.when.delay
-        card = _Card(-1, self._lineage, self._process, 0, 0, 0, 0)
+        due_step = self._num_steps + self.scheme.when.delay
+        header = _RoundHeader(-1, self._lineage, self._process, 0, 0, 0, 0)
         payload = torch.empty(0, dtype=torch.uint8)
         if manager.errored() is None:
             for other, piece in self._pieces.items():
                 if piece.sent is not None:  # in a round that nobody has committed, or this process would have been told
                     piece.settle_(piece.anchor, is_counted=False)
                 piece.version = self._anchors[other].version
-            card = card._replace(step=manager.current_step())
+            header = header._replace(step=manager.current_step())
             piece, rank = self._pieces[number], manager.participating_rank()
             drift = None
             if rank is not None and piece.steps:
-                drift = piece.drift((rank, number, piece.version), due, {}, masked=False)
+                drift = piece.drift((rank, number, piece.version), due_step, {}, masked=False)
             if drift is not None:
                 payload = drift.payload
-                card = card._replace(
+                header = header._replace(
                     number=drift.number, tokens=drift.tokens, steps=drift.steps, num_bytes=payload.numel()
                 )
-        self._round = opened = _Round(number, due, [], [], None)
+        self._round = opened = _Round(number, due_step, [], [], None)
         try:
-            rows, work = self._all_gather(torch.tensor(card))
+            rows, work = self._all_gather(torch.tensor(header))
             work.wait()
-            opened.cards = [_Card(*row.tolist()) for row in rows]
-            own = torch.zeros(max(other.num_bytes for other in opened.cards), dtype=torch.uint8)
+            opened.headers = [_RoundHeader(*row.tolist()) for row in rows]
+            own = torch.zeros(max(other.num_bytes for other in opened.headers), dtype=torch.uint8)
             own[: payload.numel()] = payload
             if own.numel():
                 opened.payloads, opened.work = self._all_gather(own)
@@ -244,68 +246,77 @@ class ReplicaFollower:
 
     def _apply_due_(self) -> None:
         """Commit the round that is due; where this process cannot, its drift waits for what the next quorum tells."""
-        if self._round is None or self._num_steps < self._round.due:
+        if self._round is None or self._num_steps < self._round.due_step:
             return
-        due, self._round = self._round, None
-        drifts: dict[str, tuple[_Card, Tensor]] = {}
+        opened, self._round = self._round, None
+        drifts: dict[str, tuple[_RoundHeader, Tensor]] = {}
         try:
-            if due.work is not None:
-                due.work.wait()
-            drifts = self._drifts(due)
+            if opened.work is not None:
+                opened.work.wait()
+            drifts = self._drifts(opened)
         except _FAILURES as error:
             self._fail(error)
         if not self._manager.should_commit():
             self._num_failed += 1
             return
         self._num_rounds += 1
-        self._num_participants = len(due.cards)
+        self._num_participants = len(opened.headers)
         if drifts:
-            self._commit_(due.number, drifts)
+            self._commit_(opened.number, drifts)
 
     def _fail(self, error: Exception) -> None:
         """Give the round up, and hang up, so that who waits for this process finds out."""
         self._manager.report_error(error)
         self._pg.abort()
 
-    def _drifts(self, due: _Round) -> dict[str, tuple[_Card, Tensor]]:
+    def _drifts(self, opened: _Round) -> dict[str, tuple[_RoundHeader, Tensor]]:
         """The drifts of a round and what they stand for, by process; one that is not finite is left out by all.
 
         So are those of processes that are not where the round is. torchft compares steps alone: of two that were cut
         off from each other, and have committed as many rounds, it heals neither. So here the one that fewer are with
-        goes back to step 0, which torchft heals.
+        goes back a step, which torchft heals. Of two that continue from one state the second has its drift left out.
         """
-        places = [(card.step, card.lineage) for card in due.cards]
+        places = [(header.step, header.lineage) for header in opened.headers]
         place = max(places, key=lambda place: (place[0], places.count(place)), default=None)
         if place is not None and self._manager.errored() is None and place[1] != self._lineage:
             self._manager.report_error(PeerError("this process has committed rounds that most others have not"))
-            self._manager.load_state_dict({"step": 0, "batches_committed": 0})
-        codec, device = self._codecs[due.number], self._anchors[due.number].anchor.device
+            self._manager.load_state_dict({"step": max(0, place[0] - 1), "batches_committed": 0})
+        codec, device = self._codecs[opened.number], self._anchors[opened.number].anchor.device
         drifts = {}
-        for card, padded in zip(due.cards, due.payloads, strict=False):
-            if not card.num_bytes or (card.step, card.lineage) != place:
+        for header, padded in zip(opened.headers, opened.payloads, strict=False):
+            if not header.num_bytes or (header.step, header.lineage) != place or str(header.process) in drifts:
                 continue
-            values = codec.decode(padded[: card.num_bytes].clone(), device)
+            values = codec.decode(padded[: header.num_bytes].clone(), device)
             if bool(values.isfinite().all()):
-                drifts[str(card.process)] = card, values
+                drifts[str(header.process)] = header, values
             else:
-                _LOG.warning("the drift of process %d is left out: it is not finite", card.process)
+                _LOG.warning("the drift of process %d is left out: it is not finite", header.process)
         return drifts
 
-    def _commit_(self, number: int, drifts: Mapping[str, tuple[_Card, Tensor]]) -> None:
+    def _commit_(self, number: int, drifts: Mapping[str, tuple[_RoundHeader, Tensor]]) -> None:
         """Take the outer step by the mean that weighs tokens, summed in one order everywhere."""
         state, piece = self._anchors[number], self._pieces[number]
         total = torch.zeros_like(piece.anchor)
         for process in sorted(drifts):
-            card, values = drifts[process]
-            total.add_(values, alpha=float(card.tokens))
-            state.count(process, card.number, drifts)
-        cards = [card for card, _ in drifts.values()]
-        tokens = sum(card.tokens for card in cards)
-        steps = sum(card.tokens * card.steps for card in cards) // tokens
-        state.move_(total.div_(tokens), len(cards), max(1, steps // self.scheme.when.every))
+            header, values = drifts[process]
+            total.add_(values, alpha=float(header.tokens))
+            state.count(process, header.number, drifts)
+        headers = [header for header, _ in drifts.values()]
+        tokens = sum(header.tokens for header in headers)
+        steps = sum(header.tokens * header.steps for header in headers) // tokens
+        state.move_(total.div_(tokens), len(headers), max(1, steps // self.scheme.when.every))
         state.tokens += tokens
-        self._lineage = crc32(repr((self._lineage, sorted(card.number for card in cards))).encode())
-        piece.settle_(state.anchor, is_counted=str(self._process) in drifts)
+        self._lineage = crc32(repr((self._lineage, sorted(header.number for header in headers))).encode())
+        own = drifts.get(str(self._process))
+        is_counted = own is not None and piece.sent is not None and own[0].number == piece.sent.number
+        if own is not None and not is_counted:
+            _LOG.warning(
+                "another process continues from the same state; this one is a new process, and keeps its drift"
+            )
+            self._process = secrets.randbits(63)
+            for each in self._pieces.values():
+                each.counted = -1
+        piece.settle_(state.anchor, is_counted=is_counted)
         piece.version = state.version
 
     # Healing
