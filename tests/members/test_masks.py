@@ -8,8 +8,10 @@ import multiprocessing
 import random
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,127 @@ def test_a_member_masks_no_sum_that_would_show_its_drift(numbers: dict[str, int]
         masked_codes(grid, masks, torch.ones(64), 10, roster, [masks.public] * len(numbers))
 
 
+def _masks(number: int) -> Masks:
+    return Masks(16, bytes([number]) * 32)
+
+
+def _words(masks: Masks, roster: Roster, keys: list[str], values: torch.Tensor) -> Any:
+    grid = SumGrid.read(16, roster.payload, values.numel())
+    return masked_codes(grid, masks, values, 10, roster, keys)[0].numpy().view(np.uint16)
+
+
+_ROSTER = Roster(0, 0, 0, 30, {"m0/0": 7, "m1/1": 8}, SumGrid.at(16, torch.ones(4096)).exponents.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(_ROSTER, fragment=1),
+        replace(_ROSTER, version=1),
+        replace(_ROSTER, attempt=1),
+        replace(_ROSTER, tokens=31),
+        replace(_ROSTER, numbers={"m0/0": 9, "m1/1": 8}),
+        replace(_ROSTER, payload=_ROSTER.payload + 1),
+    ],
+    ids=["fragment", "version", "attempt", "tokens", "numbers", "payload"],
+)
+def test_no_two_sums_share_masks(other: Roster) -> None:
+    """Or their difference would be that of two drifts."""
+    keys = [_masks(1).public, _masks(2).public]
+    zeros = torch.zeros(4096)
+    first, second = (_words(_masks(1), roster, keys, zeros) for roster in (_ROSTER, other))
+    assert np.array_equal(first, _words(_masks(1), _ROSTER, keys, zeros))
+    assert (first == second).mean() < 0.01
+
+
+def test_one_roster_under_several_key_maps_shows_no_bit() -> None:
+    """A server that lies about keys asks thrice, and each stream is in two answers."""
+    own, *others = [_masks(number).public for number in (1, 2, 3, 4)]
+    roster = replace(_ROSTER, numbers={"m0/0": 7, "m1/1": 8, "m2/2": 9})
+    values = 0.1 * torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    total = sum(_words(_masks(1), roster, [own, *pair], values) for pair in combinations(others, 2))
+    codes = SumGrid.read(16, roster.payload, 4096).encode(values, 1 / 3, 3)[0]
+    assert 0.45 < float((total % 2 == codes % 2).mean()) < 0.55
+
+
+def test_two_spellings_of_one_key_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LACONIC_MASK_SECRET", "which the server does not know")
+    own = _masks(1)
+    roster = replace(_ROSTER, numbers={"m0/0": 7, "m1/1": 8, "m2/2": 9})
+    values = torch.ones(4096)
+    for byte in range(128):
+        raw = bytes.fromhex(_masks(2).public)[:31]
+        low, high = (raw + bytes([byte | top]) for top in (0, 0x80))  # X25519 ignores the topmost bit
+        if low.hex() < own.public < high.hex():
+            break
+    codes = SumGrid.read(16, roster.payload, 4096).encode(values, 1 / 3, 3)[0]
+    assert (_words(own, roster, [own.public, low.hex(), high.hex()], values) == codes).mean() < 0.01
+    for key in (" " + _masks(2).public, _masks(2).public.upper(), ""):
+        with pytest.raises(FrameError, match="no public key"):
+            _words(own, roster, [own.public, _masks(3).public, key], values)
+
+
+def test_who_joins_with_the_key_of_another_is_refused() -> None:
+    run, members = _run("local:every=1", num_members=2)
+    members.append(VirtualMember(run, "m2", 2))
+    members[2].replica.masks = members[0].replica.masks
+    with pytest.raises(FrameError, match="key is another member's"):
+        members[2].connect()
+
+
+def test_a_server_that_asks_for_the_model_amid_a_run_does_not_get_it() -> None:
+    run, members = _run("local:every=1")
+    _train(run, 2)
+    replica = members[1].replica
+    with pytest.raises(PeerError, match="which would show its drift"):
+        replica.on_word(replace(run.syncer.status(), founder=replica.generation, is_founded=False))
+
+
+@pytest.mark.parametrize("wait_budget_s", [0.0, 1.0])
+def test_steps_longer_than_the_wait_budget_end_no_run(wait_budget_s: float) -> None:
+    """Codes come with the step after that in which a drift was announced."""
+    run, members = _run("local:every=1", wait_budget_s=wait_budget_s)
+    rng = random.Random(0)
+    for _ in range(20):
+        for member in members:
+            if member.connection is None:
+                member.connect()
+            while member.down:
+                member.pass_down()
+            member.train(rng)
+            while member.up:
+                member.pass_up()
+        for _ in range(8):
+            run.now += 0.2
+            run.deliver(run.syncer.on_time(run.now))
+    assert run.syncer.rounds > 4
+    for member in members:
+        run.check_books(member)
+
+
+def test_codes_that_do_not_cancel_make_no_outer_step(caplog: pytest.LogCaptureFixture) -> None:
+    run, members = _run("diloco:every=1")
+    _train(run, 6)
+    before = run.syncer.fragments[0].anchor.clone()
+    send = members[1].send
+
+    def lie(words: list[Any]) -> None:
+        noise = torch.Generator().manual_seed(0)
+        send(
+            [
+                replace(word, payload=torch.randint(256, word.payload.shape, generator=noise, dtype=torch.uint8))
+                if isinstance(word, Codes)
+                else word
+                for word in words
+            ]
+        )
+
+    members[1].send = lie  # type: ignore[method-assign]
+    _train(run, run.syncer.rounds + 6)
+    assert "its masks do not cancel" in caplog.text
+    assert torch.allclose(run.syncer.fragments[0].anchor, before, atol=0.02), "but for what rounding had kept"
+
+
 def test_a_drift_in_clear_is_not_taken() -> None:
     run, members = _run("local:every=1")
     values = torch.ones(members[0].replica.pieces[0].part.num_entries).view(torch.uint8)
@@ -339,12 +462,9 @@ def test_without_cryptography_it_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _together(trainees: list[Trainee], work: Callable[[Trainee], object]) -> None:
-    threads = [threading.Thread(target=work, args=(trainee,)) for trainee in trainees]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(len(trainees)) as threads:
+        for done in [threads.submit(work, trainee) for trainee in trainees]:
+            done.result(timeout=60)
 
 
 def test_members_learn_and_leave_under_masks_and_a_tape_replays_it(tmp_path: Path) -> None:
@@ -435,3 +555,15 @@ def test_who_is_alone_leaves_at_once_and_states_what_is_lost(caplog: pytest.LogC
         trainee.member.leave()
         assert server.stats()["rounds"] == 0
     assert "that no sum took end here" in caplog.text
+
+
+def test_who_leaves_in_lockstep_does_not_wait_for_what_is_not_due() -> None:
+    scheme = "streaming:every=4,fragments=1,delay=4"
+    with laconic.MemberServer(scheme, "127.0.0.1:0", mask_bits=16, is_lockstep=True) as server:
+        trainees = [Trainee(server.address, f"m{i}") for i in range(2)]
+        _together(trainees, lambda trainee: trainee.train(4))  # and announces
+        for _ in range(3):  # in which it sends codes, and gets a result that is not due
+            wait_until(lambda: server.stats()["rounds"] == 1, timeout_s=0.5)
+            _together(trainees, lambda trainee: trainee.train(1))
+        _together(trainees, lambda trainee: trainee.member.leave(20))
+        assert server.stats()["num_members"] == 0

@@ -26,6 +26,7 @@ from torch import nn
 
 import laconic
 import laconic.cli
+from laconic import PeerError
 from laconic.fault_points import at_fault_point
 from laconic.members import PageServer, prometheus_text, replay, run_stats
 from laconic.members.messages import Offer
@@ -42,10 +43,10 @@ def _model(seed: int = 0) -> nn.Module:
 class Trainee:
     """A member with something to learn: the same function as all others, from data of its own."""
 
-    def __init__(self, address: str, id: str, seed: int = 0, *, is_masked: bool = False) -> None:
+    def __init__(self, address: str, id: str, seed: int = 0, *, is_masked: bool = False, timeout_s: float = 30) -> None:
         self.model = _model(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.member = laconic.join(address, self.model, self.optimizer, id=id, timeout_s=30, is_masked=is_masked)
+        self.member = laconic.join(address, self.model, self.optimizer, id=id, timeout_s=timeout_s, is_masked=is_masked)
         self._generator = torch.Generator().manual_seed(hash(id) % 1000)
 
     def train(self, steps: int) -> float:
@@ -291,6 +292,31 @@ def test_a_run_whose_state_cannot_be_written_ends_in_one_line(tmp_path: Path) ->
         with pytest.raises(laconic.StateError, match="cannot write the run"):
             server.wait()
         trainee.train(8)  # nobody waits for it
+        trainee.member.close()
+
+
+def test_who_cannot_hand_over_states_what_is_lost() -> None:
+    with laconic.MemberServer("local:every=64", "127.0.0.1:0") as server:
+        trainee = Trainee(server.address, "m", timeout_s=3)
+        trainee.train(5)
+    owed = trainee.member.memberships[0].replica.uncounted_norm
+    assert owed > 0
+    with pytest.raises(PeerError, match=re.escape(f"up to a drift of norm {owed:.3g} is lost")):
+        trainee.member.leave(1)
+
+
+def test_a_defect_ends_the_server_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look alive, and close no round any more."""
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        trainee = Trainee(server.address, "m")
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("storage_offset() must be divisible by 2")
+
+        monkeypatch.setattr(server.syncer, "on_drift", broken)
+        trainee.train(4)
+        with pytest.raises(PeerError, match="what member 'm' sent ended in RuntimeError, a defect of laconic"):
+            server.wait()
         trainee.member.close()
 
 

@@ -14,6 +14,12 @@ from laconic.transport import Kind, Message, payload_of
 DRIFT = {"fragment": 0, "version": 3, "number": 9, "tokens": 512, "steps": 8, "residual_norm": 0.5, "report": {}}
 
 
+def _read(text: str) -> object:
+    """As it was sent: a text whose length keeps what follows aligned."""
+    text = text.ljust(-(-(len(text) + 4) // 16) * 16 - 4)
+    return read(Message(Kind.MEMBER, payload=payload_of(struct.pack("<I", len(text)) + text.encode())))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -30,10 +36,19 @@ DRIFT = {"fragment": 0, "version": 3, "number": 9, "tokens": 512, "steps": 8, "r
 )
 def test_what_is_no_message_is_refused(text: str) -> None:
     with pytest.raises(FrameError, match=r"^sent "):
-        read(Message(Kind.MEMBER, payload=payload_of(struct.pack("<I", len(text)) + text.encode())))
+        _read(text)
+
+
+@pytest.mark.parametrize("length", [-1, 1, 16])
+def test_fields_that_end_amid_what_follows_are_refused(length: int) -> None:
+    """A vector behind them could not be viewed, which would end the round that has it, and every later one."""
+    text = json.dumps(["Drift", DRIFT])
+    text = text.ljust(-(-(len(text) + 4) // 16) * 16 - 4)
+    raw = struct.pack("<I", len(text) + length) + text.encode() + b" "
+    with pytest.raises(FrameError, match="whose fields end at byte"):
+        read(Message(Kind.MEMBER, payload=payload_of(raw)))
 
 
 def test_a_drift_is_read() -> None:
-    text = json.dumps(["Drift", DRIFT])
-    word = read(Message(Kind.MEMBER, payload=payload_of(struct.pack("<I", len(text)) + text.encode())))
+    word = _read(json.dumps(["Drift", DRIFT]))
     assert {name: value for name, value in vars(word).items() if name != "payload"} == DRIFT

@@ -131,9 +131,14 @@ class FragmentState(AnchorState):
         self.bequeathed_tokens = 0
         self.departed: dict[str, tuple[int, int]] = {}  # of who handed over what it owed
 
-    def step_(self, mean: Tensor, number: int, num_drifts: int, length: int = 1) -> Tensor:
-        """Move the anchor by a mean of drifts as far as the codec can say it; the bytes that move all others'."""
-        owed = self._outer_step(mean, num_drifts, length) + self.residual
+    def step_(self, mean: Tensor | None, number: int, num_drifts: int, length: int = 1) -> Tensor:
+        """Move the anchor by a mean of drifts as far as the codec can write it; the bytes that move all others'.
+
+        A round of nothing makes no outer step: momentum alone would carry the anchor on.
+        """
+        owed = self.residual
+        if mean is not None:
+            owed = self._outer_step(mean, max(1, num_drifts), length) + self.residual
         payload, moved = self.codec.encode_all(owed, (number, self.version))
         self.residual = owed - moved
         self.anchor.add_(moved)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.errors import FrameError, SchemeError, StateError
+from laconic.errors import FrameError, LaconicError, PeerError, SchemeError, StateError
 from laconic.members.messages import (
     Join,
     Line,
@@ -99,7 +99,7 @@ class MemberServer:
         self._lines: dict[int, Line] = {}
         self._num_lines = 0
         self._handshakes = threading.BoundedSemaphore(_BACKLOG)
-        self.error: StateError | None = None  # what ended the run
+        self.error: LaconicError | None = None  # what ended the run
         self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
         self._acceptor = Acceptor(_BACKLOG, address_of(listen))
@@ -121,7 +121,7 @@ class MemberServer:
         self.close()
 
     def wait(self) -> None:
-        """Wait until the run ends; StateError where its state could not be written."""
+        """Wait until the run ends; an error where that is not by `close()`, as where its state cannot be written."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
@@ -261,8 +261,17 @@ class MemberServer:
                         self._lines[connection].cut()
                     elif connection in self._lines and answer is not None:
                         self._lines[connection].send(answer)
+            except FrameError:
+                raise
             except StateError as error:  # members train on, and find the server that continues from what was written
                 self.error = error
+            except Exception as error:  # a server that goes on in an unknown state would hold all members up
+                _LOG.exception("the run ends")
+                cause = f"{type(error).__name__}, a defect of laconic"
+                self.error = PeerError(
+                    f"what member {self.syncer.ids.get(number)!r} sent ended in {cause}; serve it again"
+                )
+            if self.error is not None:
                 self._ended.set()
 
     def _save(self, number: int, state: dict[str, Any]) -> None:
@@ -319,6 +328,6 @@ def read_states(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def serve_members(server: MemberServer) -> None:
-    """Serve until the process is interrupted; StateError where the run's state could not be written."""
+    """Serve until the process is interrupted; an error where the run ends by itself."""
     with server, suppress(KeyboardInterrupt):
         server.wait()

@@ -10,6 +10,7 @@ weights w_i sum to 1, so the codes of all members fit `bits`; the exponents e fo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ _SPREAD = 256.0  # of the largest range to the smallest
 _LEAST = 2.0**-10  # range of a model that begins at zero
 _MOST_EXPONENT = 100
 _CHUNK = 1 << 20  # bytes of a stream at a time
+KEY = re.compile("[0-9a-f]{64}")  # a public one, as it is written
 _CHECK_BYTES = 8  # of ones behind the codes, whose sum is the number of members where all masks cancel
 
 
@@ -144,7 +146,7 @@ class OpenSum:
     words: _Words
     announced_at: float
     missing: set[str]  # processes whose words have not come
-    requests: dict[int, Request] = field(default_factory=dict)  # by connection, of who waits for what becomes of it
+    requests: dict[int, Request] = field(default_factory=dict)  # by connection: answered once the sum has ended
 
     def __contains__(self, process: str) -> bool:
         """Whether a process is on the roster."""
@@ -183,10 +185,13 @@ class Masks:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+        others = sorted(others)
+        context += "".join(sorted([self.public, *others])).encode()  # who is told of other members has other masks
         zeros, masked = bytes(_CHUNK), words.view(np.uint8)
         secret = os.environ.get("LACONIC_MASK_SECRET", "").encode()
         for other in others:
-            key = HKDF(SHA256(), 32, salt=secret, info=context).derive(self._shared_with(other))
+            pair = "".join(sorted([self.public, other])).encode()  # two spellings of one key are two pairs
+            key = HKDF(SHA256(), 32, salt=secret, info=context + pair).derive(self._shared_with(other))
             stream = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
             apply = np.add if self.public < other else np.subtract
             for start in range(0, masked.size, _CHUNK):
@@ -198,6 +203,8 @@ class Masks:
             from cryptography.hazmat.primitives.asymmetric import x25519
 
             try:
+                if not KEY.fullmatch(other):
+                    raise ValueError(other)
                 public = x25519.X25519PublicKey.from_public_bytes(bytes.fromhex(other))
                 self._shared[other] = self._private.exchange(public)
             except ValueError:

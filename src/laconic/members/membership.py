@@ -7,14 +7,16 @@ import queue
 import secrets
 import threading
 import time
+from contextlib import suppress
 from zlib import crc32
 
 import torch
 from torch import nn
 
 from laconic.errors import LaunchError, PeerError
+from laconic.members.combine import Combine
 from laconic.members.host import address_of
-from laconic.members.masks import Masks
+from laconic.members.masks import Masks, check_masks
 from laconic.members.messages import PROTOCOL, Codes, Join, Line, Offer, Refusal, Roster, Status, Update, Word
 from laconic.members.replica import Replica, check_elastic
 from laconic.members.syncer import fingerprint_of, stated_layouts
@@ -62,9 +64,11 @@ class Membership:
         self._timeout_s = timeout_s
         self._longest = max(1 << 20, longest_message(list(model.parameters())))
         self._inbox: queue.SimpleQueue[Word] = queue.SimpleQueue()
-        self._asking: dict[str, Line] = {}  # under masks: by which line a roster came, by its digest
+        self._roster_lines: dict[str, Line] = {}  # under masks: by which a roster came, by its digest
         self._early: list[Word] = []  # in lockstep: results that came before they are due
         self._is_open = True
+        self._pause_s = _FIRST_PAUSE_S  # before the server is dialled anew
+        self._has_status = False  # whether the server has said by this line where the run stands
         self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
         self._join: Join | None = None
         self._dial()
@@ -77,6 +81,8 @@ class Membership:
             if is_masked and not offer.mask_bits:
                 raise PeerError(f"the server at {address} would see this member's drifts; serve it with --mask-bits 16")
             scheme = check_elastic(parse(offer.scheme))
+            if offer.mask_bits:
+                check_masks(scheme, offer.mask_bits, Combine())
             masks = Masks(offer.mask_bits, secrets.token_bytes(32)) if offer.mask_bits else None
             self.replica = Replica(model, scheme, generation, crc32(id.encode()), share, masks)
         except BaseException:
@@ -109,12 +115,15 @@ class Membership:
     def leave(self, timeout_s: float) -> None:
         """Hand over what is owed to this server; PeerError where it could not be reached in time."""
         try:
+            early, self._early = self._early, []
+            for word in early:  # in lockstep: what became of drifts is not due yet, and is asked for now
+                self._handle(word)
             self.send(self.replica.leave())
             while not self.replica.has_left:
                 self._handle(self._next(timeout_s, "that all has come"))
         except LaunchError as error:
-            lost = self.replica.stats()["residual_norm"]
-            raise PeerError(f"{error}; a residual of norm {lost:.3g} is lost with this member") from None
+            lost = self.replica.uncounted_norm
+            raise PeerError(f"{error}; up to a drift of norm {lost:.3g} is lost with this member") from None
 
     def close(self) -> None:
         """End the connection."""
@@ -148,28 +157,30 @@ class Membership:
         """In the line's thread: all but the offer of a server that was joined at once waits for the training thread."""
         if isinstance(word, Offer) and self._has_joined:
             return
+        if isinstance(word, Status):
+            self._has_status, self._pause_s = True, _FIRST_PAUSE_S
         if isinstance(word, Roster):
-            self._asking[word.digest().hex()] = self._line
+            self._roster_lines[word.digest().hex()] = self._line
         self._inbox.put(word)
 
     def _on_end(self, why: str) -> None:
-        self._asking.clear()
+        self._roster_lines.clear()
         if self._is_open:
             _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
             threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
 
     def _dial_again(self) -> None:
-        """Try until the server is back, less often with time."""
-        pause_s = _FIRST_PAUSE_S
+        """Try until the server is back and says where the run stands, less often with time."""
         begun = reminded = time.monotonic()
         self._line.close()
         while self._is_open and self.error is None:
-            try:
+            if not self._has_status:
+                time.sleep(self._pause_s * (0.5 + torch.rand(()).item()))
+                self._pause_s = min(_LONGER * self._pause_s, _LONGEST_PAUSE_S)
+            self._has_status = False
+            with suppress(LaunchError):
                 self._dial()
                 return
-            except LaunchError:
-                time.sleep(pause_s * (0.5 + torch.rand(()).item()))
-            pause_s = min(_LONGER * pause_s, _LONGEST_PAUSE_S)
             if time.monotonic() > reminded + _REMIND_S:
                 reminded = time.monotonic()
                 _LOG.warning("%s has been gone for %.0f s; it is tried again", self._address, reminded - begun)
@@ -203,7 +214,7 @@ class Membership:
             )
         for reply in self.replica.on_word(word):
             # Its sum is void: by another line the server would have this drift as the difference of two sums.
-            line = self._asking.pop(reply.roster, None) if isinstance(reply, Codes) else self._line
+            line = self._roster_lines.pop(reply.roster, None) if isinstance(reply, Codes) else self._line
             if line is not None:
                 line.send(reply)
 

@@ -33,6 +33,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "dict[str, Any]": dict,
 }
 _MOST = 1 << 63  # of a count, so that a tensor or a float holds it
+MOST_TOKENS = 1 << 40  # of a drift: sums of 8 million such are counts that a message may hold
 PROTOCOL = 2
 NOTHING = payload_of(b"")
 FORGOTTEN = -2
@@ -263,6 +264,8 @@ def read(message: Message) -> Word:
         cls = _CLASSES[name]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError(f"sent something that is no message of a member ({type(error).__name__})") from None
+    if stop % _ALIGNED or stop > payload.numel():
+        raise FrameError(f"sent {name} whose fields end at byte {stop} of {payload.numel()}")
     wanted = {each.name: str(each.type) for each in fields(cls) if each.name != "payload"}
     if not isinstance(named, dict) or named.keys() != wanted.keys():
         raise FrameError(f"sent {name} with other fields; run the same release of laconic everywhere")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from laconic.layout import Layout
 from laconic.members.codec import VectorCodec, codec_for, exact_codec
 from laconic.members.masks import Masks, SumGrid, masked_codes
 from laconic.members.messages import (
+    MOST_TOKENS,
     NOTHING,
     Anchor,
     Bequest,
@@ -119,7 +122,7 @@ class Piece:
 
     @property
     def owes(self) -> bool:
-        """Under masks: whether it has something to announce, or awaits what became of it."""
+        """Whether some of its training is not known to be in a sum."""
         return self.is_asking or self.sent is not None or self.tokens > 0
 
     def settle_(self, anchor: Tensor, *, is_counted: bool) -> None:
@@ -150,6 +153,11 @@ class Piece:
         """The drift and the residual that were not sent."""
         since = self._vector.rounded(self.anchor, self.part) if self.sent is None else self.sent.model
         return (since - self.read()).add_(self.residual)
+
+    def uncounted(self) -> Tensor:
+        """All that it does not know to be counted: its drift and its residual, as if nothing had been sent."""
+        residual = self.residual if self.sent is None else self.sent.residual
+        return self._vector.rounded(self.anchor, self.part) - self.read() + residual
 
     def bequest(self) -> Bequest:
         """All that was not counted."""
@@ -270,6 +278,8 @@ class Replica:
     def _on_status(self, status: Status) -> list[Word]:
         if self.progress.is_founded and status.run != self.progress.run:
             raise PeerError("the server has begun another run, without its state; end this member, and join anew")
+        if not status.is_founded and self.pieces and any(piece.version >= 0 for piece in self.pieces.values()):
+            raise PeerError("the server asks for this member's model amid a run, which would show its drift; leave it")
         self.progress = status
         founds = status.founder == self.generation
         if not status.is_founded:
@@ -355,6 +365,7 @@ class Replica:
 
     def after_step(self, tokens: int = 1, report: Mapping[str, float] | None = None) -> list[Word]:
         """Count a step of training, and send the drifts that are due or called for."""
+        tokens = checked_tokens(tokens)
         self.num_steps += 1
         words: list[Word] = []
         for number, piece in self.pieces.items():
@@ -415,6 +426,11 @@ class Replica:
         settled = [piece for piece in pieces if piece.owes and piece.sent is None and not piece.is_asking]
         return [drift for piece in settled for drift in self._drift(piece, 0, {})]
 
+    @property
+    def uncounted_norm(self) -> float:
+        """Of what would be lost with it, if the server has none of what it sent last."""
+        return math.hypot(*(float(piece.uncounted().norm()) for piece in self.pieces.values() if piece.version >= 0))
+
     def state_dict(self) -> dict[str, Any]:
         """What a process needs that is to continue as this one, beside the model."""
         return {
@@ -466,6 +482,17 @@ class Replica:
 
 def _copied(value: Any, device: torch.device | str = "cpu") -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def checked_tokens(tokens: int) -> int:
+    """The tokens of a step as an int; SchemeError where they are no count."""
+    try:
+        count = operator.index(tokens)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= MOST_TOKENS:
+        raise SchemeError(f"a step has tokens={tokens}; give a whole number, 0 or more")
+    return count
 
 
 def parts_of(vector: ModelVector, scheme: OuterScheme) -> dict[int, Part]:

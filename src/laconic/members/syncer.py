@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 import secrets
 import statistics
 import sys
@@ -26,8 +25,9 @@ from laconic.layout import Layout
 from laconic.members.codec import codec_for, exact_codec
 from laconic.members.combine import Combine, at_most_median, inner_products
 from laconic.members.fragment import MOST_GONE, FragmentState
-from laconic.members.masks import OpenSum, SumGrid, check_masks, most_members
+from laconic.members.masks import KEY, OpenSum, SumGrid, check_masks, most_members
 from laconic.members.messages import (
+    MOST_TOKENS,
     Anchor,
     Bequest,
     Call,
@@ -51,10 +51,9 @@ _ANSWERS = 64  # whose delays the wait budget follows
 _MAD = 4.0  # median + 4 * MAD: who answers as members usually do is waited for
 _MOST_REPORTED, _NAME = 16, 64  # numbers that a member may report, and characters of a name
 _MOST_MOMENTUM = 0.999
-_MOST_TOKENS = 1 << 40  # of a drift: sums of 8 million such are counts that a message may hold
 _LARGEST = 1e18  # norm of a drift: its square is a float32
 _NOT_FINITE = "sent numbers that are not finite, or as good as that"
-_KEY = "[0-9a-f]{64}"  # public, under masks
+_LEAST_SUM_WAIT_S, _MOST_SUM_WAITS = 1.0, 64  # for codes; and how many times as long it may become
 _MOST_MISSED = 3  # calls without an answer, after which a member is not waited for until something of it comes
 
 
@@ -141,6 +140,8 @@ class Syncer:
         self._returning: set[str] = set()  # processes of the last rounds before a restart that are not back yet
         self._returns_until = math.inf
         self._delays: deque[float] = deque(maxlen=_ANSWERS)
+        self._least_sum_wait_s = max(wait_budget_s, _LEAST_SUM_WAIT_S)
+        self._sum_wait_s = self._least_sum_wait_s  # for codes, which take a step of training and their way
         self._save = save
         self._scratch = torch.empty(0)
 
@@ -154,9 +155,11 @@ class Syncer:
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
-        if not re.fullmatch(_KEY if self.mask_bits else "", join.key):
+        if bool(KEY.fullmatch(join.key)) != bool(self.mask_bits):
             raise FrameError("its drifts are masked where this run's are not, or the reverse; join anew")
         others = [other for other in self.members.values() if other.connection is not None and other.id != join.id]
+        if self.mask_bits and join.key in {other.key for other in others}:
+            raise FrameError("its key is another member's; draw one anew")
         if self.mask_bits and len(others) >= most_members(self.mask_bits) - 1:
             raise FrameError(f"a run in codes of {self.mask_bits} bits is full; serve another one, in more bits")
         member = self.members.get(join.id) or MemberRecord(join.id, join.generation)
@@ -330,7 +333,7 @@ class Syncer:
         """Take a drift for the round of its version; one that comes after it was closed stays with its sender."""
         member = self.members[id]
         member.seen_at, member.num_missed = now, 0
-        if not 1 <= drift.tokens <= _MOST_TOKENS:
+        if not 1 <= drift.tokens <= MOST_TOKENS:
             raise FrameError(f"sent a drift of {drift.tokens} tokens")
         numbers = {name[:_NAME]: float(v) for name, v in drift.report.items() if _is_number(v)}
         member.report = dict(list(numbers.items())[:_MOST_REPORTED])
@@ -353,7 +356,7 @@ class Syncer:
         """Take what a member that leaves has not sent, to be added to the next mean."""
         fragment = self.fragments.get(bequest.fragment)
         values = bequest.payload.view(torch.float32) if bequest.payload.numel() % 4 == 0 else bequest.payload
-        fits = fragment is not None and values.shape == fragment.anchor.shape and 0 < bequest.tokens <= _MOST_TOKENS
+        fits = fragment is not None and values.shape == fragment.anchor.shape and 0 < bequest.tokens <= MOST_TOKENS
         if fragment is None or self.mask_bits or not fits or not bool(values.isfinite().all()):
             raise FrameError(f"handed over something of fragment {bequest.fragment} that is no drift")
         member = self.members[id]
@@ -430,7 +433,7 @@ class Syncer:
             fragment.count(process, drift.number, present)
         steps = sum(drift.tokens * drift.steps for drift in drifts.values()) // max(1, sum(tokens))
         length = max(1, steps // self.scheme.when.every)
-        payload = fragment.step_(mean, number, max(1, len(drifts)), length)
+        payload = fragment.step_(mean, number, len(drifts), length)
         fragment.tokens += sum(tokens)
         self.rounds += 1
         weights = dict(zip(drifts, tokens, strict=False))  # behind them may be the one of what was bequeathed
@@ -449,10 +452,10 @@ class Syncer:
                 )
                 yield Outgoing(member.connection, update)
 
-    def _combined(self, number: int) -> tuple[dict[str, Drift], list[int], Tensor]:
+    def _combined(self, number: int) -> tuple[dict[str, Drift], list[int], Tensor | None]:
         """(the drifts of a round that can be read, the tokens that each weighs, what the rule makes of them).
 
-        What was bequeathed is one drift more, behind them.
+        What was bequeathed is one drift more, behind them. Of nothing a rule makes None.
         """
         fragment = self.fragments[number]
         if fragment.round.open_sum is not None:
@@ -470,9 +473,11 @@ class Syncer:
         tokens = [drift.tokens for drift in drifts.values()]
         if fragment.bequeathed_tokens:
             tokens.append(fragment.bequeathed_tokens)
-        return drifts, tokens, total.div_(max(1, sum(tokens)))
+        return drifts, tokens, total.div_(sum(tokens)) if tokens else None
 
-    def _combined_by_rule(self, number: int, fragment: FragmentState) -> tuple[dict[str, Drift], list[int], Tensor]:
+    def _combined_by_rule(
+        self, number: int, fragment: FragmentState
+    ) -> tuple[dict[str, Drift], list[int], Tensor | None]:
         """The same under a rule for members who may lie, as may who left what was bequeathed."""
         rows = self._rows_for(len(fragment.round.drifts) + 1, fragment.anchor)
         processes: list[str] = []
@@ -496,7 +501,7 @@ class Syncer:
         if fragment.bequeathed_tokens and fits[-1]:
             tokens.append(fragment.bequeathed_tokens)
         if not tokens:
-            return drifts, tokens, torch.zeros_like(fragment.anchor)
+            return drifts, tokens, None
         tokens = at_most_median(tokens)
         combined = self.combine(rows, tokens, f"{number}/{fragment.version}", products)
         clipped = dict(zip(drifts, zip(combined.shares, combined.clipped_norms, strict=True), strict=False))
@@ -543,12 +548,16 @@ class Syncer:
     def _await_codes(self, number: int, open_sum: OpenSum, now: float) -> Iterator[Outgoing]:
         """Close a round whose sum is whole; one that somebody holds up goes on without it.
 
+        How long it waits follows from how long codes took: where all are slow, each sum that is given up doubles it.
         Its connection ends before the others' next codes are asked for: the difference of two sums would be its drift.
         """
+        waited_s = now - open_sum.announced_at
         if not open_sum.missing:
+            self._sum_wait_s = max(self._least_sum_wait_s, 4 * waited_s, 0.9 * self._sum_wait_s)
             yield from self._close(number)
             yield from self._answer(open_sum)
-        elif not self.is_lockstep and now >= open_sum.announced_at + self.longest_wait_s:
+        elif not self.is_lockstep and waited_s >= self._sum_wait_s:
+            self._sum_wait_s = min(2 * self._sum_wait_s, _MOST_SUM_WAITS * self._least_sum_wait_s)
             overdue = [self._connection(m.id) for m in self.members.values() if m.process in open_sum.missing]
             for process in open_sum.missing:
                 del self.fragments[number].round.drifts[process]
@@ -579,13 +588,13 @@ class Syncer:
         requests = [(self.ids[number], request) for number, request in open_sum.requests.items() if number in self.ids]
         return [message for id, request in requests for message in self.on_request(id, request)]
 
-    def _summed(self, fragment: FragmentState, open_sum: OpenSum) -> tuple[dict[str, Drift], list[int], Tensor]:
+    def _summed(self, fragment: FragmentState, open_sum: OpenSum) -> tuple[dict[str, Drift], list[int], Tensor | None]:
         """(the drifts that are in a sum, all of their tokens, their mean)."""
         assert fragment.grid is not None
         mean = fragment.grid.mean(open_sum.words, len(open_sum.roster.numbers), fragment.anchor.device)
         if mean is None:
             _LOG.warning("a sum is left out: its masks do not cancel; give all members the same LACONIC_MASK_SECRET")
-            return {}, [], torch.zeros_like(fragment.anchor)
+            return {}, [], None
         fragment.grid = fragment.grid.after(mean)
         drifts = {process: fragment.round.drifts[process] for process in open_sum.roster.numbers}
         return drifts, [drift.tokens for drift in drifts.values()], mean
