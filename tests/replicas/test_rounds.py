@@ -608,6 +608,28 @@ def test_another_number_of_workers_keeps_the_momentum_by_agreement() -> None:
             assert all(map(torch.equal, state["momenta"][number]["anchors"], saved["anchors"]))
 
 
+@pytest.mark.parametrize("text", ["streaming:every=4,fragments=2,delay=2", "gossip:mode=matched,seed=4"])
+def test_to_evaluate_the_mean_changes_nothing(text: str) -> None:
+    def work(transport: InProcess, evaluates: bool) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        learner = Learner(text, transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
+        seen = []
+        for number in range(10):
+            learner.drift(number)
+            if evaluates and number % 3 == 0:
+                own = learner.follower.vector.read()
+                with learner.follower.averaged():
+                    seen.append((own, learner.follower.vector.read()))
+                assert torch.equal(own, learner.follower.vector.read())
+        return learner.follower.vector.read(), seen
+
+    with one_core():
+        plain, evaluated = (in_process(M, partial(work, evaluates=evaluates)) for evaluates in (False, True))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, evaluated, strict=True))
+    for of_ranks in zip(*(seen for _, seen in evaluated), strict=True):
+        mean = torch.stack([own for own, _ in of_ranks]).mean(0)
+        assert all(torch.allclose(inside, mean, atol=1e-6) for _, inside in of_ranks)  # one float32 rounding
+
+
 def test_average_ends_with_one_model() -> None:
     def work(transport: InProcess) -> Tensor:
         text = "streaming:every=4,fragments=2,delay=2"

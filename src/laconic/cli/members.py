@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from contextlib import suppress
 
 from laconic.cli.console import number, say, table, to_json
 
@@ -42,8 +44,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from laconic.members import MemberServer, PageServer, serve_members
+    from laconic.members import MemberServer, PageServer
 
+    logging.getLogger("laconic.members").setLevel(logging.INFO)  # who joined, left, was lost or refused
     server = MemberServer(
         options.scheme,
         options.listen,
@@ -55,10 +58,12 @@ def _serve(options: argparse.Namespace) -> int:
         state=options.state,
         tape=options.tape,
     )
-    say(f"laconic: members dial {server.address}; stop with Ctrl-C")
-    if options.metrics:
-        say(f"laconic: the page is at http://{PageServer(server, options.metrics).address}/")
-    serve_members(server)
+    with server, suppress(KeyboardInterrupt):
+        page = PageServer(server, options.metrics) if options.metrics else None
+        say(f"laconic: members dial {server.address}; stop with Ctrl-C")
+        if page is not None:
+            say(f"laconic: the page is at http://{page.address}/")
+        server.wait()
     return 0
 
 
@@ -73,6 +78,7 @@ def _members(options: argparse.Namespace) -> int:
         [
             member["id"],
             member["address"] if member["is_there"] else "gone",
+            f"{member['seen_s_ago']:.0f} s ago",
             number(member["tokens"], ",d"),
             number(member["rounds"], ",d"),
             number(member["late"], ",d"),
@@ -83,5 +89,7 @@ def _members(options: argparse.Namespace) -> int:
         for member in stats["members"]
     ]
     print(f"{stats['scheme']}: {stats['rounds']} rounds, {stats['tokens']:,} tokens, {stats['num_members']} members")
-    print(table(["member", "address", "tokens", "rounds", "late", "residual", "share", "loss"], rows, num_left=2))
+    print(
+        table(["member", "address", "seen", "tokens", "rounds", "late", "residual", "share", "loss"], rows, num_left=2)
+    )
     return 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
 import time
-from contextlib import suppress
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ _LOG = logging.getLogger("laconic.members")
 _TICK_S = 0.05  # between two looks whether a round has waited long enough
 _JOIN_BYTES = 1 << 24  # of the layout of a model
 _BACKLOG = 256  # callers that may wait, or be in a handshake
+_REFUSALS_S = 10.0  # between two lines about callers that failed the handshake
 _GOODBYE_S = 5.0
 
 
@@ -92,12 +94,14 @@ class MemberServer:
         self.syncer = Syncer(outer_scheme, save=self._save, **options)
         states = {}
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder_lock = locked(self._folder)
             if states := read_states(self._folder):
                 self.syncer.load(states)
+                _LOG.info("the run in %s continues at round %d", self._folder, self.syncer.rounds)
         self._lock = threading.Lock()  # of the syncer and the lines
         self._lines: dict[int, Line] = {}
-        self._num_lines = 0
+        self._num_lines = self._num_refused = 0
+        self._refusals_due = 0.0
         self._handshakes = threading.BoundedSemaphore(_BACKLOG)
         self.error: LaconicError | None = None  # what ended the run
         self._ended = threading.Event()
@@ -138,6 +142,8 @@ class MemberServer:
         with self._lock:
             if self._tape is not None:
                 self._tape.close()
+        if self._folder is not None:
+            self._folder_lock.close()
 
     def stats(self) -> dict[str, Any]:
         """The run's clock, its members and its traffic, as plain numbers and texts."""
@@ -195,8 +201,9 @@ class MemberServer:
         """A caller that knows the key gets a line, on which it is told what runs here."""
         try:
             self._acceptor.shake_hands(connection)
-        except (OSError, FrameError, ValueError):
+        except (OSError, FrameError, ValueError) as error:
             connection.close()
+            self._note_refused(address, error)
             return
         finally:
             self._handshakes.release()
@@ -213,6 +220,15 @@ class MemberServer:
         line.start()
         line.send(Offer(str(self.syncer.scheme), self.syncer.mask_bits))
 
+    def _note_refused(self, address: str, error: Exception) -> None:
+        """Log callers that failed the handshake, one line for many: who guesses at secrets fills no disk."""
+        self._num_refused += 1
+        now = time.monotonic()
+        if now >= self._refusals_due:
+            self._refusals_due = now + _REFUSALS_S
+            text = "%d callers failed the handshake, the last one from %s (%s)"
+            _LOG.warning(text, self._num_refused, address, type(error).__name__)
+
     def _tick(self) -> None:
         while self._is_open:
             time.sleep(_TICK_S)
@@ -226,6 +242,7 @@ class MemberServer:
         try:
             self._play(number, word, address)
         except FrameError as error:
+            _LOG.warning("a member at %s is refused: it %s", address, error)
             self._lines[number].send(Refusal(str(error)))
             self._lines[number].finish()
             return
@@ -288,8 +305,23 @@ def address_of(text: str) -> tuple[str, int]:
     """Host and port of "host:port"; SchemeError where it is none."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise SchemeError(f"{text!r} is no address; write it as host:port, like 0.0.0.0:7700")
+        raise SchemeError(f"{text!r} is no address; write it as host:port, like 0.0.0.0:7700, with a port up to 65535")
     return host.strip("[]"), int(port)
+
+
+def locked(folder: Path) -> IO[bytes]:
+    """The open lock of a folder, which is made where it is missing; StateError where another server has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StateError(f"{folder} is in use by another server; end that one, or give another folder") from None
+    except OSError as error:
+        raise StateError(
+            f"cannot keep a run in {folder} ({error.strerror}); give a folder that can be written"
+        ) from None
+    return lock
 
 
 def write_state(folder: Path, number: int, state: dict[str, Any]) -> None:
@@ -320,14 +352,8 @@ def read_states(folder: Path) -> dict[int, dict[str, Any]]:
                 named = json.loads(file["named"].tobytes())
                 tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != "named"}
             states[int(path.stem.removeprefix("fragment-"))] = {**named, **tensors}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise StateError(
                 f"{path} is no state of a fragment ({type(error).__name__}); restore it, or begin in an empty folder"
             ) from None
     return states
-
-
-def serve_members(server: MemberServer) -> None:
-    """Serve until the process is interrupted; an error where the run ends by itself."""
-    with server, suppress(KeyboardInterrupt):
-        server.wait()

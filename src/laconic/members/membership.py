@@ -120,7 +120,7 @@ class Membership:
                 self._handle(word)
             self.send(self.replica.leave())
             while not self.replica.has_left:
-                self._handle(self._next(timeout_s, "that all has come"))
+                self._handle(self._next(timeout_s, "its answer that it has what was handed over"))
         except LaunchError as error:
             lost = self.replica.uncounted_norm
             raise PeerError(f"{error}; up to a drift of norm {lost:.3g} is lost with this member") from None
@@ -166,7 +166,8 @@ class Membership:
     def _on_end(self, why: str) -> None:
         self._roster_lines.clear()
         if self._is_open:
-            _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
+            if self._has_status:  # otherwise it was refused, and is told so by the thread that asked
+                _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
             threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
 
     def _dial_again(self) -> None:
@@ -252,5 +253,5 @@ class Membership:
 def connected(address: str, timeout_s: float) -> Connection:
     """A connection to a server, after the handshake."""
     where = Address.by_hand(*address_of(address))
-    cure = "see that `laconic serve` runs there"
+    cure = "see that `laconic serve` runs there, with TLS if this end has it, and only then"
     return connect(where, 0, "the server", timeout_s, caller="this process", cure=cure)

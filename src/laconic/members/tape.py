@@ -52,6 +52,8 @@ class Tape:
     def __init__(self, path: Path, scheme: str, options: dict[str, Any], *, continues: bool) -> None:
         if continues and not (path.exists() and path.stat().st_size):
             raise StateError(f"{path} would miss how this run began; give the tape from the beginning, or none")
+        if not continues and path.exists() and path.stat().st_size:
+            raise StateError(f"{path} is the tape of another run; give another file, or that run's state")
         self._path = path
         try:
             self._file = path.open("ab", buffering=0)  # what was written outlives this process, however it ends
@@ -116,7 +118,11 @@ def replay(path: str | Path) -> Syncer:
 
 def records(path: Path) -> Iterator[tuple[float, int, bytes]]:
     """(time, connection, bytes of a message) of every whole record; connection 0 beside bytes is the server itself."""
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise StateError(f"cannot read {path} ({error.strerror}); give a tape of `laconic serve --tape`") from None
+    with opened as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             now, connection, length = _HEAD.unpack(head)
             text = file.read(length)

@@ -113,6 +113,25 @@ class Follower(Observed):
         with self._timed():
             self.policy.average_(self._steps)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the mean of all inside the block, and behind it what it was; a call that all workers make.
+
+        It is for evaluation: training goes on as if it had not been, and its exchange is not counted.
+
+        Example:
+            >>> with follower.averaged():
+            ...     loss = model(torch.ones(1, 8)).mean()
+        """
+        self._check_open()
+        mean = self.policy.measured_mean(self._steps)
+        own = self.vector.read()
+        self.vector.write_(mean)
+        try:
+            yield
+        finally:
+            self.vector.write_(own)
+
     def check_replicas_(self) -> None:
         """Compare the anchors of all workers now; a call that all make between steps. In gossip there is none."""
         self._check_open()

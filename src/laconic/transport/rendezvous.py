@@ -73,7 +73,7 @@ class Acceptor:
         except OSError as error:
             if at is not None:
                 raise LaunchError(
-                    f"cannot listen at {at[0]}:{at[1]} ({error.strerror}); give another address"
+                    f"cannot listen at {at[0]}:{at[1]} ({os.strerror(error.errno or 0)}); give another address"
                 ) from None
             raise LaunchError(
                 f"this process finds no address at which others could call it ({error.strerror or error}); {_CURE}"
@@ -189,7 +189,7 @@ def connect(
             connection.fill(Cursor([memoryview(proof)]), until - time.monotonic())
         if not hmac.compare_digest(proof, _proof(key, b"accepts", challenge, nonce, rank)):
             connection.close()
-            raise LaunchError(f"{caller} and {where} do not know the same secret; give all ranks one LACONIC_SECRET")
+            raise LaunchError(f"{caller} and {where} do not know the same secret; give both ends one LACONIC_SECRET")
         connection.send(Message(Kind.HELLO, payload=payload_of(terms.encode())))
     except OSError as error:
         if connection is not None:

@@ -39,6 +39,9 @@ def certificate(*, accepts: bool) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # addresses are exchanged by workers; the certificate shows who answers
     context.verify_mode = ssl.CERT_REQUIRED
+    if not (shown and key):
+        absent = "LACONIC_TLS_KEY" if shown else "LACONIC_TLS_CERT"
+        raise LaunchError(f"{absent} is not set; name a certificate and its key, two PEM files, or neither")
     try:
         context.load_cert_chain(shown, key)
         context.load_verify_locations(shown)
