@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import laconic
 from laconic import cli
 from laconic_lab.cli import demo
 from laconic_lab.cli.demo import Run, gains, ladder, page, plot, verdict
+from laconic_lab.errors import TaskError
 from laconic_lab.network import netlink
+from laconic_lab.train.planning import plan_script
 
 
 def _run(scheme: str, steps_to_one: float, unshaped_s: float, bits: float) -> Run:
@@ -96,10 +99,20 @@ def test_a_plan_of_a_script_that_knows_nothing_of_it(steps: str, code: int, tmp_
     ran = subprocess.run([sys.executable, "-m", "laconic", *words], capture_output=True, text=True, check=False)
     assert bool(ran.returncode) == bool(code), ran.stderr
     if code:
-        assert "ended before a plan was made" in ran.stderr
+        assert "ended after 5 steps" in ran.stderr
     else:
         rows = json.loads(ran.stdout.splitlines()[-1])["rows"]
         assert {row["scheme"] for row in rows} == set(schemes[1::2]) and "trained" not in ran.stdout
+
+
+@pytest.mark.parametrize("call", ["follow(None, None, 'streaming')", "attach(None, 'bf16')"])
+def test_a_script_that_uses_laconic_is_not_trained_to_its_end(call: str, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(f"import laconic\nlaconic.{call}\n")
+    known = laconic.follow, laconic.attach
+    with pytest.raises(TaskError, match="uses laconic already; plan it as it was before"):
+        plan_script([str(script)], (), 10)
+    assert (laconic.follow, laconic.attach) == known
 
 
 def test_a_script_says_itself_how_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

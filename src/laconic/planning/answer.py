@@ -16,6 +16,8 @@ _MARGIN = 1.05  # by which another must be sooner than a simpler one
 _WORTH_NAMING = 0.1  # share of a step
 _SLOW_PAIR = 0.5  # of the median pair's rate
 _LITTLE = 0.25  # of a step, that a network takes where nothing need be done about it
+_NEGLIGIBLE = 0.1  # of a step: below, no other scheme is picked, whatever stragglers and load make of the rest
+_PLAIN = ("dense", "bf16")
 _RATES = tuple(10**6 * 10 ** (eighth / 8) for eighth in range(49))  # bits a second, 1mbit to 1tbit
 _CURVE_RATES = _RATES[:41:2]  # to 100gbit
 
@@ -105,6 +107,8 @@ class Plan:
     @property
     def line(self) -> str:
         """The line of code to paste."""
+        if self.pick == "dense":
+            return "leave the script as it is"
         picked = candidate(self.pick)
         verb = "attach(ddp" if picked.scheme.of_what == "gradients" else "follow(model, optimizer"
         text = f'laconic.{verb}, "{picked.scheme}")'
@@ -192,7 +196,13 @@ def _row(choice: Candidate, rehearsal: Rehearsal, measured: Measured, steps: int
 
 
 def _picked(rows: Sequence[PlanRow]) -> PlanRow:
-    """The first, in the order of their simplicity, that no other beats by more than the margin."""
+    """The first, in the order of their simplicity, that no other beats by more than the margin.
+
+    Where the network takes next to nothing of a plain step, there is nothing to be had from sending less.
+    """
+    plain = [row for row in rows if row.scheme in _PLAIN]
+    if plain and plain[-1].waits_ms < _NEGLIGIBLE * plain[-1].step_ms:
+        rows = plain
     known = [row for row in rows if row.seconds_to_target is not None] or list(rows)
     best = min(row.seconds_to_target or row.step_ms for row in known)
     return next(row for row in known if (row.seconds_to_target or row.step_ms) <= _MARGIN * best)

@@ -69,7 +69,9 @@ class Session:
         )
         self._dense = dense_path(scheme, transport, self._clock, keeps=bool(scheme.memory.kinds))  # of a warm-up
         self._plain = dense_path(scheme, transport, self._clock, keeps=False)
-        self._overflow = OverflowRule(undoes=undoes, zeroes=zeroes, warns=warns and transport.rank == 0)
+        self._overflow = OverflowRule(
+            undoes=undoes, zeroes=zeroes, warns=warns and transport.rank == 0, keeps=bool(scheme.memory.kinds)
+        )
         self._kernels = ""  # those of the gradients' device, once there are any
         self._step = 0
         self._first_step = 0  # as of Stats
@@ -340,12 +342,13 @@ class OverflowRule:
     GradScaler pay.
     """
 
-    def __init__(self, *, undoes: bool, zeroes: bool, warns: bool) -> None:
+    def __init__(self, *, undoes: bool, zeroes: bool, warns: bool, keeps: bool) -> None:
         self.skipped_steps = 0
         self.zeroes = zeroes
         self._in_a_row = 0
         self._undoes = undoes
         self._warns = warns and not undoes  # a GradScaler may need more steps to find its scale
+        self._keeps = keeps  # residuals, in units of a loss scale that nobody told of
         self._undo = Undo()
         self.overflowed = False  # in the step that is under way
 
@@ -371,6 +374,11 @@ class OverflowRule:
         overflowed = self.overflowed
         if overflowed:
             self.skipped_steps += 1
+            if self.skipped_steps == 1 and self._warns and self._keeps and not self.zeroes:
+                _log.warning(
+                    "a step gave Inf or NaN and is skipped; if a GradScaler scales the loss, give it to attach() as "
+                    "grad_scaler=, so that what is kept follows its scale"
+                )
         if self._undoes:
             if overflowed:
                 self._undo.restore_()

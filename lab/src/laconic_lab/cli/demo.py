@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sysconfig
 import tempfile
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from laconic.cli import Commands, as_worker, is_worker, say, table
 from laconic.recipes import parse
 from laconic.scheme import OuterScheme
-from laconic_lab.cli.jobs import run_ranks
+from laconic_lab.cli.jobs import run_ranks, say_if_busy
 from laconic_lab.errors import LabError
 from laconic_lab.network import Lab, LabSpec, Link, netlink, noted_signals
 from laconic_lab.train import Job, launch, worker_command
@@ -108,9 +107,8 @@ def run(args: argparse.Namespace) -> int:
     """Start the workers and print what they measured, or be one of them."""
     if is_worker():
         return as_worker(lambda: _work(args.folder))
-    begun, load, cores = time.monotonic(), os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores / 2:
-        say(f"laconic: this machine is busy (a load of {load:.1f} on {cores} cores); wait, or trust no time below")
+    begun = time.monotonic()
+    say_if_busy()
     with tempfile.TemporaryDirectory(prefix="laconic-demo-") as name:
         folder = Path(name)
         (folder / "text").write_text(_text(), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,13 @@ Launcher = Callable[[Job], int]  # 0, or DIVERGED
 _AS_RANK = 'RANK=$LACONIC_HOST WORLD_SIZE=$LACONIC_HOSTS LOCAL_RANK=0 exec "$0" "$@"'  # a host of a lab as a rank
 
 _PROBLEMS = 1  # the exit code of `laconic doctor --strict` where something was found
+
+
+def say_if_busy() -> None:
+    """Warn where other work makes times of this machine worthless."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2:
+        say(f"laconic: this machine is busy (a load of {load:.1f} on {cores} cores); wait, or trust no time below")
 
 
 _GROUPS = {

@@ -8,9 +8,17 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from laconic.cli import as_worker, is_worker
+from laconic.cli import as_worker, is_worker, say
 from laconic.planning import CANDIDATES, Plan, candidate
-from laconic_lab.cli.jobs import add_job_options, add_lab_options, given_options, lab_spec, launcher, num_workers
+from laconic_lab.cli.jobs import (
+    add_job_options,
+    add_lab_options,
+    given_options,
+    lab_spec,
+    launcher,
+    num_workers,
+    say_if_busy,
+)
 from laconic_lab.errors import TaskError
 from laconic_lab.network.spec import Link
 from laconic_lab.records import RECORDS, make_writable, to_json
@@ -93,8 +101,15 @@ def run(args: argparse.Namespace) -> int:
         _check_script(args) if args.script else job.load_data()
         if args.folder:
             _check_folder(args.folder)
+        say_if_busy()
         with launcher(lab_spec(args)) as start:
-            return start(job)
+            code = start(job)
+        if args.script and not job.json:
+            say(
+                f"laconic: steps were timed on this machine's {os.cpu_count()} cores, shared by all workers; on other "
+                f"hosts ask `torchrun ... -m laconic plan {args.script[0]}`"
+            )
+        return code
 
     def tell(plan: Plan) -> None:
         others = {f"{number} workers": plan.what_if(workers=number) for number in args.if_workers or ()}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import laconic
 from laconic.planning import Plan, plan
 from laconic_lab.errors import TaskError
 from laconic_lab.tasks import Data
@@ -85,6 +86,7 @@ class _Script:
         self._thread: threading.Thread | None = None
         self._models: list[DistributedDataParallel] = []
         self._has_optimizer = False
+        self.num_steps = 0
         self.plan: Plan | None = None
         self.error: BaseException | None = None
 
@@ -114,6 +116,7 @@ class _Script:
 
     def _wait_for_plan(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Let the plan go on, until it wants another step."""
+        self.num_steps += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(model, optimizer), daemon=True)
             self._thread.start()
@@ -139,7 +142,7 @@ class _Script:
 
 
 def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> Plan:
-    """Run a training script as it is, and plan in place of its third step; a call that all workers make.
+    """Run a training script as it is, and plan with its steps from the third on; a call that all workers make.
 
     The script wraps its model in DistributedDataParallel and steps one optimizer over it. It ends where the plan is
     made, so that it neither trains nor writes what it would write after that.
@@ -151,6 +154,11 @@ def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> 
         made(model, *args, **options)
         script.note_model(model)
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TaskError(f"{words[0]} uses laconic already; plan it as it was before, with a DistributedDataParallel")
+
+    own = laconic.follow, laconic.attach
+    laconic.follow = laconic.attach = refuse  # type: ignore[assignment]
     sys.argv = list(words)  # the script and its arguments
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     DistributedDataParallel.__init__ = remember  # type: ignore[assignment,method-assign]
@@ -161,12 +169,13 @@ def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> 
         pass
     finally:
         hook.remove()
+        laconic.follow, laconic.attach = own
         DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
     if script.error is not None:
         raise script.error
     if script.plan is None:
         raise TaskError(
-            f"{words[0]} ended before a plan was made; it must wrap its model in DistributedDataParallel and take "
-            "about 100 steps of one optimizer over it"
+            f"{words[0]} ended after {script.num_steps} steps over a model in DistributedDataParallel; a plan takes "
+            "about 100 of one optimizer, so let it train longer for once"
         )
     return script.plan
