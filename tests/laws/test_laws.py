@@ -356,6 +356,9 @@ def test_an_unknown_name_offers_the_nearest() -> None:
         "topk:roh=0.1": "topk has no parameter 'roh'; did you mean 'rho'?",
         "topk:quantize=bf15": "unknown quantize 'bf15'; did you mean 'bf16'?",
         "topk:quantize=levels(bit=4)": "quantize=levels has no parameter 'bit'; did you mean 'bits'?",
+        "local:16": "'16' is not key=value; write local:every=...",
+        "streaming,every=16": "'streaming,every=16' is no scheme; write streaming:key=value,key=value",
+        "topk(rho=0.01)": "'topk(rho=0.01)' is no scheme; write topk:key=value,key=value",
         "scheme:selct=topk": "scheme has no question 'selct'; did you mean 'select'?",
         "dense:rho=0.1": "dense has no parameter 'rho'; it takes none",
     }.items():
@@ -364,8 +367,9 @@ def test_an_unknown_name_offers_the_nearest() -> None:
         assert str(error.value) == cure
     with pytest.raises(SchemeError, match="did you mean 'warmup'"):
         recipes.topk(0.01, warm_up=3)  # type: ignore[call-arg]
-    with pytest.raises(SchemeError, match="give one of dense, bf16"):
-        parse("?")
+    for text in ("?", "int8"):  # which is no `silent`
+        with pytest.raises(SchemeError, match="give one of dense, bf16"):
+            parse(text)
 
 
 def test_a_run_takes_one_index() -> None:

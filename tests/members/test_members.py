@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,7 +28,7 @@ from torch import nn
 
 import laconic
 import laconic.cli
-from laconic import PeerError
+from laconic import PeerError, StateError
 from laconic.fault_points import at_fault_point
 from laconic.members import PageServer, prometheus_text, replay, run_stats
 from laconic.members.messages import Offer
@@ -85,9 +87,7 @@ def _served(folder: Path, port: int = 0) -> Iterator[tuple[BaseProcess, str]]:
     os.close(writes)
     try:
         with os.fdopen(reads) as errors:
-            line = errors.readline()
-            dialled = re.search(r"dial (\S+);", line)
-            assert dialled, line
+            dialled = next(filter(None, (re.search(r"dial (\S+);", line) for line in errors)))
             yield process, dialled[1]
     finally:
         process.kill()
@@ -222,9 +222,49 @@ def test_wrong_models_ids_schemes_and_addresses_are_one_line(tmp_path: Path) -> 
             laconic.MemberServer(scheme, "127.0.0.1:0")
     with pytest.raises(laconic.SchemeError, match="host:port"):
         laconic.MemberServer(SCHEME, "7700")
-    (tmp_path / "fragment-0.npz").write_bytes(b"nonsense")
-    with pytest.raises(laconic.StateError, match="no state of a fragment"):
-        laconic.MemberServer(SCHEME, "127.0.0.1:0", state=tmp_path)
+
+
+def test_what_a_server_cannot_continue_is_one_line(tmp_path: Path) -> None:
+    folder, tape = tmp_path / "run", tmp_path / "tape"
+    with laconic.MemberServer(SCHEME, "127.0.0.1:0", state=folder, tape=tape) as server:
+        with pytest.raises(StateError, match="run is in use by another server; end that one"):
+            laconic.MemberServer(SCHEME, "127.0.0.1:0", state=folder)
+        trainee = Trainee(server.address, "m")
+        trainee.train_until(2)
+        trainee.member.close()
+    with pytest.raises(StateError, match="tape is the tape of another run; give another file"):
+        laconic.MemberServer(SCHEME, "127.0.0.1:0", tape=tape)
+    with pytest.raises(StateError, match=r"cannot read .*none \(.*\); give a tape of"):
+        replay(tmp_path / "none")
+    whole = (folder / "fragment-0.npz").read_bytes()
+    place = whole.index(b"\x93NUMPY") + 200  # amid the entries of a vector
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for damaged in (b"nonsense", b"", whole[: len(whole) // 2], flipped):
+        (folder / "fragment-0.npz").write_bytes(damaged)
+        with pytest.raises(StateError, match=r"fragment-0.npz is no state of a fragment \(\w+\); restore it"):
+            laconic.MemberServer(SCHEME, "127.0.0.1:0", state=folder)
+    for wrong in (tape, tape / "below", Path("/proc/none")):
+        with pytest.raises(StateError, match=r"cannot keep a run in .* \(.*\); give a folder that can be written"):
+            laconic.MemberServer(SCHEME, "127.0.0.1:0", state=wrong)
+
+
+def test_a_server_logs_who_comes_and_goes_and_who_fails_the_handshake(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "laconic.members"), laconic.MemberServer(SCHEME, "127.0.0.1:0") as server:
+        trainee = Trainee(server.address, "m")
+        with pytest.raises(PeerError, match="'m' is there already"):
+            Trainee(server.address, "m")
+        host, port = server.address.split(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1" + 200 * b" ")
+        assert wait_until(lambda: "failed the handshake" in caplog.text)
+        trainee.member.leave()
+        other = Trainee(server.address, "n")
+        other.member.close()
+        assert wait_until(lambda: "member 'n' is gone" in caplog.text)
+    assert "member 'm' joined from 127.0.0.1" in caplog.text
+    assert "is refused: a member called 'm' is there already" in caplog.text and "member 'm' leaves" in caplog.text
+    assert caplog.text.count("failed the handshake") == 1
 
 
 @pytest.mark.parametrize(
@@ -401,7 +441,7 @@ def test_a_member_that_restarts_continues_from_its_checkpoint(caplog: pytest.Log
         assert member.id == "m"
         assert member.stats().residual_norm == pytest.approx(residual_norm)
         assert server.stats()["lost_norm"] == 0
-        assert not caplog.records
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         member.close()
         assert wait_until(lambda: not server.stats()["num_members"])
         Trainee(server.address, "m").member.leave()

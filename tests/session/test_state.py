@@ -139,6 +139,12 @@ def test_states_are_plain_and_checked() -> None:
     refuse(dgc, 2, saved, "resume under the scheme that saved it")
     refuse(scheme, 2, [{**saved[0], "format": 99}, saved[1]], "format is 99")
     refuse(scheme, 2, [{**saved[0], "step": 1}, saved[1]], "different steps")
+    without = {name: value for name, value in saved[0].items() if name != "memory"}
+    for nothing in (None, [], "state.pt", [None], without, {"step": 3}):
+        refuse(scheme, 2, nothing, "this is no state of a session; load what")
+    refuse(scheme, 2, [saved[0], saved[0]], "of one rank is given twice")
+    with logged("was saved under topk:rho=0.05; topk:rho=0.1 continues"):
+        run(parse("topk:rho=0.1"), 2, lambda session, rank: session.load_state_dict(saved))  # type: ignore[arg-type]
 
 
 def test_a_state_of_another_model_is_refused() -> None:

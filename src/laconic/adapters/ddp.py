@@ -131,6 +131,8 @@ def check_options(
     if on_nonfinite not in ("nan", "zero"):
         raise SchemeError(f"on_nonfinite is {on_nonfinite!r}; give 'nan' or 'zero'")
     check_on_mismatch(on_mismatch)
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise SchemeError(f"grad_scaler is {grad_scaler!r}; give the torch.amp.GradScaler that scales the loss")
     if on_nonfinite == "zero" and grad_scaler is not None:
         raise SchemeError("a GradScaler must see Inf to make its scale smaller; leave on_nonfinite out")
     if on_nonfinite == "zero" and scheme.is_torch_hook:

@@ -76,7 +76,10 @@ def all_commands() -> argparse.ArgumentParser:
 
 
 def _needs_the_lab(options: argparse.Namespace) -> int:
-    raise LaconicError(f"`laconic {options.command}` is a command of the lab; get it with pip install 'laconic[lab]'")
+    raise LaconicError(
+        f"`laconic {options.command}` is a command of the lab; pip install ./lab in the checkout, or where "
+        "laconic came from an index pip install 'laconic[lab]'"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

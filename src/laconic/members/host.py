@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from laconic.errors import FrameError, LaconicError, PeerError, SchemeError, StateError
 from laconic.members.messages import (
     Join,
+    Leave,
     Line,
     Offer,
     Refusal,
@@ -92,12 +94,24 @@ class MemberServer:
             "mask_bits": mask_bits,
         }
         self.syncer = Syncer(outer_scheme, save=self._save, **options)
-        states = {}
-        if self._folder is not None:
-            self._folder_lock = locked(self._folder)
-            if states := read_states(self._folder):
+        self._tape: Tape | None = None
+        self._opened = ExitStack()  # the folder's lock, the port and the tape
+        try:
+            states = {}
+            if self._folder is not None:
+                self._opened.enter_context(locked(self._folder))
+                states = read_states(self._folder)
+            if states:
                 self.syncer.load(states)
                 _LOG.info("the run in %s continues at round %d", self._folder, self.syncer.rounds)
+            self._acceptor = Acceptor(_BACKLOG, address_of(listen))
+            self._opened.callback(self._acceptor.close)
+            if tape is not None:
+                self._tape = Tape(Path(tape), str(outer_scheme), options, continues=bool(states))
+                self._opened.callback(self._tape.close)
+        except BaseException:
+            self._opened.close()
+            raise
         self._lock = threading.Lock()  # of the syncer and the lines
         self._lines: dict[int, Line] = {}
         self._num_lines = self._num_refused = 0
@@ -106,8 +120,6 @@ class MemberServer:
         self.error: LaconicError | None = None  # what ended the run
         self._ended = threading.Event()
         self.bytes_out = self.bytes_in = 0  # of lines that have ended
-        self._acceptor = Acceptor(_BACKLOG, address_of(listen))
-        self._tape = None if tape is None else Tape(Path(tape), str(outer_scheme), options, continues=bool(states))
         host, port, *_ = self._acceptor.address
         self.address = f"{host}:{port}"  # where members dial
         self._is_open = True
@@ -140,10 +152,7 @@ class MemberServer:
         for thread in self._threads:
             thread.join(_GOODBYE_S)
         with self._lock:
-            if self._tape is not None:
-                self._tape.close()
-        if self._folder is not None:
-            self._folder_lock.close()
+            self._opened.close()
 
     def stats(self) -> dict[str, Any]:
         """The run's clock, its members and its traffic, as plain numbers and texts."""
@@ -239,10 +248,12 @@ class MemberServer:
         if isinstance(word, Report):
             self._lines[number].send(Report(json.dumps(self.stats())))
             return
+        if isinstance(word, Leave) and (id := self.syncer.ids.get(number)) is not None:
+            _LOG.info("member %r leaves", id)
         try:
             self._play(number, word, address)
         except FrameError as error:
-            _LOG.warning("a member at %s is refused: it %s", address, error)
+            _LOG.warning("a member at %s is refused: %s", address, error)
             self._lines[number].send(Refusal(str(error)))
             self._lines[number].finish()
             return

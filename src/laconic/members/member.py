@@ -62,7 +62,7 @@ class Member:
         self._address = ",".join(addresses)
         self._optimizer = optimizer
         self._is_open = True
-        self._reminder = StepReminder(model.parameters(), "member.step()")
+        self._reminder = StepReminder(optimizer, "member.step()")
         generation = secrets.randbits(31)
         try:
             for index, address in enumerate(addresses):

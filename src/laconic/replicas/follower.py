@@ -82,7 +82,7 @@ class Follower(Observed):
         self._first_step = 0  # since a state was loaded: what is counted begins there
         self._seconds = 0.0  # of the training thread
         self._step_ends = step_ends()
-        self._reminder = StepReminder(policy.vector.parameters, "follower.step()")
+        self._reminder = StepReminder(policy.optimizers, "follower.step()")
 
     @property
     def error(self) -> BaseException | None:

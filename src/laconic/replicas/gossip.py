@@ -89,7 +89,7 @@ class GossipPolicy(Policy):
         self.num_dense = self.vector.num_entries
         self.messages = _message_writer(scheme, self.vector, end)
         self.tracker = ChangeTracker(scheme.trigger, self.vector, pattern.seed, end.rank)
-        self._optimizers = listed(optimizer)
+        self.optimizers = listed(optimizer)
         self._momentum = QuasiGlobalMomentum(optimizer) if pattern.momentum == "quasi-global" else None
         self._pending = PendingUpdate(self.vector)
         self.lost: dict[int, str] = {}
@@ -97,7 +97,7 @@ class GossipPolicy(Policy):
 
     @property
     def _lr(self) -> float:
-        return max(float(group["lr"]) for one in self._optimizers for group in one.param_groups)
+        return max(float(group["lr"]) for one in self.optimizers for group in one.param_groups)
 
     def send_due(self, step: int) -> None:
         if armed:

@@ -1,13 +1,12 @@
 """The optimizers of a model that trains apart: what exchanges ask of them, and whether the exchanges are called."""
 
 import logging
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from laconic.layout import local
 
@@ -44,38 +43,28 @@ class StepReminder:
     """Logs once that optimizers step a model and nothing exchanges it: each rank would train alone, in silence.
 
     Args:
-        parameters: Those of the model.
-        call: What is to be called after each of the optimizer's steps; `stop()` says that it was.
+        optimizers: Those of the model.
+        call: What is to be called after each of their steps; `stop()` says that it was.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], call: str) -> None:
-        self._ids = {id(parameter) for parameter in parameters}
+    def __init__(self, optimizers: Optimizers, call: str) -> None:
         self._call = call
         self._num_steps = 0
-        self._hook = register_optimizer_step_post_hook(_OnStep(weakref.ref(self)))
+        self._hooks = []
+        for optimizer in listed(optimizers):
+            with suppress(AttributeError):  # of a trainer's wrapper around one, which takes no hooks
+                self._hooks.append(optimizer.register_step_post_hook(self._note_step))
 
     def stop(self) -> None:
-        """Take the hook off."""
-        self._hook.remove()
+        """Take the hooks off, between two steps."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
-        self._num_steps += any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"][:1])
+    def _note_step(self, *_: Any) -> None:
+        self._num_steps += 1
         if self._num_steps == _MOST_UNCALLED:
-            self.stop()
             _LOG.warning(
                 "the optimizer has made %d steps and nothing was exchanged; call %s after each of them",
                 self._num_steps,
                 self._call,
             )
-
-
-class _OnStep:
-    """A hook that holds its reminder weakly: optimizers outlive followers."""
-
-    def __init__(self, reminder: "weakref.ref[StepReminder]") -> None:
-        self._reminder = reminder
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        if (reminder := self._reminder()) is not None:
-            reminder.note_step(optimizer)

@@ -57,6 +57,7 @@ class Policy(ABC):
 
     scheme: OuterScheme | GossipScheme
     vector: ModelVector
+    optimizers: list[torch.optim.Optimizer]  # that train the model
     rank: int
     num_workers: int
     shard = 0  # of a model in shards, or of a node's processes, the one that this worker has

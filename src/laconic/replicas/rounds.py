@@ -74,7 +74,7 @@ class OuterRounds(Policy):
         self.num_dense = self.vector.num_trained
         self.shard = shard if node is None else node.rank
         self._then = then = scheme.then.among(self.num_workers)
-        self._inner = listed(optimizer)
+        self.optimizers = listed(optimizer)
         self._transport = transport
         self._node = node
         self._home = home or self.vector.device
@@ -309,7 +309,7 @@ class OuterRounds(Policy):
         has_bad_buffers = not kernels.all_finite(self._read_buffers())
         if has_bad_buffers:
             self.vector.write_(self._agreed, self.vector.buffers)
-        drop_nonfinite_moments_(self._inner)
+        drop_nonfinite_moments_(self.optimizers)
         if nonfinite or has_bad_buffers:
             _log.warning(f"the model of rank {self.rank} is not finite; it goes back to the anchor")
 

@@ -82,11 +82,6 @@ class ModelVector:
         self.selectable = slice(self.num_trained - self.selectable_layout.num_entries, self.num_trained)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that it has, in its order."""
-        return list(self._parameters.values())
-
-    @property
     def parameter_spans(self) -> list[Span]:
         """Where the parameters lie."""
         return [span for span in self.layout.spans if span.name in self._parameters]

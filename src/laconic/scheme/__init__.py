@@ -1,5 +1,7 @@
 """The frozen half: answers that are checked together, printed and parsed."""
 
+import re
+from inspect import signature
 from typing import Any, cast
 
 from laconic.errors import SchemeError, nearest
@@ -34,9 +36,13 @@ def parse(text: AnyScheme | str) -> AnyScheme:
         if unknown := [question for question in arguments if question not in PARTS]:
             raise SchemeError(f"scheme has no question {unknown[0]!r}; {nearest(unknown[0], PARTS)}")
         return compose(**arguments)
+    if (first := re.split("[(, ]", name)[0]) != name and first in RECIPES:
+        raise SchemeError(f"{text!r} is no scheme; write {first}:key=value,key=value")
     if name not in RECIPES:
-        raise SchemeError(f"unknown recipe {name!r}; {nearest(name, RECIPES, f', or {COMPOSED}:select=...')}")
-    return cast(AnyScheme, build(RECIPES[name], pairs(rest), name))
+        names = [known for known in RECIPES if known != "silent"]  # what sends nothing is not what was meant
+        raise SchemeError(f"unknown recipe {name!r}; {nearest(name, names, f', or {COMPOSED}:select=...')}")
+    example = f"{name}:{next(iter(signature(RECIPES[name]).parameters), 'key')}=..."
+    return cast(AnyScheme, build(RECIPES[name], pairs(rest, example), name))
 
 
 def compose(**answers: Any) -> Scheme | GossipScheme | OuterScheme:

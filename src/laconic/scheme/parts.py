@@ -151,8 +151,8 @@ def score_name(score: str | Score) -> str:
     return names[0] if names else str(score)
 
 
-def pairs(text: str) -> dict[str, str]:
-    """{key: value} of `key=value,key=value`."""
+def pairs(text: str, example: str = "one like key=value") -> dict[str, str]:
+    """{key: value} of `key=value,key=value`; an error shows the example."""
     if text.count("(") != text.count(")"):
         raise SchemeError(f"the parentheses of {text!r} do not match")
     arguments: dict[str, str] = {}
@@ -160,7 +160,7 @@ def pairs(text: str) -> dict[str, str]:
         key, equals, value = item.partition("=")
         key = key.strip()
         if not equals or not key or not value.strip():
-            raise SchemeError(f"{item!r} is not key=value")
+            raise SchemeError(f"{item!r} is not key=value; write {example}")
         if key in arguments:
             raise SchemeError(f"{key} is given twice")
         arguments[key] = value.strip()

@@ -19,6 +19,7 @@ from laconic.transport import Everyone, Transport, pack, unpack, world
 _log = logging.getLogger("laconic.session")
 
 _FORMAT = 1
+_FIELDS = {"scheme", "step", "skipped_steps", "rank", "num_workers", "buckets", "memory"}
 
 Kept = dict[str, dict[str, Tensor]]  # by kind and parameter
 
@@ -61,7 +62,10 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
     own = [state for state in states if state["rank"] % transport.num_workers == transport.rank]
     if num_saved == transport.num_workers:
         if not own and not are_all:
-            raise StateError(f"no state of rank {transport.rank} is among those given; load what this rank saved")
+            raise StateError(
+                f"no state of rank {transport.rank} is among those given; load what this rank saved, or save one file "
+                "with session.gather_state() and load it with scatter_state()"
+            )
     else:
         if not are_all:
             raise StateError(
@@ -73,6 +77,8 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
                 f"what {num_saved} workers kept now lies with {transport.num_workers}; "
                 "the sum over workers is unchanged"
             )
+    if transport.rank == 0 and states[0]["scheme"] != str(scheme):
+        _log.warning("the state was saved under %s; %s continues with what that kept", states[0]["scheme"], scheme)
     layouts = [Layout.of(list(bucket), list(bucket.values())) for bucket in states[0]["buckets"]]
     progress = Progress(int(states[0]["step"]), int(states[0]["skipped_steps"]), layouts)
     return progress, _sum([state["memory"] for state in own])
@@ -80,7 +86,19 @@ def load(states: Sequence[Mapping[str, Any]], scheme: Scheme, transport: Transpo
 
 def by_rank(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One worker's state, or those of all in the order of their ranks."""
-    return [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda state: int(state["rank"]))
+    states = [saved] if isinstance(saved, Mapping) else saved
+    if not isinstance(states, Sequence) or not states or not all(map(_is_state, states)):
+        raise StateError(
+            "this is no state of a session; load what state_dict() returned, or a list of those of all ranks"
+        )
+    if len({state.get("rank") for state in states}) < len(states):
+        raise StateError("the state of one rank is given twice; give that of each rank once")
+    return sorted(states, key=lambda state: int(state.get("rank", 0)))
+
+
+def _is_state(state: object) -> bool:
+    """Return whether it is a state of this format, with all that it should have, or of another one."""
+    return isinstance(state, Mapping) and (state.get("format", _FORMAT) != _FORMAT or state.keys() >= _FIELDS)
 
 
 def _check(states: Sequence[Mapping[str, Any]], scheme: Scheme) -> None:
