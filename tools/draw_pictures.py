@@ -225,10 +225,10 @@ def foretold() -> str:
 
 
 def _bars(label: str, title: str, groups: Mapping[str, Mapping[str, float]], digits: int) -> str:
-    """A bar for each figure of each group, with its name before it and its figure behind it."""
+    """A bar for each figure of each group, with its name before it, of which the part to a comma gives its colour."""
     left, right, row = 176, _WIDTH - 64, 22
     longest = max(figure for figures in groups.values() for figure in figures.values())
-    names = list(dict.fromkeys(name for figures in groups.values() for name in figures))
+    names = list(dict.fromkeys(name.partition(",")[0] for figures in groups.values() for name in figures))
     drawn, y = f'  <text class="n" x="10" y="24">{title}</text>\n', 40
     for group, figures in groups.items():
         if group:
@@ -237,7 +237,8 @@ def _bars(label: str, title: str, groups: Mapping[str, Mapping[str, float]], dig
         for name, figure in figures.items():
             end = left + max(1.0, (right - left) * figure / longest)
             drawn += f'  <text class="t" x="{left - 8}" y="{y + 15}" text-anchor="end">{name}</text>\n'
-            drawn += f'  <path {_line(name, names)} style="stroke-width:14" d="M{left} {y + 10} H{end:.1f}"/>\n'
+            line = _line(name.partition(",")[0], names)
+            drawn += f'  <path {line} style="stroke-width:14" d="M{left} {y + 10} H{end:.1f}"/>\n'
             drawn += f'  <text class="t" x="{end + 6:.1f}" y="{y + 15}">{figure:.{digits}f}</text>\n'
             y += row
         y += 6
@@ -298,17 +299,17 @@ def steps_of_integers() -> str:
 
 
 def costs_of_gossip() -> str:
-    """How many points gossip at 4 to 8 % of the bytes is behind gossip at every step."""
+    """How many points gossip of few bytes is behind gossip at every step, after few steps and after many."""
     groups: dict[str, dict[str, float]] = {}
-    for name in ("gossip-change-rate", "gossip-change"):
+    for steps, name in (("150", "gossip-change-rate"), ("600", "gossip-change")):
         every, *others = _record(name)["rows"]
         for row in others:
             code = "4 bits" if "modulo" in row["scheme"] else "float32"
-            what = "what has changed" if "change" in row["scheme"] else "fixed period"
-            figures = groups.setdefault(f"{code}, {100 * row['share']:.1f} % of the bytes", {})
-            figures[what] = every["accuracy"] - row["accuracy"]
+            what = "changed" if "change" in row["scheme"] else "period"
+            bytes_sent = f"{what}, {100 * row['share']:.1f} %"
+            groups.setdefault(f"{code}, after {steps} steps", {})[bytes_sent] = every["accuracy"] - row["accuracy"]
     return _bars(
-        "Points of accuracy behind gossip at every step: of what has changed, and at a fixed period, in bars.",
+        "Points of accuracy behind gossip at every step, by share of its bytes: what has changed, and a fixed period.",
         "points behind gossip at every step",
         groups,
         2,

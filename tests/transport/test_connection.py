@@ -128,7 +128,7 @@ def test_only_those_who_know_the_key_come_in_and_each_once(acceptor: Acceptor, m
     told = acceptor.address
     with ThreadPoolExecutor(1) as beside:
         accepting = beside.submit(acceptor.accept, range(2), 1.0)  # rank 7 is none of theirs, and rank 0 does not come
-        with pytest.raises(LaunchError, match=r"rank 0 and it at 127.0.0.1:\d+ do not know the same secret; give all"):
+        with pytest.raises(LaunchError, match=r"rank 0 and it at 127.0.0.1:\d+ do not know the same secret; give both"):
             connect(told._replace(token="0" * 32), 0, "it", 5.0)
         with monkeypatch.context() as other, pytest.raises(LaunchError, match="do not know the same secret"):
             other.setenv("LACONIC_SECRET", "who was told the token still needs it")

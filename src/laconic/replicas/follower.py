@@ -93,7 +93,8 @@ class Follower(Observed):
         """Apply what is due, send what is due, and wait as the scheme says."""
         self._check_open()
         self.policy.raise_error()
-        self._reminder.stop()
+        if self._steps == self._first_step:
+            self._reminder.stop()
         with self._timed():
             self._steps += 1
             self.policy.apply_due_(self._steps)
