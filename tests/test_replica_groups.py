@@ -65,7 +65,7 @@ class FakeManager:
         self._error: Exception | None = None
         self._has_failed = False
         self._num_gathers = 2
-        self.committed = 0
+        self.committed = self.num_aborted = 0
         quorum.managers[rank] = self
 
     def register_state_dict_fn(self, key: str, load_state_dict: Any, state_dict: Any) -> None:
@@ -121,7 +121,8 @@ class FakeManager:
     def size(self) -> int:
         return len(self._group)
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        self.num_aborted += 1
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> FakeManager:
         faults = self._quorum.faults[self._number]
@@ -350,6 +351,20 @@ def test_the_minority_that_goes_back_discards_no_run() -> None:
     first = flat(model_of())
     for anchor in run.anchors[7]:
         assert float((anchor - first).min()) > 16
+
+
+@pytest.mark.parametrize("fault", ["cardless", "cut"])
+def test_who_fails_a_round_hangs_up_so_that_nobody_waits_for_it(fault: str) -> None:
+    quorum = Quorum([Faults(**{fault: {0}}), Faults()], size=2)
+
+    def work(rank: int) -> None:
+        model, follower = followed(quorum, rank, EXACT)
+        for _ in range(8):
+            add_(model, torch.ones_like(flat(model)))
+            follower.step()
+
+    in_threads(2, work)
+    assert quorum.managers[0].num_aborted == 1
 
 
 def test_two_processes_that_continue_from_one_state_lose_no_drift(caplog: pytest.LogCaptureFixture) -> None:

@@ -355,7 +355,7 @@ def test_a_defect_ends_the_server_and_is_told(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(server.syncer, "on_drift", broken)
         trainee.train(4)
-        with pytest.raises(PeerError, match="what member 'm' sent ended in RuntimeError, a defect of laconic"):
+        with pytest.raises(PeerError, match="a message of member 'm' ended in RuntimeError, a defect of laconic"):
             server.wait()
         trainee.member.close()
 

@@ -295,9 +295,10 @@ class MemberServer:
                 self.error = error
             except Exception as error:  # a server that goes on in an unknown state would hold all members up
                 _LOG.exception("the run ends")
-                cause = f"{type(error).__name__}, a defect of laconic"
+                sender = self.syncer.ids.get(number)
+                event_name = "a round" if sender is None else f"a message of member {sender!r}"
                 self.error = PeerError(
-                    f"what member {self.syncer.ids.get(number)!r} sent ended in {cause}; serve it again"
+                    f"{event_name} ended in {type(error).__name__}, a defect of laconic; serve it again"
                 )
             if self.error is not None:
                 self._ended.set()

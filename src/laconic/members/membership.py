@@ -66,7 +66,7 @@ class Membership:
         self._inbox: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._roster_lines: dict[str, Line] = {}  # under masks: by which a roster came, by its digest
         self._early: list[Word] = []  # in lockstep: results that came before they are due
-        self._is_open = True
+        self._closed = threading.Event()
         self._pause_s = _FIRST_PAUSE_S  # before the server is dialled anew
         self._has_status = False  # whether the server has said by this line where the run stands
         self._ended_bytes_out = self._ended_bytes_in = 0  # of connections before this one
@@ -127,7 +127,7 @@ class Membership:
 
     def close(self) -> None:
         """End the connection."""
-        self._is_open = False
+        self._closed.set()
         self._line.close()
 
     @property
@@ -165,7 +165,7 @@ class Membership:
 
     def _on_end(self, why: str) -> None:
         self._roster_lines.clear()
-        if self._is_open:
+        if not self._closed.is_set():
             if self._has_status:  # otherwise it was refused, and is told so by the thread that asked
                 _LOG.warning("the connection to %s has ended (%s); training goes on meanwhile", self._address, why)
             threading.Thread(target=self._dial_again, name="laconic-member-dial", daemon=True).start()
@@ -174,13 +174,16 @@ class Membership:
         """Try until the server is back and says where the run stands, less often with time."""
         begun = reminded = time.monotonic()
         self._line.close()
-        while self._is_open and self.error is None:
+        while not self._closed.is_set() and self.error is None:
             if not self._has_status:
-                time.sleep(self._pause_s * (0.5 + torch.rand(()).item()))
+                if self._closed.wait(self._pause_s * (0.5 + torch.rand(()).item())):
+                    return
                 self._pause_s = min(_LONGER * self._pause_s, _LONGEST_PAUSE_S)
             self._has_status = False
             with suppress(LaunchError):
                 self._dial()
+                if self._closed.is_set():
+                    self._line.close()
                 return
             if time.monotonic() > reminded + _REMIND_S:
                 reminded = time.monotonic()

@@ -155,7 +155,7 @@ class Syncer:
         has_model = self._is_founded or self._founder
         if fingerprint_of(layouts) != join.fingerprint or (has_model and layouts != self.layouts):
             raise FrameError("its model is another one than that of this run; build the same model, in the same order")
-        if bool(KEY.fullmatch(join.key)) != bool(self.mask_bits):
+        if not (KEY.fullmatch(join.key) if self.mask_bits else join.key == ""):
             raise FrameError("its drifts are masked where this run's are not, or the reverse; join anew")
         others = [other for other in self.members.values() if other.connection is not None and other.id != join.id]
         if self.mask_bits and join.key in {other.key for other in others}:
