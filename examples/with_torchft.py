@@ -10,7 +10,8 @@ it again: it continues from the others' anchors, and all print one digest.
 One round is one of torchft's steps. A round that fails costs nothing: its
 drifts go with the next. Who missed a round, or is new, is healed with anchors
 and outer momentum, 8 bytes a parameter, within `timeout`; a new process
-begins with an empty inner optimizer. The lighthouse takes 5 s to see a death.
+begins with an empty inner optimizer. The lighthouse takes 5 s to see a death;
+a round with a group that is stopped hangs for the process group's timeout.
 Who comes back when the others have ended waits for a quorum, and fails.
 """
 
@@ -27,16 +28,16 @@ from torchft import Manager, ProcessGroupGloo
 from laconic.integrations.torchft import follow
 
 ROUNDS = 3000  # of torchft, each of one fragment
-timeout = timedelta(seconds=60)
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-pg = ProcessGroupGloo(timeout=timeout)  # drifts leave the host
+pg = ProcessGroupGloo(timeout=timedelta(seconds=20))  # drifts leave the host
 manager = Manager(
     pg=pg,
     load_state_dict=None,  # the follower registers what heals
     state_dict=None,
     min_replica_size=2,
     use_async_quorum=False,  # rounds begin from equal anchors
-    timeout=timeout,
+    timeout=timedelta(seconds=60),
+    quorum_timeout=timedelta(seconds=60),  # of pg, twice or more
     rank=0,
     world_size=1,
     store_addr="localhost",

@@ -136,7 +136,7 @@ def _train(asked: argparse.Namespace) -> None:
         min_replica_size=worker.course.num_workers - 1,
         use_async_quorum=False,
         timeout=_TIMEOUT,
-        quorum_timeout=_TIMEOUT,
+        quorum_timeout=2 * _TIMEOUT,
         rank=0,
         world_size=1,
         store_addr=host,

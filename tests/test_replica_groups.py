@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -463,6 +464,7 @@ def test_what_replica_groups_cannot_take_is_one_line(scheme: str, words: str) ->
         ({"_use_async_quorum": True}, "use_async_quorum=False"),
         ({"_init_sync": False}, "init_sync=True"),
         ({"getBackendName": lambda: "torchft-nccl"}, "give torchft's ProcessGroupGloo"),
+        ({"_timeout": timedelta(seconds=60), "_quorum_timeout": timedelta(seconds=60)}, "at least twice"),
     ],
 )
 def test_a_manager_with_other_settings_is_one_line(setting: dict[str, Any], words: str) -> None:

@@ -46,11 +46,17 @@ class Group:
         """The last one that it has printed."""
         return int((AT.findall(self.text) or [0])[-1])
 
-    def goes_on(self) -> None:
-        """Wait until it is further."""
-        before = self.round
-        assert wait_until(lambda: self.round > before or self.process.poll() is not None), self.text[-2000:]
-        assert self.process.poll() is None, self.text[-2000:]
+
+def go_on(group: Group, among: list[Group]) -> None:
+    """Wait until a group is further."""
+    before = group.round
+    wait_until(lambda: group.round > before or group.process.poll() is not None)
+    assert group.round > before and group.process.poll() is None, ends_of(among)
+
+
+def ends_of(groups: list[Group]) -> str:
+    """What each has printed last, and how it ended."""
+    return "\n".join(f"{group.printed.name}, {group.process.poll()}: {group.text[-1000:]}" for group in groups)
 
 
 def test_groups_that_are_killed_or_stopped_end_with_the_model_of_the_others(tmp_path: Path) -> None:
@@ -62,18 +68,18 @@ def test_groups_that_are_killed_or_stopped_end_with_the_model_of_the_others(tmp_
     try:
         first, killed, stopped = groups
         for group in groups:
-            group.goes_on()
+            go_on(group, groups)
         killed.process.kill()
-        first.goes_on()
+        go_on(first, groups)
         groups.append(again := Group(script, "again", lighthouse.address()))
-        again.goes_on()
+        go_on(again, groups)
         stopped.process.send_signal(signal.SIGSTOP)
-        first.goes_on()
+        go_on(first, groups)
         stopped.process.send_signal(signal.SIGCONT)
-        stopped.goes_on()
+        go_on(stopped, groups)
         (tmp_path / "new").write_text(str(first.round + 500))
         (tmp_path / "new").rename(end)
-        assert [group.process.wait(timeout=120) for group in groups] == [0, -signal.SIGKILL, 0, 0], again.text[-2000:]
+        assert [group.process.wait(timeout=120) for group in groups] == [0, -signal.SIGKILL, 0, 0], ends_of(groups)
     finally:
         for group in groups:
             group.process.kill()

@@ -363,8 +363,9 @@ def follow(
     """Let replica groups train apart and exchange compressed drifts under torchft's manager.
 
     Args:
-        manager: A torchft.Manager with `use_async_quorum=False`, and no state functions of the model's own: laconic
-            registers the anchors, from which a process that joins or fell behind continues.
+        manager: A torchft.Manager with `use_async_quorum=False`, a `quorum_timeout` of twice the process group's
+            timeout or more, and no state functions of the model's own: laconic registers the anchors, from which a
+            process that joins or fell behind continues.
         pg: The process group that the manager was made with: torchft's ProcessGroupGloo, since drifts leave the host.
         model: The bare model of this replica group.
         optimizer: The one that trains it; call `step()` of what is returned after each of its steps.
@@ -384,6 +385,12 @@ def follow(
     if getattr(manager, "_use_async_quorum", False) or not getattr(manager, "_init_sync", True):
         raise SchemeError(
             "rounds begin from equal anchors; give torchft.Manager use_async_quorum=False, init_sync=True"
+        )
+    hung, patience = getattr(pg, "_timeout", None), getattr(manager, "_quorum_timeout", None)
+    if hung is not None and patience is not None and patience < 2 * hung:
+        raise SchemeError(
+            f"a round may hang for the process group's {hung.total_seconds():g} s, while others wait for a quorum; "
+            f"give torchft.Manager a quorum_timeout of at least twice that, not {patience.total_seconds():g} s"
         )
     if "gloo" not in pg.getBackendName():
         raise SchemeError(f"drifts leave the host, and {pg.getBackendName()} does not; give torchft's ProcessGroupGloo")
