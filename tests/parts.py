@@ -63,6 +63,7 @@ COMPOSED_TEXTS = (
     "sign:vote=weighted",
     "sparse-sign:cover=1.5,weight=0.9,score=product,vote=weighted",
     "scheme:select=everything,quantize=sign,memory=residual,exchange=all-gather",
+    "scheme:select=everything,quantize=lloyd,memory=residual,exchange=server",
     "maxnorm:levels=15,block=0,seed=5",
     "maxnorm:bits=4,stages=2",
     "multiscale:levels=15,block=0,scales=2,ratio=8,share=1",

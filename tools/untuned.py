@@ -68,6 +68,10 @@ ENTRIES = [
     Entry("muloco:every=32,fragments=4,delay=8,bits=2", "muon"),
     Entry("streaming", "muon"),
     Entry("streaming:momentum=0.9"),
+    Entry("streaming:bits=2"),
+    Entry("streaming:every=8,delay=2,bits=2"),
+    Entry("muloco:every=16,fragments=4,delay=4,bits=2", "muon"),
+    Entry("muloco:every=8,fragments=4,delay=2,bits=2", "muon"),
 ]
 
 

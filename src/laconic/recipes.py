@@ -396,9 +396,7 @@ def streaming(
     D = mean(maxnorm(anchor - x_i)) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2501.18512).
     """
     return OuterScheme(
-        exchanged=Scheme(
-            quantize=MaxNorm(levels=levels_of(bits, 0), block=block, seed=seed), exchange=AllReduce(stages=2)
-        ),
+        exchanged=_in_few_bits(bits, Nothing(), block=block, seed=seed),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
         then=_nesterov(lr, momentum),
     )
@@ -420,12 +418,8 @@ def muloco(
 
     r += anchor - x_i ; send code(r) ; r -= code(r) ; then as diloco, with laconic.optim.Muon (arXiv 2505.23725).
     """
-    exchanged = Scheme(quantize=Lloyd(), memory=Residual(), exchange=AllGather())
-    if bits > 2:  # a grid of one level loses more than it sends, and feeding that back would make it grow
-        grid = MaxNorm(levels=levels_of(bits, 0), block=512, seed=seed)
-        exchanged = Scheme(quantize=grid, memory=Residual(), exchange=AllReduce(stages=2))
     return OuterScheme(
-        exchanged=exchanged,
+        exchanged=_in_few_bits(bits, Residual(), block=512, seed=seed),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),
         then=_nesterov(lr, momentum) if momentum != "" else NesterovByWorkers(lr=0.7 if lr is None else lr),
     )
@@ -494,6 +488,18 @@ def torch_fp16() -> TorchHook:
 def torch_powersgd(rank: int = 1, *, start: int = 2) -> TorchHook:
     """PyTorch's powerSGD_hook runs unchanged from step `start` on: a control; Gloo needs one large bucket."""
     return TorchHook(hook="powersgd", rank=rank, start=start)
+
+
+def _in_few_bits(bits: int, memory: Memory, *, block: int, seed: int) -> Scheme:
+    """Drifts on a grid, summed in two stages; in two bits to the owners of a share each, who reply in as many.
+
+    Between -1, 0 and 1 a grid has nothing: two bits are better spent on four sizes, with error feedback at both ends.
+    """
+    levels = levels_of(bits, 0)
+    if levels == 1:
+        return Scheme(quantize=Lloyd(), memory=Residual(), exchange=Server())
+    grid = MaxNorm(levels=levels, block=block, seed=seed)
+    return Scheme(quantize=grid, memory=memory, exchange=AllReduce(stages=2))
 
 
 def _nesterov(lr: float | None, momentum: str | float) -> Outer:

@@ -246,6 +246,7 @@ def test_answers_that_do_not_fit_are_refused_with_a_cure() -> None:
         "maxnorm:bits=5,levels=7": "give one",
         "maxnorm:bits=1": "give 2 to 32",
         "maxnorm:bits=20000": "give 2 to 32",
+        "muloco:bits=1": "give 2 to 32",
         "multiscale:share=12": "a multiple of it",
     }.items():
         with pytest.raises(SchemeError, match=cure.replace("(", r"\(").replace(")", r"\)")):

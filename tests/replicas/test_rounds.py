@@ -796,6 +796,29 @@ def test_bytes_of_pairs_are_those_foretold(quantize: str) -> None:
         assert set(found[0][1].stats().by_kind) == {"pairs"}
 
 
+@pytest.mark.parametrize("recipe", ["streaming", "muloco"])
+@pytest.mark.parametrize("num_workers", [2, 4, 16])
+def test_two_bits_cost_about_half_of_four_among_any_number(recipe: str, num_workers: int) -> None:
+    layout = Layout.of(["weight"], [1 << 20])
+    two, four = (bytes_out(outer(f"{recipe}:bits={bits}").exchanged, layout, num_workers) for bits in (2, 4))
+    assert 0.5 < two / four < 0.53
+
+
+@pytest.mark.parametrize("recipe", ["streaming", "muloco"])
+def test_what_two_bits_leave_out_goes_with_later_rounds(recipe: str) -> None:
+    """Models that move once and then stand still come to their mean."""
+
+    def move_once(model: nn.Module, rank: int, number: int) -> None:
+        if number == 0:
+            wander(model, rank, number)
+
+    alone = walk("local:every=9,quantize=none", 1)
+    mean = torch.stack([trained(model) for model, _, _ in alone]).mean(0)
+    everyone = walk(f"{recipe}:every=1,fragments=1,delay=0,bits=2,lr=1,momentum=0", 40, before_step=move_once)
+    first, last = ((everyone[0][2][at][: mean.numel()] - mean).norm() for at in (0, -1))
+    assert last < 1e-4 * first
+
+
 def test_average_gives_workers_in_pairs_one_anchor() -> None:
     def work(transport: InProcess) -> tuple[Tensor, Tensor]:
         learner = Learner("noloco:every=2", transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1)
