@@ -491,9 +491,11 @@ def torch_powersgd(rank: int = 1, *, start: int = 2) -> TorchHook:
 
 
 def _in_few_bits(bits: int, memory: Memory, *, block: int, seed: int) -> Scheme:
-    """Drifts on a grid, summed in two stages; in two bits to the owners of a share each, who reply in as many.
+    """Drifts on a grid, summed in two stages; in two bits as Lloyd's codes, to the owners of a share, who reply alike.
 
-    Between -1, 0 and 1 a grid has nothing: two bits are better spent on four sizes, with error feedback at both ends.
+    A grid of two bits has one level: it loses more than it sends, and feeding that back would make it grow. Lloyd's
+    code does not, so workers and owners keep what it loses, whatever `memory` is of a grid; `block` and `seed` are a
+    grid's.
     """
     levels = levels_of(bits, 0)
     if levels == 1:
