@@ -32,6 +32,18 @@ class Shares:
             Layout.of(self.layout.names, [cut[p + 1] - cut[p] for cut in cuts]) for p in range(self.num_shares)
         )
 
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """The entries of each share, of those of the bucket."""
+        lengths = zip(*([span.num_entries for span in own.spans] for own in self.layouts), strict=True)
+        pieces = torch.split(whole, [length for of_parameter in lengths for length in of_parameter])
+        return [torch.cat(pieces[p :: self.num_shares]) for p in range(self.num_shares)]
+
+    def merged(self, shares: Sequence[Tensor]) -> Tensor:
+        """The entries of the bucket, of those of each share."""
+        both = zip(shares, self.layouts, strict=True)
+        pieces = [torch.split(share, [span.num_entries for span in own.spans]) for share, own in both]
+        return torch.cat([piece for of_parameter in zip(*pieces, strict=True) for piece in of_parameter])
+
     def cut(self, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """For ascending positions in the bucket: their order by share, and the places within each share, ascending."""
         if self.num_shares == 1:

@@ -1,7 +1,7 @@
 """Frames of selected entries: what is known of them beforehand, and the path on which everyone gets everyone's."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,13 @@ class FramePlan:
         self.plan = select.plan(layout, density)
         self.shape = shape_of(select, self.plan, quantize)
         self.num_fixed = self.plan.num_fixed  # the entries that go at every step
-        self.fixed = positions_of(self.plan.fixed, device)
+        self.device = device
         self.searches = [kernels.new_search(w.stop - w.start, w.k, device) for w in self.plan.windows]
+
+    @cached_property
+    def fixed(self) -> Tensor:
+        """Where the entries lie that go at every step, int64."""
+        return positions_of(self.plan.fixed, self.device)
 
     @property
     def is_capturable(self) -> bool:
@@ -55,7 +60,7 @@ class FramePlan:
         if self.num_fixed == self.plan.num_entries:  # in order, and 1.2 M indices would take 20 ms
             whole = balance.clone() if addend is None else balance.add(addend, alpha=factor)
             balance.zero_()
-            return self.fixed[:0].to(torch.int32), whole
+            return torch.empty(0, dtype=torch.int32, device=self.device), whole
         if not self.num_fixed:
             return self._select.withdraw_(balance, addend, factor, self.plan, self.searches)
         owed = due.at(self.fixed)

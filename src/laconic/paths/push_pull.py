@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from laconic.quantize import Quantizer, Trits
 from laconic.server import Owner, owner_state, server_states
 from laconic.server.vote import take_sides
 from laconic.transport import Push
-from laconic.wire import FrameShape, longest_frame, read_answers, read_each, write_each, write_parts
+from laconic.wire import Contents, FrameShape, longest_frame, read_answers, read_each, write_each, write_parts
 
 _LENGTH_BYTES = 8  # before each message between workers that own shares
 
@@ -181,7 +181,7 @@ class PushPull(Path):
 
     def _division(self, layout: Layout, plan: FramePlan) -> "_Division":
         if layout not in self._divisions:
-            wire = self.transport.wire or plan.fixed.device
+            wire = self.transport.wire or plan.device
             num_shares = self.transport.num_shares
             self._divisions[layout] = _Division(layout, num_shares, plan, wire, self.quantize, votes=self._votes)
         return self._divisions[layout]
@@ -236,22 +236,36 @@ class _Division:
         self, layout: Layout, num_shares: int, plan: FramePlan, wire: torch.device, quantize: Quantizer, *, votes: bool
     ) -> None:
         self._shares = Shares(layout, num_shares)
+        self._plan = plan
+        self._wire = wire
         self._quantize = quantize
         self._votes = votes
         self._forms = [quantize, Trits()] if votes else [quantize]  # of values, up or down
         self._sizes = [own.num_entries for own in self._shares.layouts]
-        fixed = plan.fixed.to(wire)
-        self._fixed_order, places = self._shares.cut(fixed)
-        self._num_fixed = [place.numel() for place in places]
-        self._fixed = torch.split(fixed[self._fixed_order], self._num_fixed)
-        self._is_fixed = torch.zeros(layout.num_entries, dtype=torch.bool, device=wire)
-        self._is_fixed[fixed] = True
+        names = {span.name for span in plan.plan.fixed}
+        of_shares = [[span for span in own.spans if span.name in names] for own in self._shares.layouts]
+        self._num_fixed = [sum(span.num_entries for span in spans) for spans in of_shares]
         self._pieces: Pieces | None = None  # for all frames to be written, and read, in one call
         if wire.type == "cpu" and quantize.code_dtype == torch.bfloat16:
             cuts = [piece_borders(span.num_entries, num_shares) for span in plan.plan.fixed]
             lengths = torch.tensor(cuts, dtype=torch.int64).view(-1, num_shares + 1).diff()
             self._pieces = Pieces(*self._shares.pieces(wire), lengths)
         self.longest = [longest_frame(n, self._forms) for n in self._sizes]  # bytes that a frame about a share may take
+
+    @cached_property
+    def _fixed_order(self) -> Tensor:
+        """The order by share of the entries that go at every step."""
+        return self._shares.cut(self._plan.fixed.to(self._wire))[0]
+
+    @cached_property
+    def _fixed(self) -> list[Tensor]:
+        """Those entries of each share."""
+        return list(torch.split(self._plan.fixed.to(self._wire)[self._fixed_order], self._num_fixed))
+
+    @cached_property
+    def _is_fixed(self) -> Tensor:
+        is_fixed = torch.zeros(sum(self._sizes), dtype=torch.bool, device=self._wire)
+        return is_fixed.index_fill_(0, self._plan.fixed.to(self._wire), True)
 
     def overflows(self, work: Work, wire: torch.device) -> list[Tensor]:
         """Parts that only say that this worker saw Inf or NaN."""
@@ -267,9 +281,14 @@ class _Division:
             at_once = write_parts(shapes, selected.to(torch.int32), values, self._pieces, sent, **work.frame_id)
             if at_once is not None:
                 return at_once, sent
+        if self._num_fixed == self._sizes:  # by pieces: to look up every entry takes three times as long
+            shapes = [FrameShape(n, 0, n, self._quantize) for n in self._sizes]
+            nowhere = [selected.to(torch.int32)] * len(shapes)
+            written = write_each(shapes, nowhere, self._shares.split(values), **work.frame_id)
+            return [frame for frame, _ in written], self._shares.merged([sent for _, sent in written])
         order, places = self._shares.cut(selected)
         counts = [place.numel() for place in places]
-        num_fixed = self._fixed_order.numel()
+        num_fixed = self._plan.num_fixed
         whole, rest = values.tensor_split([num_fixed])
         fixed_values = torch.split(whole.index_select(0, self._fixed_order), self._num_fixed)
         selected_values = torch.split(rest.index_select(0, order), counts)
@@ -294,6 +313,8 @@ class _Division:
         fixed_values = []
         selected_values = []
         frames = read_each(dict(enumerate(answers)), shapes, **work.frame_id)
+        if all(n in (shape.k, shape.num_fixed) for n, shape in zip(self._sizes, shapes, strict=True)):
+            return self._read_whole(frames)
         for (p, contents), shape in zip(frames.items(), shapes, strict=True):
             if contents.overflow:
                 return None
@@ -308,16 +329,20 @@ class _Division:
         positions, selected = self._shares.joined(places, selected_values)
         values = torch.cat([*fixed_values, selected])
         values = values.sign() if self._votes else values
-        num_entries = work.layout.num_entries
-        if len(answers) == 1 and values.numel() == num_entries and fixed[0].numel() in (0, num_entries):
-            return _Answers(None, values, 0)
         return _Answers(torch.cat([*fixed, positions]), values, sum(each.numel() for each in fixed))
+
+    def _read_whole(self, frames: Mapping[int, Contents]) -> _Answers | None:
+        """The same, where all answers hold every entry."""
+        if any(contents.overflow for contents in frames.values()):
+            return None
+        values = self._shares.merged([contents.values for contents in frames.values()])
+        return _Answers(None, values.sign() if self._votes else values, 0)
 
     def _read_at_once(
         self, work: Work, answers: Sequence[Tensor], shapes: Sequence[FrameShape], pieces: Pieces
     ) -> _Answers | None:
         """The same, where all answers hold their fixed entries and some others; None where one does not."""
-        num_fixed = self._fixed_order.numel()
+        num_fixed = self._plan.num_fixed
         total = num_fixed + sum(shape.k for shape in shapes)
         pinned = work.device.type == "cuda"  # where they go next
         positions = torch.empty(total, dtype=torch.int64, pin_memory=pinned)
@@ -333,7 +358,7 @@ class _Division:
         A dense answer also says where nothing is.
         """
         positions, values = answers.positions, answers.values
-        has_fixed = positions is not None and answers.num_fixed == self._fixed_order.numel()
+        has_fixed = positions is not None and answers.num_fixed == self._plan.num_fixed
         if has_fixed and not has_zeros(values[answers.num_fixed :]):
             return None
         is_selectable = values != 0
