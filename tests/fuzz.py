@@ -66,7 +66,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 CORPUS = Path(__file__).with_name("corpus.json")
 NATIVE = ROOT / "src/laconic/kernels/native"
-READ_BY_NATIVE = ("bits", "rice", "modulo", "rounding", "signs")  # files with readers of what was sent
+READ_BY_NATIVE = ("bits", "lloyd", "rice", "modulo", "rounding", "signs")  # files with readers of what was sent
 SANITIZED = "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"
 BUILT_ALIKE = "-std=c++17", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-pthread"
 MOST_BYTES = 1 << 30  # that a reader of a few hundred may take beyond what was there

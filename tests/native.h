@@ -32,6 +32,8 @@ void laconic_compare_modulo(const float*, int64_t, const uint8_t*, const int32_t
 void laconic_decode_differences(const uint8_t*, int64_t, const float*, int, int, float*);
 int64_t laconic_check_sum(const uint32_t*, int64_t);
 void laconic_pack_signs(const float*, int64_t, int, uint32_t*);
+void laconic_encode_lloyd(const float*, int64_t, float, int64_t, int, int32_t*, uint32_t*);
+void laconic_decode_lloyd(const int32_t*, const uint32_t*, int64_t, float, int64_t, int, float*);
 void laconic_unpack_signs(const uint32_t*, int64_t, float, int, float*);
 void laconic_vote(const uint32_t* const*, int64_t, int64_t, int, uint32_t*, uint32_t*);
 void laconic_largest_magnitudes(const float*, int64_t, int64_t, int, float*);

@@ -123,6 +123,14 @@ void sign(const std::string& name, const Floats& x, const Floats& other) {
   Floats back(n);
   laconic_unpack_signs(one.data(), n, 0.7f, kThreads, back.data());
   Digest().of(back).print("unpack_signs", name);
+  for (int64_t group : {16, 48, 4096}) {
+    std::vector<int32_t> lanes((n + group - 1) / group);
+    Words codes((n + 15) / 16);
+    Floats decoded(16 * codes.size());
+    laconic_encode_lloyd(x.data(), n, 3e38f, group, kThreads, lanes.data(), codes.data());
+    laconic_decode_lloyd(lanes.data(), codes.data(), codes.size(), 3e38f, group, kThreads, decoded.data());
+    Digest().of(lanes).of(codes).of(decoded).print("lloyd", name);
+  }
   const uint32_t* ballots[] = {one.data(), two.data(), three.data(), two.data()};
   for (int64_t voters : {1, 2, 3, 4}) {
     laconic_vote(ballots, voters, num_words, kThreads, negative.data(), tie.data());

@@ -252,6 +252,20 @@ int64_t signs() {
   return kMutantsOfOne;
 }
 
+int64_t two_sizes() {
+  const int64_t num_words = between(1, 12), group = 16 * between(1, 5), groups = (16 * num_words + group - 1) / group;
+  for (int mutant = 0; mutant < kMutantsOfOne; ++mutant) {
+    words.clear();
+    relengthen(words, num_words);
+    int32_t* lanes_of_groups = positions.of(groups);
+    for (int64_t i = 0; i < groups; ++i) lanes_of_groups[i] = static_cast<int32_t>(under(1 << 12));
+    float* found = floats.of(16 * num_words);
+    laconic_decode_lloyd(lanes_of_groups, in.copy(words), num_words, 0.5f, group, 1, found);
+    for (int64_t i = 0; i < 16 * num_words; ++i) promise(std::abs(found[i]) <= 0.5f * 2, "no more than the largest");
+  }
+  return kMutantsOfOne;
+}
+
 float finite() {
   const uint32_t bits = odd_word();
   float x;
@@ -332,6 +346,7 @@ struct Reader {
 constexpr Reader kReaders[] = {{"decode_elias_fano", elias_fano, 1},   {"unpack_bits, check_sum", bitmap, 2},
                                {"unpack_lanes", lanes, 2},             {"decode_rice", rice, 4},
                                {"decode_differences", differences, 8}, {"unpack_signs", signs, 8},
+                               {"decode_lloyd", two_sizes, 8},
                                {"unpack_scale, average_words", grid, 16}, {"compare_modulo", modulo, 32}};
 
 }  // namespace

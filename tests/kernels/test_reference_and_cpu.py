@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic import KernelError, kernels
 from laconic.kernels import dispatch, key_of, reference
 from laconic.kernels.contract import DEFINITIONS, kernels_in
-from laconic.kernels.cpu import bits, library, low_rank, modulo, rounding, signs, sparse
+from laconic.kernels.cpu import bits, library, lloyd, low_rank, modulo, rounding, signs, sparse
 from laconic.select import SEARCHES
 from tests.inputs import SIZES, thin_matrices, vectors
 
@@ -34,7 +34,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "none":
         pytest.skip(library.HOW_TO_GET_THEM)
     chosen: Callable[[], ctypes.CDLL] = lambda: library.load(name)  # noqa: E731
-    for module in (bits, low_rank, modulo, rounding, signs, sparse):
+    for module in (bits, lloyd, low_rank, modulo, rounding, signs, sparse):
         monkeypatch.setattr(module, "library", chosen)
     return name
 
@@ -357,6 +357,19 @@ def test_signs_sums_and_votes_equal_the_reference(n: int, level: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("n", [1, 15, 4097, 300_001])
+@pytest.mark.parametrize("group", [16, 48, 128, 4096])
+def test_two_sizes_of_a_group_equal_the_reference(n: int, group: int, level: str) -> None:
+    drawn = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    for values in (drawn * drawn.mul(3).exp(), drawn.round(), torch.full((n,), -0.7), 1e-35 * drawn):
+        values[::7] *= 0.0  # and -0.0
+        top = values.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        lanes, words = expected = reference.encode_lloyd(values, top, group)
+        assert all(map(torch.equal, cpu.encode_lloyd(values, top, group), expected))
+        decoded = cpu.decode_lloyd(lanes, words, top, group)
+        assert same_bits(decoded, reference.decode_lloyd(lanes, words, top, group))
+
+
 def test_pieces_are_joined_and_added_to(one_then_two_threads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(5)
     for sizes in ((1,), (3, 0, 4097), (700_000, 1, 5000)):
@@ -459,6 +472,8 @@ def test_a_raw_pointer_is_never_given_what_would_crash() -> None:
         lambda: cpu.encode_elias_fano(torch.tensor([32], dtype=torch.int32), 2, 8),
         lambda: cpu.encode_rice(torch.tensor([3, 2], dtype=torch.int32)),
         lambda: cpu.vote([]),
+        lambda: cpu.encode_lloyd(x, torch.ones(()), 8192),
+        lambda: cpu.decode_lloyd(*torch.split(torch.ones(3, dtype=torch.int32), [1, 2]), torch.ones(()), 16),
         lambda: cpu.quantize_pack(x, torch.ones(2), 512, 7, 6, 2, torch.int32, (1, 2)),
         lambda: cpu.quantize_pack(x, torch.ones(1), 512, 7, 6, 1, torch.int32, (1, 2)),
         lambda: cpu.unpack_scale(torch.ones(1, dtype=torch.int32), 6, 6, torch.ones(1), 512),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
+from laconic.kernels import LLOYD_LANE_BITS
 from laconic.wire import ValueCodec
 
 SMALLEST = torch.finfo(torch.float32).tiny  # of a scale, which is never zero
@@ -21,18 +22,6 @@ _TRITS_PER_BYTE = 5  # 3^5 = 243
 # Of Lloyd:
 _VALUES_PER_WORD = 16
 _MOST_IN_GROUP = 4096
-_ROUNDS = 3  # seven would lose 0.74 % of the drift below instead of 0.76 %, were sizes not rounded
-_UNITS = 2.0**40  # of the frame's largest |v|: sums of so many whole numbers are exact in float64, in any order
-
-# The sizes of a group take 12 bits: the larger as a share of the frame's largest |v|, the smaller in sixteenths of it.
-_SIZE_BITS = 8
-_SHARE_BITS = 4
-_SHARES = 1 << _SHARE_BITS
-_LANE_BITS = _SIZE_BITS + _SHARE_BITS
-# A size is a float32 in (2^-32, 1] with 3 bits behind the point; its code is how many such floats lie between it and 1.
-_DROPPED_BITS = 20
-_ONE = 127 << (23 - _DROPPED_BITS)  # the bits of 1.0 that are left
-_NO_SIZE = (1 << _SIZE_BITS) - 1  # stands for 0
 
 
 class Quantizer(ValueCodec):
@@ -232,65 +221,21 @@ class Lloyd(Quantizer):
 
     def _num_size_words(self, num_words: int) -> int:
         """The words for the sizes, before so many for the values."""
-        return -(-self._num_groups(num_words) * _LANE_BITS // 32)
+        return -(-self._num_groups(num_words) * LLOYD_LANE_BITS // 32)
 
     def _num_groups(self, num_words: int) -> int:
         return -(-num_words * _VALUES_PER_WORD // self.group)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        count = values.numel()
-        if count == 0:
+        if values.numel() == 0:
             return values.new_empty(0, dtype=torch.int32), values.new_ones(())
-        sizes = values.abs()
-        top = sizes.max().clamp_min(SMALLEST)
-        num_groups = -(-count // self.group)
-        units = values.new_zeros(num_groups * self.group, dtype=torch.float64)
-        units[:count] = sizes.to(torch.float64).div_(top).mul_(_UNITS).round_()
-        units = units.view(num_groups, self.group)
-        lanes = _lanes_of(*_two_means(units, count))
-        low, high = (size.to(torch.float64) * _UNITS for size in _sizes_of(lanes))
-        is_large = units > ((low + high) / 2).unsqueeze(1)
-        codes = (values < 0).to(torch.int32).add_(is_large.view(-1)[:count], alpha=2)
-        return torch.cat([kernels.pack_lanes(lanes, _LANE_BITS), kernels.pack_lanes(codes, 2)]), top
+        top = values.abs().max().clamp_min(SMALLEST)
+        lanes, words = kernels.encode_lloyd(values.contiguous(), top, self.group)
+        return torch.cat([kernels.pack_lanes(lanes, LLOYD_LANE_BITS), words]), top
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         # Only one number of words for values makes this many in all.
         num_words = bisect_left(range(codes.numel()), codes.numel(), key=lambda n: n + self._num_size_words(n))
-        num_size_words = codes.numel() - num_words
-        low, high = _sizes_of(kernels.unpack_lanes(codes[:num_size_words], self._num_groups(num_words), _LANE_BITS))
-        four = torch.stack([low, -low, high, -high], dim=1).mul_(scale)
-        which = kernels.unpack_lanes(codes[num_size_words:], num_words * _VALUES_PER_WORD, 2)
-        first = torch.arange(0, four.numel(), 4, dtype=torch.int32, device=codes.device).repeat_interleave(self.group)
-        return four.view(-1).index_select(0, first[: which.numel()].add_(which))
-
-
-def _two_means(units: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The means of the smaller and of the larger of each row, of `count` in all; behind those are zeros."""
-    per_row = torch.full(units.shape[:1], units.shape[1], dtype=torch.float64, device=units.device)
-    per_row[-1] -= units.numel() - count
-    total = units.sum(1)
-    low = high = total / per_row
-    above = torch.empty_like(units)
-    for _ in range(_ROUNDS):
-        cut = ((low + high) / 2).floor_()  # a whole number is above that where it is above the middle
-        torch.sub(units, cut.unsqueeze(1), out=above)
-        num_larger = (above > 0).sum(1, dtype=torch.int32)
-        larger = above.relu_().sum(1) + cut * num_larger  # a third of the time of a sum under a mask
-        low = (total - larger) / (per_row - num_larger)  # the smallest is never among the larger
-        high = torch.maximum(low, larger / num_larger.clamp_min(1))  # where all are equal there are none
-    return low, high
-
-
-def _lanes_of(low: Tensor, high: Tensor) -> Tensor:
-    """The codes of both sizes of each group, int32."""
-    bits = (high / _UNITS).to(torch.float32).view(torch.int32)
-    size = _ONE - ((bits + (1 << (_DROPPED_BITS - 1))) >> _DROPPED_BITS)
-    share = (low / high.clamp_min(1.0) * _SHARES).round_().to(torch.int32).clamp_(max=_SHARES - 1)
-    return (size.clamp_(0, _NO_SIZE) << _SHARE_BITS) | share
-
-
-def _sizes_of(lanes: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller and the larger size of each group, as shares of the frame's largest |v|."""
-    size = lanes >> _SHARE_BITS
-    high = ((_ONE - size) << _DROPPED_BITS).view(torch.float32) * (size != _NO_SIZE)
-    return (lanes & (_SHARES - 1)) * high * (1 / _SHARES), high
+        size_words, words = codes.tensor_split([codes.numel() - num_words])
+        lanes = kernels.unpack_lanes(size_words, self._num_groups(num_words), LLOYD_LANE_BITS)
+        return kernels.decode_lloyd(lanes, words, scale, self.group)

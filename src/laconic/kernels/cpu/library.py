@@ -34,7 +34,7 @@ class Facts(ctypes.Structure):
     )
 
 
-INTERFACE = 8  # as in native/interface.cpp
+INTERFACE = 9  # as in native/interface.cpp
 _P = ctypes.c_void_p
 _N = ctypes.c_int64
 _INT = ctypes.c_int
@@ -66,6 +66,8 @@ SIGNATURES = {
     "encode_modulo": (None, (_P, _N, _P, _F, _INT, _INT, _P, _P)),
     "compare_modulo": (None, (_P, _N, _P, _P, _P, _F, _INT, _INT, _P, _P, _P)),
     "decode_differences": (None, (_P, _N, _P, _INT, _INT, _P)),
+    "encode_lloyd": (None, (_P, _N, _F, _N, _INT, _P, _P)),
+    "decode_lloyd": (None, (_P, _P, _N, _F, _N, _INT, _P)),
     "check_sum": (_N, (_P, _N)),
     "pack_signs": (None, (_P, _N, _INT, _P)),
     "unpack_signs": (None, (_P, _N, _F, _INT, _P)),

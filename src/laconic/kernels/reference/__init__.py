@@ -4,6 +4,7 @@
 # ruff: noqa: F403 - a kernel is declared where it is defined, and nowhere again
 
 from laconic.kernels.reference.bits import *
+from laconic.kernels.reference.lloyd import *
 from laconic.kernels.reference.low_rank import *
 from laconic.kernels.reference.modulo import *
 from laconic.kernels.reference.momentum import *

@@ -1,0 +1,37 @@
+"""Two bits a value: its sign, and which of its group's two sizes it is nearer to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.errors import KernelError
+from laconic.kernels.contract import words_of
+from laconic.kernels.cpu.library import library, num_threads, pointer
+
+_MOST_IN_GROUP = 4096  # as in lloyd.cpp
+
+
+def encode_lloyd(values: Tensor, top: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    n = values.numel()
+    _check_group(group)
+    lanes = torch.empty(-(-n // group), dtype=torch.int32)
+    words = torch.empty(words_of(2 * n), dtype=torch.int32)
+    at = pointer("values", values, torch.float32)
+    library().laconic_encode_lloyd(at, n, float(top), group, num_threads(), lanes.data_ptr(), words.data_ptr())
+    return lanes, words
+
+
+def decode_lloyd(lanes: Tensor, words: Tensor, top: Tensor, group: int) -> Tensor:
+    num_words = words.numel()
+    _check_group(group)
+    values = torch.empty(16 * num_words, dtype=torch.float32)
+    of_groups = pointer("lanes", lanes, torch.int32, -(-values.numel() // group))
+    at = pointer("words", words, torch.int32)
+    library().laconic_decode_lloyd(of_groups, at, num_words, float(top), group, num_threads(), values.data_ptr())
+    return values
+
+
+def _check_group(group: int) -> None:
+    if not 0 < group <= _MOST_IN_GROUP or group % 16:
+        raise KernelError(f"a group of {group} values; give a multiple of 16, up to {_MOST_IN_GROUP}")
