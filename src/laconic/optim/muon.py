@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from laconic import kernels
 from laconic.errors import LaconicError, SchemeError
 from laconic.layout import local
-from laconic.optim.newton_schulz import is_long, orthogonalize
+from laconic.optim.newton_schulz import orthogonalize
 from laconic.optim.shards import exchanged, placed
 
 Split = Callable[[str, nn.Parameter], bool]
@@ -220,7 +220,7 @@ def _batches(params: Sequence[Tensor]) -> Iterator[list[list[int]]]:
     batches: dict[Any, dict[Any, list[int]]] = {}
     num_entries: dict[Any, int] = {}
     for i, p in enumerate(params):
-        key = (min(_sides(p)), is_long(*_sides(p)), p.device)
+        key = (min(_sides(p)), p.device)
         if num_entries.get(key, 0) + p.numel() > MOST_ENTRIES and key in batches:
             yield list(batches.pop(key).values())
             num_entries[key] = 0

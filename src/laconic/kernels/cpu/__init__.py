@@ -10,6 +10,7 @@ TAKEN_FROM_REFERENCE = {
     "thin_products_": "torch's own products are as good on a CPU",
     "settle_products_": "torch's own products are as good on a CPU",
     "stack_momentum_": "products take nearly all of an optimizer's step on a CPU",
+    "symmetric_product_": "torch's own products are as good on a CPU",
     "add_decayed_": "products take nearly all of an optimizer's step on a CPU",
 }
 

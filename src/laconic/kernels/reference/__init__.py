@@ -12,3 +12,4 @@ from laconic.kernels.reference.owners import *
 from laconic.kernels.reference.rounding import *
 from laconic.kernels.reference.signs import *
 from laconic.kernels.reference.sparse import *
+from laconic.kernels.reference.symmetric import *
