@@ -256,11 +256,12 @@ CHANGES = [
         "        param_group['lr'] = lr * (MUON if param_group.get('use_muon') else 1)\n",
     ),
     (
-        "    if iter_num % eval_interval == 0 and master_process:\n",
+        "    if iter_num % eval_interval == 0 and master_process:\n        losses = estimate_loss()\n",
         "    if iter_num and iter_num % eval_interval == 0 and master_process:\n"
-        "        if follower:\n"
-        "            follower.average_()\n"
-        "        torch.manual_seed(1) # the same batches for all\n",
+        "        with torch.random.fork_rng(), follower.averaged() if follower else nullcontext():\n"
+        "            torch.manual_seed(1) # the same batches for all\n"
+        "            losses = estimate_loss()\n"
+        "        CURVE.append((iter_num, round(float(losses['val']), 4)))\n",
     ),
     ("best_val_loss = 1e9\n", "best_val_loss = 0 # no checkpoints\n"),
     ("    if iter_num == 0 and eval_only:\n", "    if iter_num == max_iters:\n"),
@@ -303,13 +304,16 @@ def nanogpt(folder: Path, entry: Entry, options: Sequence[str], rank: int, devic
     words = f"{SIZES} {LENGTH} {OTHER} {rate} {accumulated}".split()
     sys.argv = ["train.py", *(f"--{word}" for word in [*words, *options])]
     step_s: list[float] = []
-    given: dict[str, Any] = {"__name__": "__main__", "laconic": laconic, "SCHEME": entry.scheme, "STEP_S": step_s}
+    curve: list[tuple[int, float]] = []
+    given: dict[str, Any] = {"__name__": "__main__", "laconic": laconic, "SCHEME": entry.scheme}
+    given |= {"STEP_S": step_s, "CURVE": curve}
     given |= {"MUON": MUON_RATE if entry.inner == "muon" else 0, "RANK": 0 if is_dense else rank}
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(source, "train.py", "exec"), given)
     about = {"loss": float(given["losses"]["val"]), "first_ms": [round(1e3 * s) for s in step_s[:100]]}
+    about["curve"] = curve
     if follower := given["follower"]:
         about["momentum"] = follower.stats().momentum
         about["bytes_out"] = follower.stats().bytes_out
