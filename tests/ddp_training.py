@@ -60,6 +60,7 @@ def start(
     *,
     bucket_mb: float = TINY_BUCKET_MB,
     timeout_s: float | None = None,
+    lr: float = 0.05,
     **ddp_options: Any,
 ) -> Run:
     """DDP over at least three buckets (one for PowerSGD, which aborts otherwise) with a scheme attached."""
@@ -67,7 +68,7 @@ def start(
     model = model if model is not None else Net()
     one_bucket = "powersgd" in (scheme or "")
     ddp = DistributedDataParallel(model, bucket_cap_mb=100 if one_bucket else bucket_mb, **ddp_options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     return Run(ddp, optimizer, laconic.attach(ddp, scheme, pipeline=True, timeout_s=timeout_s) if scheme else None)
 
 

@@ -34,7 +34,8 @@ TRAINED_TEXTS = {  # one of each path: those of other parts take as long and sho
 
 
 def _train(text: str, steps: int) -> dict[str, Any]:
-    run = start(text)
+    votes = "sign" in text.partition(":")[0]  # which moves every weight by the rate
+    run = start(text, lr=0.005 if votes else 0.05)
     losses = [run.step(number) for number in range(steps)]
     assert run.session is not None
     stats = run.session.stats()
@@ -54,7 +55,8 @@ def _train(text: str, steps: int) -> dict[str, Any]:
     [text if text in TRAINED_TEXTS else pytest.param(text, marks=pytest.mark.slow) for text in ALL_TEXTS],
 )
 def test_every_scheme_trains_over_many_buckets(four_workers: WorkerPool, text: str) -> None:
-    steps = 40
+    draws = "randk" in text  # so what it sends is older: it learns as much, but later
+    steps = 80 if draws else 40
     forgets = "topk" in text and "memory=none" in text  # 95 % of every gradient is gone: it learns, but slowly
     hesitates = any(word in text for word in ("overlap", "down_rho", "quantize=sign"))  # more waits, for longer
     results = four_workers.run(_train, text, steps)
