@@ -21,7 +21,7 @@ from laconic.kernels.gpu.launch import launch
 from laconic.kernels.reference.symmetric import symmetric_product_ as symmetric_product_by_torch_
 
 _TILE, _DEEP = 128, 64
-_OPTIONS = {"num_warps": 4, "num_stages": 3}
+_BYTES_OF_STAGE = 2 * 2 * _TILE * _DEEP  # of shared memory, for both factors in 16 bits
 
 
 @triton.jit
@@ -123,7 +123,17 @@ def symmetric_product_(
     variables = left, right, out if addend is None else addend, out, factors, alpha, beta, diagonal, rows, inner
     even = rows % _TILE == 0 and inner % _DEEP == 0
     tile = addend is not None, even, _TILE, _DEEP
-    launch(_symmetric, grid, *variables, *left.stride(), *right.stride(), *tile, **_OPTIONS)
+    stages = _num_stages(out.device)
+    launch(_symmetric, grid, *variables, *left.stride(), *right.stride(), *tile, num_warps=4, num_stages=stages)
+
+
+@functools.cache
+def _num_stages(device: torch.device) -> int:
+    """Three where two programs then share a multiprocessor, as on an H200; a small GPU has room for two stages."""
+    if device.type != "cuda":  # interpreted
+        return 1
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return 3 if room > 4 * _BYTES_OF_STAGE else 2
 
 
 @functools.lru_cache(maxsize=64)
