@@ -66,14 +66,10 @@ def test_a_slow_host_sleeps_by_what_it_computed(few_images: Path, monkeypatch: p
             assert not slept
     assert slept == [0.75]
     job = [*JOB, "--data", str(few_images), "--scheme", "bf16", "--hosts", "2"]
-    even, slow = (laconic("train", *job, *words) for words in ([], ["--slow", "1=8"]))
+    even, slow = (laconic("train", *job, *words) for words in ([], ["--slow", "1=2"]))
     assert even.returncode == slow.returncode == 0, even.stderr + slow.stderr
     losses = [json.loads(ran.stdout.splitlines()[-1])["loss"] for ran in (even, slow)]
     assert losses[0] == losses[1], "who is slow changes nothing"
-    for words, cure in ((["2=4"], "hosts are 0 to 1"), (["1=0.5"], "give 1 to"), (["1"], "like 3=4")):
-        ran = laconic("train", *job, "--slow", *words)
-        assert ran.returncode == 2 and cure in ran.stderr and ran.stderr.count("\n") == 1
-    assert "give --hosts too" in laconic("train", *JOB, "--slow", "1=4").stderr
 
 
 def test_a_failure_on_a_host_is_one_line() -> None:
@@ -103,6 +99,10 @@ def test_launchers_on_hosts_of_their_own_find_each_other() -> None:
         (["train", "--hosts", "2", "--link", "fast"], "write one like 10mbit"),
         (["compare", "--hosts", "2", "--link-of", "7=10mbit"], "the hosts are 0 to 1"),
         (["compare", "--rounds", "0"], "--rounds is 0"),
+        (["train", "--hosts", "2", "--slow", "2=4"], "hosts are 0 to 1"),
+        (["train", "--hosts", "2", "--slow", "1=0.5"], "give 1 to"),
+        (["train", "--hosts", "2", "--slow", "1"], "like 3=4"),
+        (["train", "--slow", "1=4"], "give --hosts too"),
     ],
 )
 def test_a_wrong_lab_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
