@@ -13,7 +13,7 @@ from laconic.kernels.cpu.library import give_threads
 from laconic.kernels.device import Executor, to_device, to_host, wait_for_stream
 from laconic.kernels.dispatch import *
 from laconic.kernels.host import end_to_end, half_way, has_zeros, joined_runs, merged, nonzero, repeated
-from laconic.kernels.reference.lloyd import LLOYD_LANE_BITS
+from laconic.kernels.reference.lloyd import LLOYD_LANE_BITS, LLOYD_LARGEST_GROUP, LLOYD_VALUES_PER_WORD
 from laconic.kernels.reference.modulo import MODULO_BLOCK
 from laconic.kernels.reference.owners import Blocks, Pieces, Window
 from laconic.kernels.searches import SEARCHES, withdraw_of_chunks_, withdraw_runs_

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic import kernels
 from laconic.errors import SchemeError
-from laconic.kernels import LLOYD_LANE_BITS
+from laconic.kernels import LLOYD_LANE_BITS, LLOYD_LARGEST_GROUP, LLOYD_VALUES_PER_WORD
 from laconic.wire import ValueCodec
 
 SMALLEST = torch.finfo(torch.float32).tiny  # of a scale, which is never zero
@@ -18,10 +18,6 @@ _FP16_TOP_EXPONENT = 15
 _BF16_TOP = torch.finfo(torch.bfloat16).max
 _FP16_TOP = 32752.0 * 2.0**113  # the largest 11-bit number under 2^128
 _TRITS_PER_BYTE = 5  # 3^5 = 243
-
-# Of Lloyd:
-_VALUES_PER_WORD = 16
-_MOST_IN_GROUP = 4096
 
 
 class Quantizer(ValueCodec):
@@ -212,11 +208,11 @@ class Lloyd(Quantizer):
     group: int = 128  # values that share two sizes, which take 12 bits
 
     def __post_init__(self) -> None:
-        if not 0 < self.group <= _MOST_IN_GROUP or self.group % _VALUES_PER_WORD:
-            raise SchemeError(f"Lloyd.group is {self.group}; give a multiple of 16, up to {_MOST_IN_GROUP}")
+        if not 0 < self.group <= LLOYD_LARGEST_GROUP or self.group % LLOYD_VALUES_PER_WORD:
+            raise SchemeError(f"Lloyd.group is {self.group}; give a multiple of 16, up to {LLOYD_LARGEST_GROUP}")
 
     def num_bytes(self, count: int) -> int:
-        words = -(-count // _VALUES_PER_WORD)
+        words = -(-count // LLOYD_VALUES_PER_WORD)
         return 4 * (self._num_size_words(words) + words)
 
     def _num_size_words(self, num_words: int) -> int:
@@ -224,7 +220,7 @@ class Lloyd(Quantizer):
         return -(-self._num_groups(num_words) * LLOYD_LANE_BITS // 32)
 
     def _num_groups(self, num_words: int) -> int:
-        return -(-num_words * _VALUES_PER_WORD // self.group)
+        return -(-num_words * LLOYD_VALUES_PER_WORD // self.group)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.numel() == 0:

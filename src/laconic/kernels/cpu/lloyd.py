@@ -8,8 +8,7 @@ from torch import Tensor
 from laconic.errors import KernelError
 from laconic.kernels.contract import words_of
 from laconic.kernels.cpu.library import library, num_threads, pointer
-
-_MOST_IN_GROUP = 4096  # as in lloyd.cpp
+from laconic.kernels.reference.lloyd import LLOYD_LARGEST_GROUP, LLOYD_VALUES_PER_WORD
 
 
 def encode_lloyd(values: Tensor, top: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -25,7 +24,7 @@ def encode_lloyd(values: Tensor, top: Tensor, group: int) -> tuple[Tensor, Tenso
 def decode_lloyd(lanes: Tensor, words: Tensor, top: Tensor, group: int) -> Tensor:
     num_words = words.numel()
     _check_group(group)
-    values = torch.empty(16 * num_words, dtype=torch.float32)
+    values = torch.empty(LLOYD_VALUES_PER_WORD * num_words, dtype=torch.float32)
     of_groups = pointer("lanes", lanes, torch.int32, -(-values.numel() // group))
     at = pointer("words", words, torch.int32)
     library().laconic_decode_lloyd(of_groups, at, num_words, float(top), group, num_threads(), values.data_ptr())
@@ -33,5 +32,5 @@ def decode_lloyd(lanes: Tensor, words: Tensor, top: Tensor, group: int) -> Tenso
 
 
 def _check_group(group: int) -> None:
-    if not 0 < group <= _MOST_IN_GROUP or group % 16:
-        raise KernelError(f"a group of {group} values; give a multiple of 16, up to {_MOST_IN_GROUP}")
+    if not 0 < group <= LLOYD_LARGEST_GROUP or group % LLOYD_VALUES_PER_WORD:
+        raise KernelError(f"a group of {group} values; give a multiple of 16, up to {LLOYD_LARGEST_GROUP}")

@@ -8,7 +8,8 @@ from torch import Tensor
 from laconic.kernels.contract import kernel
 from laconic.kernels.reference.bits import pack_lanes, unpack_lanes
 
-_VALUES_PER_WORD = 16
+LLOYD_VALUES_PER_WORD = 16
+LLOYD_LARGEST_GROUP = 4096  # as in lloyd.cpp
 _ROUNDS = 3  # seven would lose 0.74 % of a drift instead of 0.76 %, were sizes not rounded (two-bit-codes in results/)
 _UNITS = 2.0**40  # of the largest |v|: sums of so many whole numbers are exact in float64, in any order
 
@@ -48,7 +49,7 @@ def decode_lloyd(lanes: Tensor, words: Tensor, top: Tensor, group: int) -> Tenso
     """The values that codes stand for, sixteen for each word."""
     low, high = _sizes_of(lanes)
     four = torch.stack([low, -low, high, -high], dim=1).mul_(top)
-    which = unpack_lanes(words, words.numel() * _VALUES_PER_WORD, 2)
+    which = unpack_lanes(words, words.numel() * LLOYD_VALUES_PER_WORD, 2)
     first = torch.arange(0, four.numel(), 4, dtype=torch.int32, device=words.device).repeat_interleave(group)
     return four.view(-1).index_select(0, first[: which.numel()].add_(which))
 
