@@ -261,7 +261,7 @@ int64_t two_sizes() {
     for (int64_t i = 0; i < groups; ++i) lanes_of_groups[i] = static_cast<int32_t>(under(1 << 12));
     float* found = floats.of(16 * num_words);
     laconic_decode_lloyd(lanes_of_groups, in.copy(words), num_words, 0.5f, group, 1, found);
-    for (int64_t i = 0; i < 16 * num_words; ++i) promise(std::abs(found[i]) <= 0.5f * 2, "no more than the largest");
+    for (int64_t i = 0; i < 16 * num_words; ++i) promise(std::abs(found[i]) <= 0.5f, "no more than the largest");
   }
   return kMutantsOfOne;
 }

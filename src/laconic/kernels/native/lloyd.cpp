@@ -73,18 +73,6 @@ inline int32_t two_means(const int64_t* units, int64_t count, int64_t total) {
   return lane_of(low, high);
 }
 
-// Calls work(number, first, count) for each group of n entries.
-template <class Work>
-void over_groups(int64_t n, int64_t group, int threads, const Work& work) {
-  const int64_t groups = (n + group - 1) / group;
-  const int useful = static_cast<int>(std::clamp<int64_t>(groups, 1, useful_threads(n, threads)));
-  parallel_over(groups * kBlock, useful, [&](int, int64_t from, int64_t to) {  // whole groups for each thread
-    for (int64_t number = from / kBlock; number < to / kBlock; ++number) {
-      work(number, number * group, std::min(group, n - number * group));
-    }
-  });
-}
-
 }  // namespace
 
 extern "C" void laconic_encode_lloyd(const float* x, int64_t n, float top, int64_t group, int threads, int32_t* lanes,

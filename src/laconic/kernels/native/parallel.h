@@ -39,6 +39,18 @@ void parallel_over(int64_t entries, int threads, const Work& work) {
   for (auto& other : others) other.join();
 }
 
+// Calls work(number, first, count) for each group of n entries; a group is one thread's.
+template <class Work>
+void over_groups(int64_t n, int64_t group, int threads, const Work& work) {
+  const int64_t groups = (n + group - 1) / group;
+  const int useful = static_cast<int>(std::clamp<int64_t>(groups, 1, useful_threads(n, threads)));
+  parallel_over(groups * kBlock, useful, [&](int, int64_t from, int64_t to) {
+    for (int64_t number = from / kBlock; number < to / kBlock; ++number) {
+      work(number, number * group, std::min(group, n - number * group));
+    }
+  });
+}
+
 // Calls work(thread) once for each thread.
 template <class Work>
 void in_parallel(int threads, const Work& work) {

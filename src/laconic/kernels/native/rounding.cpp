@@ -23,7 +23,7 @@ inline uint32_t draw(uint32_t i, uint32_t key0, uint32_t key1) { return mixed(i,
 
 // Calls work(first, count, scale) for the runs of [begin, end) that share a scale; one scale may serve all.
 template <class Work>
-inline void over_groups(int64_t begin, int64_t end, int64_t group, const float* scales, int64_t num_scales,
+inline void over_scales(int64_t begin, int64_t end, int64_t group, const float* scales, int64_t num_scales,
                         const Work& work) {
   if (num_scales <= 1) return work(begin, end - begin, scales[0]);
   for (int64_t at = begin; at < end;) {
@@ -44,7 +44,7 @@ void quantize_pack(const float* x, int64_t n, const float* inverse, int64_t num_
       for (int lane = 0; lane * num_words + block < n; ++lane) {
         const int64_t start = lane * num_words + block;
         const int shift = lane * lane_bits;
-        over_groups(start, std::min(start + count, n), group, inverse, num_scales,
+        over_scales(start, std::min(start + count, n), group, inverse, num_scales,
                     [&](int64_t first, int64_t run, float scale) {
           Word* sum = sums + (first - start);
           for (int64_t i = 0; i < run; ++i) {
@@ -82,7 +82,7 @@ void unpack_scale(const Word* words, int64_t num_words, int64_t n, int lane_bits
       for (int lane = 0; lane * num_words + block < n; ++lane) {
         const int64_t start = lane * num_words + block;
         const int shift = lane * lane_bits;
-        over_groups(start, std::min(start + count, n), group, steps, num_scales,
+        over_scales(start, std::min(start + count, n), group, steps, num_scales,
                     [&](int64_t first, int64_t run, float step) {
           const Word* word = words + block + (first - start);
           for (int64_t i = 0; i < run; ++i) {
@@ -118,15 +118,10 @@ void average_words(const Word* words, int64_t num_rows, int64_t num_words, int l
 
 // max |x| of each group; a NaN counts as Inf.
 extern "C" void laconic_largest_magnitudes(const float* x, int64_t n, int64_t group, int threads, float* largest) {
-  const int64_t groups = (n + group - 1) / group;
-  const int useful = static_cast<int>(std::clamp<int64_t>(groups, 1, useful_threads(n, threads)));
-  parallel_over(groups * kBlock, useful, [&](int, int64_t from, int64_t to) {  // whole groups for each thread
-    for (int64_t number = from / kBlock; number < to / kBlock; ++number) {
-      const int64_t stop = std::min(n, (number + 1) * group);
-      uint32_t most = 0;
-      for (int64_t i = number * group; i < stop; ++i) most = std::max(most, magnitude_bits(x[i]));
-      largest[number] = from_bits(std::min(most, kInfinityBits));
-    }
+  over_groups(n, group, threads, [&](int64_t number, int64_t first, int64_t count) {
+    uint32_t most = 0;
+    for (int64_t i = first; i < first + count; ++i) most = std::max(most, magnitude_bits(x[i]));
+    largest[number] = from_bits(std::min(most, kInfinityBits));
   });
 }
 
