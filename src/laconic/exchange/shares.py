@@ -33,13 +33,13 @@ class Shares:
         )
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The entries of each share, of those of the bucket."""
+        """What the entries of a whole bucket are in each share."""
         lengths = zip(*([span.num_entries for span in own.spans] for own in self.layouts), strict=True)
         pieces = torch.split(whole, [length for of_parameter in lengths for length in of_parameter])
         return [torch.cat(pieces[p :: self.num_shares]) for p in range(self.num_shares)]
 
-    def merged(self, shares: Sequence[Tensor]) -> Tensor:
-        """The entries of the bucket, of those of each share."""
+    def unsplit(self, shares: Sequence[Tensor]) -> Tensor:
+        """What the entries of all shares are in the whole bucket."""
         both = zip(shares, self.layouts, strict=True)
         pieces = [torch.split(share, [span.num_entries for span in own.spans]) for share, own in both]
         return torch.cat([piece for of_parameter in zip(*pieces, strict=True) for piece in of_parameter])

@@ -253,19 +253,24 @@ class _Division:
         self.longest = [longest_frame(n, self._forms) for n in self._sizes]  # bytes that a frame about a share may take
 
     @cached_property
+    def _all_fixed(self) -> Tensor:
+        """The entries that go at every step."""
+        return self._plan.fixed.to(self._wire)
+
+    @cached_property
     def _fixed_order(self) -> Tensor:
-        """The order by share of the entries that go at every step."""
-        return self._shares.cut(self._plan.fixed.to(self._wire))[0]
+        """Their order by share."""
+        return self._shares.cut(self._all_fixed)[0]
 
     @cached_property
     def _fixed(self) -> list[Tensor]:
-        """Those entries of each share."""
-        return list(torch.split(self._plan.fixed.to(self._wire)[self._fixed_order], self._num_fixed))
+        """Those of each share."""
+        return list(torch.split(self._all_fixed[self._fixed_order], self._num_fixed))
 
     @cached_property
     def _is_fixed(self) -> Tensor:
         is_fixed = torch.zeros(sum(self._sizes), dtype=torch.bool, device=self._wire)
-        return is_fixed.index_fill_(0, self._plan.fixed.to(self._wire), True)
+        return is_fixed.index_fill_(0, self._all_fixed, True)
 
     def overflows(self, work: Work, wire: torch.device) -> list[Tensor]:
         """Parts that only say that this worker saw Inf or NaN."""
@@ -285,7 +290,7 @@ class _Division:
             shapes = [FrameShape(n, 0, n, self._quantize) for n in self._sizes]
             nowhere = [selected.to(torch.int32)] * len(shapes)
             written = write_each(shapes, nowhere, self._shares.split(values), **work.frame_id)
-            return [frame for frame, _ in written], self._shares.merged([sent for _, sent in written])
+            return [frame for frame, _ in written], self._shares.unsplit([sent for _, sent in written])
         order, places = self._shares.cut(selected)
         counts = [place.numel() for place in places]
         num_fixed = self._plan.num_fixed
@@ -335,7 +340,7 @@ class _Division:
         """The same, where all answers hold every entry."""
         if any(contents.overflow for contents in frames.values()):
             return None
-        values = self._shares.merged([contents.values for contents in frames.values()])
+        values = self._shares.unsplit([contents.values for contents in frames.values()])
         return _Answers(None, values.sign() if self._votes else values, 0)
 
     def _read_at_once(
