@@ -52,8 +52,8 @@ _RECIPES = (
     *(_BASE, "dense", "topk:rho=0.01", "topk:rho=0.001", "chunked", "dgc:rho=0.01", "overlap:rho=0.01"),
     *("maxnorm:bits=4", "maxnorm:bits=2", "multiscale", "sign"),
     *("lowrank:rank=4", "lowrank:rank=4,form=alternating", "torch-powersgd:rank=4"),
-    *("local:every=16", "diloco:every=32", "streaming", "streaming:every=32", "streaming:every=64"),
-    *("muloco:every=16,fragments=4,delay=4", "muloco", "sparseloco", "noloco", "gossip"),
+    *("local:every=16", "diloco:every=32", "streaming", "streaming:every=32", "streaming:every=64", "streaming:bits=2"),
+    *("muloco", "muloco:bits=2", "sparseloco", "noloco", "gossip"),
 )
 _ACCUMULATED = (2, 4, 8, 16)
 

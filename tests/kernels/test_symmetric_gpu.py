@@ -27,7 +27,7 @@ def test_it_is_the_product_in_float32_and_mirrored(size: tuple[int, int], tall: 
     addend = _drawn(3, rows, rows)
     addend = (addend + addend.mT) / 2
     factors = torch.tensor([0.5, 2.0, 1e-3], device=DEVICE)
-    out, want = torch.full((3, rows, rows), torch.nan, dtype=torch.bfloat16, device=DEVICE), torch.empty(0)
+    out = torch.full((3, rows, rows), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for given, added in ((None, None), (factors, None), (None, addend), (factors, addend)):
         scale = {"alpha": 2.0, "beta": -0.5, "diagonal": 3.0}
         gpu.symmetric_product_(out, x, x, given, addend=added, **scale)
