@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from laconic import SchemeError
 from laconic.layout import Layout
+from laconic.optim import Muon
 from laconic.planning import (
     AUTOMATIC,
     CANDIDATES,
@@ -200,6 +201,8 @@ def test_kinds_are_told_apart() -> None:
     assert kind_of(nn.Sequential(nn.Conv2d(1, 1, 3))) == "convolutional"
     weights = [nn.Parameter(nn.Linear(2, 2).weight)]
     assert optimizer_name(optim.AdamW(weights)) == "adamw" and optimizer_name(optim.SGD(weights)) == "sgd"
+    assert optimizer_name(Muon(nn.Linear(2, 2))) == "muon"
+    assert optimizer_name([torch.optim.Muon(weights), optim.AdamW(weights)]) == "muon"
 
 
 def test_penalties_are_those_of_the_record() -> None:
@@ -209,10 +212,27 @@ def test_penalties_are_those_of_the_record() -> None:
         if row["scheme"] == "topk:rho=0.01" and row["kind"] == "convolutional" and row["optimizer"] == "sgd":
             found = penalty_of(candidate("topk:rho=0.01"), "convolutional", "sgd")
             assert found is not None and found.factor == max(1.0, row["factor"]) and "topk:rho=0.01" in found.source
-            near = penalty_of(candidate("topk:rho=0.02"), "convolutional", "sgd")
-            assert near is not None and near.source == found.source
-            return
-    pytest.fail("the record has no row of topk:rho=0.01")
+            break
+    else:
+        pytest.fail("the record has no row of topk:rho=0.01")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "near"),
+    [
+        ("topk:rho=0.02", "topk:rho=0.01"),
+        ("streaming:every=12", "streaming"),
+        ("streaming:every=24,bits=2", "streaming:bits=2"),
+        ("streaming:every=100", "streaming:every=64"),
+        ("muloco:every=16,fragments=4,delay=4", "muloco"),
+        ("muloco:every=16,bits=2", "muloco:bits=2"),
+        ("bf16 --accumulate 3", "bf16 --accumulate 4"),
+        ("gossip:mode=matched", "gossip"),
+    ],
+)
+def test_penalties_of_what_is_not_on_record_are_those_of_the_nearest(wanted: str, near: str) -> None:
+    found = penalty_of(candidate(wanted), "transformer", "muon")
+    assert found is not None and found.source == f"{near} on gpt-tiny under muon"
 
 
 def test_auto_chooses_among_what_takes_a_script_as_it_is_and_bf16_for_what_nobody_compresses() -> None:

@@ -8,9 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from laconic.errors import SchemeError
+from laconic.layout import Layout
+from laconic.paths import bytes_out
 from laconic.recipes import parse
 from laconic.replicas import Optimizers, listed
 from laconic.scheme import AnyScheme
@@ -32,6 +35,7 @@ CANDIDATES: tuple[str, ...] = (
     "diloco:every=32",
     "streaming",
     "streaming:every=64",
+    "streaming:bits=2",
     "sparseloco",
     "noloco",
     "gossip",
@@ -68,6 +72,7 @@ def candidate(text: str) -> Candidate:
     return Candidate(scheme, accumulate)
 
 
+_MATRIX = Layout.of(["a matrix"], [torch.Size((1024, 1024))])
 _RECORD = Path(__file__).with_name("steps_to_target.json")  # a copy of the record of that name, which a test compares
 
 
@@ -89,7 +94,9 @@ def kind_of(model: nn.Module) -> str:
 
 
 def optimizer_name(optimizer: Optimizers) -> str:
-    """Adam's kind, which divides by a running norm of the gradient, or SGD's, which does not."""
+    """Muon's kind, which makes matrices orthogonal, Adam's, which divides by a running norm, or SGD's."""
+    if any("muon" in type(one).__name__.lower() for one in listed(optimizer)):  # torch's, ours, or its inventor's
+        return "muon"
     return "adamw" if any("betas" in one.defaults for one in listed(optimizer)) else "sgd"
 
 
@@ -113,15 +120,15 @@ def _recipe(candidate: Candidate) -> str:
 
 
 def _distance(one: Candidate, other: Candidate) -> float:
-    """The distance of two candidates in what leaves more out: entries, and steps between agreements."""
+    """The distance of two candidates of a recipe: in bytes of an exchange, and steps between two of them."""
 
     def size(of: Candidate) -> tuple[float, float]:
-        select = getattr(of.scheme, "select", None)
-        rounds = getattr(of.scheme, "trigger", None)
-        return getattr(select, "density", 1.0), of.accumulate * getattr(rounds, "every", 1)
+        num_bytes = 1 if of.scheme.of_what == "models" else bytes_out(of.scheme.exchanged, _MATRIX, 4)
+        rounds = getattr(of.scheme, "when", None)
+        return num_bytes, of.accumulate * getattr(rounds, "every", 1)
 
     pairs = zip(size(one), size(other), strict=True)
-    return sum(abs(math.log(max(a, 1e-9) / max(b, 1e-9))) for a, b in pairs)
+    return sum(abs(math.log(a / b)) for a, b in pairs)
 
 
 @cache
