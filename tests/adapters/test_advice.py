@@ -64,7 +64,7 @@ def test_so_are_optimizers_of_other_libraries() -> None:
     (line,) = _advice("topk:rho=0.01", lambda model: FusedThing(model.parameters()))
     assert line.startswith(f"FusedThing {ADVICE}")
     (line,) = _advice("topk:rho=0.01", Muon)
-    assert line.startswith(f"Muon {ADVICE}")
+    assert line.startswith(f"Muon {ADVICE}") and "or 'maxnorm:bits=4' where" in line
 
 
 @pytest.mark.parametrize(

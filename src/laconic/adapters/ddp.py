@@ -193,6 +193,8 @@ class SessionAdapter(Attached):
         replicas: Replicas | None,
         parameters: Sequence[Tensor],
         unused_steps: UnusedSteps,
+        *,
+        advises: bool = True,
     ) -> None:
         keeps = bool(session.scheme.memory.kinds)  # so that what is thrown away would come back
         self.session = session
@@ -201,7 +203,7 @@ class SessionAdapter(Attached):
         self._replicas = replicas
         self._unused_steps = unused_steps
         self._watch = UseWatch(parameters) if keeps and unused_steps != "ignore" and parameters else None
-        self._advice = AdamAdvice.where_due(session.scheme, parameters, everyone.rank)
+        self._advice = AdamAdvice.where_due(session.scheme, parameters, everyone.rank) if advises else None
 
     def _follows_unused(self) -> bool:
         """Return whether the last step's gradients are gone, and no optimizer used them; a warning says so once."""
@@ -267,6 +269,7 @@ class DdpAdapter(SessionAdapter):
         on_mismatch: OnMismatch = "warn",
         check_replicas_every: int = 100,
         unused_steps: UnusedSteps = "warn",
+        advises: bool = True,
     ) -> None:
         session = Session(
             scheme,
@@ -283,7 +286,7 @@ class DdpAdapter(SessionAdapter):
         replicas = None  # who is silent has a model of its own
         if scheme.talks:
             replicas = Replicas(self._named, transport, every=check_replicas_every, on_mismatch=on_mismatch)
-        super().__init__(session, everyone, replicas, trained, unused_steps)
+        super().__init__(session, everyone, replicas, trained, unused_steps, advises=advises)
         self._model = self._layout(trained)
         self._on_host = scheme.talks and belongs_on_host(self._model, device, transport.wire)
         if pipeline is None:

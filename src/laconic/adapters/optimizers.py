@@ -150,9 +150,10 @@ def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
     if scheme.memory.momentum:  # in the place of Adam's own: the one remedy that worked
         beta = group.get("betas", (0.0,))[0]
         return f"{scheme} carries momentum, and so does {name}; give it betas=(0.0, ...)" if beta else ""
+    whole = "maxnorm:bits=4" if "muon" in name.lower() else "lowrank:rank=16"  # a low rank is not for Muon
     return (
         f"{name} learns less from the sparse gradients of {scheme} than from whole ones, since of an entry that waited "
-        "its step keeps little; use the scheme 'streaming' (laconic.follow), or 'lowrank:rank=16' where all ranks must "
+        f"its step keeps little; use the scheme 'streaming' (laconic.follow), or '{whole}' where all ranks must "
         "be equal at every step"
     )
 

@@ -215,7 +215,8 @@ class OwnSteps:
         assert isinstance(self._model, DistributedDataParallel)
         named = {name: p for p, name in self._names.items()}
         everyone = Everyone(self._model.process_group)
-        adapter = DdpAdapter(named, scheme, self._transport, everyone, self._device, check_replicas_every=0)
+        options: dict[str, Any] = {"check_replicas_every": 0, "advises": False}  # nobody has chosen it yet
+        adapter = DdpAdapter(named, scheme, self._transport, everyone, self._device, **options)
         switch = HookSwitch.of(self._model)
         switch.listener = adapter.submit
         number = max(_LEAST_TRIED, min(_MOST_STEPS, round(_TRIED_S / expected_s)))
