@@ -29,7 +29,7 @@ JOB = ["--steps", "12", "--batch", "4", "--eval-every", "6", "--json"]
 def test_hosts_give_the_numbers_of_processes_and_their_links_carry_what_is_counted(few_images: Path) -> None:
     job = [*JOB, "--data", str(few_images), "--scheme", "topk:rho=0.01"]
     here = laconic("train", *job, "--workers", "2")
-    there = laconic("train", *job, "--hosts", "2", "--link", "100mbit")
+    there = laconic("train", *job, "--hosts", "2", "--link", "100mbit", "--slow", "1=2")  # which changes no number
     assert here.returncode == there.returncode == 0, here.stderr + there.stderr
     alone, apart = (json.loads(ran.stdout.splitlines()[-1]) for ran in (here, there))
     assert alone["link_bytes_out"] is None
@@ -56,20 +56,14 @@ def test_compare_in_a_lab_writes_a_report(tmp_path: Path) -> None:
     assert not [lab for lab in labs() if lab.is_abandoned]
 
 
-def test_a_slow_host_sleeps_by_what_it_computed(few_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_sleeps_by_what_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "sleep", slept.append)
-        patched.setattr(time, "process_time", iter([1.0, 1.25]).__next__)
-        patched.setenv("LACONIC_SLOWDOWN", "4")
-        with slowed():
-            assert not slept
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "process_time", iter([1.0, 1.25]).__next__)
+    monkeypatch.setenv("LACONIC_SLOWDOWN", "4")
+    with slowed():
+        assert not slept
     assert slept == [0.75]
-    job = [*JOB, "--data", str(few_images), "--scheme", "bf16", "--hosts", "2"]
-    even, slow = (laconic("train", *job, *words) for words in ([], ["--slow", "1=2"]))
-    assert even.returncode == slow.returncode == 0, even.stderr + slow.stderr
-    losses = [json.loads(ran.stdout.splitlines()[-1])["loss"] for ran in (even, slow)]
-    assert losses[0] == losses[1], "who is slow changes nothing"
 
 
 def test_a_failure_on_a_host_is_one_line() -> None:
