@@ -161,6 +161,13 @@ def test_what_was_tried_is_compared_elsewhere_as_here() -> None:
     assert same.pick == here.pick and not any(row.tried for row in same.rows)
 
 
+def test_no_rate_is_named_from_which_on_chance_would_decide_otherwise() -> None:
+    tried = ((candidate("bf16"), 0.08), (candidate("dense"), 0.1))  # the first of them luckier than without a network
+    found = answer(_measured(tried_s=tried))
+    assert found.pick == "bf16" and found.what_if(bits_per_s=1e9).pick == "dense"
+    assert not any("it would be dense" in said for said in found.reasons)
+
+
 def test_curves_go_down_to_what_no_link_can_hasten() -> None:
     found = answer(_measured())
     assert found.curves().keys() == {row.scheme for row in found.rows}
