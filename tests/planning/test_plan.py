@@ -120,8 +120,9 @@ def test_plan_comes_before_attach(two: WorkerPool) -> None:
     assert all("hook already" in said for said in two.run(_refused))
 
 
-def _auto(kind: str) -> tuple[str | None, list[int], bool]:
+def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
     job = _Job(in_ddp=kind == "gradients")
+    job.optimizer = torch.optim.AdamW(job.model.parameters())
     if kind == "gradients":
         session: Any = laconic.attach(job.ddp, "auto")
     else:
@@ -142,7 +143,7 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool]:
     told = [one for one in said if "auto continues" in one]
     session.close()
     other.close()
-    return saved["auto"], [steps, len(told)], kept
+    return saved["auto"], [steps, len(told)], kept, session.plan.measured.optimizer
 
 
 @pytest.mark.parametrize("kind", ["gradients", "drift"])
@@ -152,6 +153,7 @@ def test_auto_chooses_once_says_so_and_a_resume_keeps_the_choice(two: WorkerPool
     assert candidate(first[0]).scheme.of_what in (("gradients",) if kind == "gradients" else ("drift", "models"))
     assert first[1][1] == 1 and second[1][1] == 0  # told by rank 0
     assert first[2] and second[2]
+    assert first[3] == second[3] == "adamw"  # noticed, not told
 
 
 def _trained() -> tuple[str, bool, bool]:

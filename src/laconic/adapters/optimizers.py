@@ -158,8 +158,26 @@ def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
     )
 
 
+class SteppedBy:
+    """Notices which optimizers step on some of these parameters, till it is closed."""
+
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._ids = {id(parameter) for parameter in parameters}
+        self._hook = register_optimizer_step_post_hook(_OnStep(weakref.ref(self)))
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]):
+            self.optimizers.add(optimizer)
+
+    def close(self) -> None:
+        """Take the hook off."""
+        self._hook.remove()
+
+
 class _OnStep:
-    def __init__(self, watch: "weakref.ref[UseWatch] | weakref.ref[AdamAdvice]") -> None:
+    def __init__(self, watch: "weakref.ref[UseWatch] | weakref.ref[AdamAdvice] | weakref.ref[SteppedBy]") -> None:
         self._watch = watch
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:

@@ -15,10 +15,11 @@ from torch.futures import Future
 
 from laconic.adapters import DdpAdapter, HookSwitch, SessionOptions, ready
 from laconic.adapters.ddp import WORTH_A_PIPELINE
+from laconic.adapters.optimizers import SteppedBy
 from laconic.errors import SchemeError, StateError
 from laconic.layout import Layout, plain_name
 from laconic.planning.answer import Plan, answer
-from laconic.planning.candidates import AUTOMATIC, candidate, kind_of, optimizer_name
+from laconic.planning.candidates import AUTOMATIC, OPTIMIZERS, candidate, kind_of, optimizer_name
 from laconic.planning.links import slowest
 from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
@@ -55,6 +56,7 @@ class AutoSession(Attached):
         self._make = partial(self._adapted, named, holds_idle=ddp.find_unused_parameters, **options)
         self._names = {p: plain_name(name) for name, p in ddp.module.named_parameters()}
         self._adapter = self._make(_PLAIN)
+        self._stepped_by = SteppedBy(self._names)
         self._choice: str | None = None  # None while it is open
         self._next: str | None = None  # what the next step begins with
         self._plain_s = 0.0  # of a step under bf16
@@ -121,15 +123,13 @@ class AutoSession(Attached):
         for outcome in self._in_flight:
             outcome.wait()
         candidates = [each for each in map(candidate, AUTOMATIC) if each.scheme.of_what == "gradients"]
-        # Who trains what is not known here; most train transformers so.
-        optimizer = "adamw" if kind_of(self._model) == "transformer" else "sgd"
         with self.transport.traffic.uncounted():
             places = [statistics.median(column) for column in zip(*self._arrivals_by_step, strict=True)]
             arrivals = [slowest(self.transport, place) for place in places]
             # The optimizer's step, forward and backward lie between two exchanges.
             compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
             measured = measure_exchanges(
-                candidates, self._gradients, self._model, optimizer, compute, self.transport, self._group
+                candidates, self._gradients, self._model, self._optimizer(), compute, self.transport, self._group
             )
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
         measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
@@ -141,6 +141,14 @@ class AutoSession(Attached):
             self._plain_s = 0.0  # nothing to judge
         else:
             self._next = self.plan.pick
+
+    def _optimizer(self) -> str:
+        """The kind of what was seen to step, the same on all ranks; else what most train such models by."""
+        seen = list(self._stepped_by.optimizers)
+        self._stepped_by.close()
+        usual = "adamw" if kind_of(self._model) == "transformer" else "sgd"
+        name = optimizer_name(seen) if seen else usual
+        return OPTIMIZERS[int(slowest(self.transport, OPTIMIZERS.index(name)))]
 
     def _judge(self) -> None:
         """Go back to bf16 where steps under the choice take so long that it is slower in all."""
@@ -155,6 +163,7 @@ class AutoSession(Attached):
         self._plain_s = 0.0
 
     def _turn_to(self, text: str) -> None:
+        self._stepped_by.close()
         self._adapter.stop()
         before = self._adapter.session
         self._adapter = self._make(text)
@@ -199,6 +208,7 @@ class AutoSession(Attached):
 
     def close(self) -> None:
         self._switch.release()
+        self._stepped_by.close()
         self._adapter.close()
 
 

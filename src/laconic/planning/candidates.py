@@ -93,6 +93,9 @@ def kind_of(model: nn.Module) -> str:
     return "transformer" if attends or embeds else "convolutional"
 
 
+OPTIMIZERS = ("sgd", "adamw", "muon")
+
+
 def optimizer_name(optimizer: Optimizers) -> str:
     """Muon's kind, which makes matrices orthogonal, Adam's, which divides by a running norm, or SGD's."""
     if any("muon" in type(one).__name__.lower() for one in listed(optimizer)):  # torch's, ours, or its inventor's
