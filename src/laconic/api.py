@@ -124,7 +124,7 @@ def follow(
         on_host: Whether anchor, outer momentum and residual are kept in the host's memory.
         servers: Ranks that call serve() meanwhile, and are not in `group`; the others then outlive a worker that dies.
         timeout_s: After which a peer that sends nothing is lost: a minute under gossip and servers, else the group's.
-        on_mismatch: What to do where the ranks' anchors differ: "warn", "raise", or "heal", which takes over what most
+        on_mismatch: What to do where the ranks' anchors differ: "warn", "error", or "heal", which takes over what most
             ranks have.
         check_replicas_every: Outer rounds between two such comparisons, of eight bytes each; 0: never.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_hooks
 
 import laconic
-from laconic.planning import candidate
+from laconic.planning import Measured, Plan, auto, candidate
 from laconic_lab.train import Job, worker
 from tests.logs import logged
 from tests.workers import WorkerPool
@@ -65,7 +66,7 @@ def _planned(in_ddp: bool) -> tuple[dict[str, Any], bool]:
     job.step()
     before = job.state()
     with logged() as lines:
-        found = laconic.plan(job.net, job.optimizer, job.step, schemes=SCHEMES)
+        found = laconic.plan(job.net, [job.optimizer], job.step, schemes=SCHEMES)
     assert not lines  # nobody has chosen what is only tried
     return found.as_dict(), _same(before, job.state())
 
@@ -128,10 +129,11 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
     else:
         session = laconic.follow(job.model, job.optimizer, "auto")
     with logged() as said:
-        for _ in range(20):
+        for _ in range(60):
             job.step()
             if kind == "drift":
                 session.step()
+    assert not [line for line in said if "nothing was exchanged" in line]
     saved = session.state_dict()
     steps = session.stats().steps
     again = _Job(in_ddp=kind == "gradients")
@@ -143,6 +145,7 @@ def _auto(kind: str) -> tuple[str | None, list[int], bool, str]:
     told = [one for one in said if "auto continues" in one]
     session.close()
     other.close()
+    assert not global_hooks and not job.optimizer._optimizer_step_post_hooks
     return saved["auto"], [steps, len(told)], kept, session.plan.measured.optimizer
 
 
@@ -154,6 +157,43 @@ def test_auto_chooses_once_says_so_and_a_resume_keeps_the_choice(two: WorkerPool
     assert first[1][1] == 1 and second[1][1] == 0  # told by rank 0
     assert first[2] and second[2]
     assert first[3] == second[3] == "adamw"  # noticed, not told
+
+
+def _resumed() -> list[tuple[str, str]]:
+    """What states say that were saved after each step around the choice, and what a new session makes of them."""
+    found = []
+    job, again = _Job(in_ddp=True), _Job(in_ddp=True)
+    session = laconic.attach(job.ddp, "auto")
+    with logged():
+        for _ in range(10):
+            job.step()
+            saved = session.state_dict()
+            other = laconic.attach(again.ddp, "auto")
+            other.load_state_dict(saved)
+            found.append((saved["chosen"]["scheme"], str(other.stats().scheme)))
+            other.close()
+    session.close()
+    return found
+
+
+def _choosing(pick: str, function: Callable[[], Any]) -> Any:
+    """What a function returns where plans pick this."""
+    usual = auto.answer
+
+    def picked(measured: Measured) -> Plan:
+        return replace(usual(measured), pick=pick)
+
+    auto.answer = picked  # type: ignore[assignment]
+    try:
+        return function()
+    finally:
+        auto.answer = usual
+
+
+def test_a_state_of_any_step_around_the_choice_resumes(two: WorkerPool) -> None:
+    for found in two.run(_choosing, "topk:rho=0.01", _resumed):
+        assert all(saved == resumed for saved, resumed in found)
+        assert {"bf16", "topk:rho=0.01"} <= {saved for saved, _ in found}
 
 
 def _trained() -> tuple[str, bool, bool]:

@@ -24,7 +24,7 @@ from laconic.planning.links import slowest
 from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
 from laconic.recipes import parse
-from laconic.replicas import Follower, Optimizers, bucket_layouts
+from laconic.replicas import Follower, Optimizers, Policy, bucket_layouts
 from laconic.session import Attached, Stats
 from laconic.transport import Everyone, Group, ProcessGroup, own_group
 
@@ -56,6 +56,7 @@ class AutoSession(Attached):
         self._make = partial(self._adapted, named, holds_idle=ddp.find_unused_parameters, **options)
         self._names = {p: plain_name(name) for name, p in ddp.module.named_parameters()}
         self._adapter = self._make(_PLAIN)
+        self._present = _PLAIN
         self._stepped_by = SteppedBy(self._names)
         self._choice: str | None = None  # None while it is open
         self._next: str | None = None  # what the next step begins with
@@ -168,6 +169,7 @@ class AutoSession(Attached):
         before = self._adapter.session
         self._adapter = self._make(text)
         self._adapter.session.count_on_from(before)
+        self._present = text
         self._next = None
         self._begin()
 
@@ -197,13 +199,18 @@ class AutoSession(Attached):
         self._adapter.discard_()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._next is not None:  # what is chosen begins with the next step, and has nothing to be saved yet
+            self._turn_to(self._next)
         return {"auto": self._choice, "chosen": self._adapter.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         choice, states = _chosen(saved)
-        if choice is not None and choice != self._choice:
+        if choice is not None:
             self._choice = choice
-            self._turn_to(choice)
+            self._plain_s = 0.0  # of other steps, or of a choice that was judged
+            self._next = None
+            if choice != self._present:
+                self._turn_to(choice)
         self._adapter.load_state_dict(states)
 
     def close(self) -> None:
@@ -223,7 +230,7 @@ class AutoFollower(Follower):
         make: Callable[[str], Follower],
         device: torch.device,
     ) -> None:
-        super().__init__(make(_FIRST_DRIFT).policy)
+        super().__init__(_policy_of(make(_FIRST_DRIFT)))
         self.plan: Plan | None = None  # once there is one
         self.everyone = Everyone(group)
         self._model = model
@@ -278,7 +285,7 @@ class AutoFollower(Follower):
     def _turn_to(self, text: str) -> None:
         self._choice = text
         self.policy.close()
-        self._begin(self._make(text).policy)
+        self._begin(_policy_of(self._make(text)))
         self._alone_s = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,6 +296,12 @@ class AutoFollower(Follower):
         if choice is not None and choice != self._choice:
             self._turn_to(choice)
         super().load_state_dict(saved)
+
+
+def _policy_of(follower: Follower) -> Policy:
+    """The policy of a follower that nobody calls, nor is to be reminded of."""
+    follower._reminder.stop()
+    return follower.policy
 
 
 def _compute(

@@ -29,7 +29,7 @@ from laconic.planning.candidates import CANDIDATES, Candidate, candidate, optimi
 from laconic.planning.links import measure_pairs, meet, slowest
 from laconic.planning.prediction import Compute
 from laconic.planning.rehearsal import measure_exchanges
-from laconic.replicas import bucket_layouts
+from laconic.replicas import Optimizers, bucket_layouts, listed
 from laconic.scheme import Scheme
 from laconic.transport import Everyone, Group, ProcessGroup, naming_lost_peers, own_group, rows_of, world
 
@@ -46,7 +46,7 @@ _BURNT = 1 << 18  # entries of what is computed beside a step, to see what that 
 
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     step: Callable[[], object],
     *,
     schemes: Sequence[str] = (),
@@ -57,11 +57,15 @@ def plan(
 
     A call that all ranks make. `step()` is one training step: forward, backward, optimizer.step(), zero_grad(). `model`
     is what it trains, best as the DistributedDataParallel of the script: then it is known how much of the backward pass
-    hides an exchange. Weights, optimizer, buffers and generators are afterwards as before. Without `schemes`, texts as
-    attach() and follow() take them, the usual ones are compared, by the time to where bf16 is after `steps` steps.
+    hides an exchange. `optimizer` may be a list of several. Weights, optimizer, buffers and generators are afterwards
+    as before. Without `schemes`, texts as attach() and follow() take them, the usual ones are compared, by the time to
+    where bf16 is after `steps` steps.
     """
     start = time.perf_counter()
     candidates = [candidate(text) for text in schemes or CANDIDATES]
+    optimizers = listed(optimizer)
+    if not all(hasattr(one, "param_groups") for one in optimizers):
+        raise SchemeError(f"plan takes an optimizer or several, not {optimizer!r}; write plan(model, optimizer, step)")
     model = unwrapped(model)
     bare = model
     if isinstance(model, DistributedDataParallel):
@@ -77,14 +81,14 @@ def plan(
     own = own_group(group, device)
     transport = Group(own, device)
     try:
-        with _as_before(bare, optimizer):
-            own_steps = OwnSteps(model, optimizer, step, trained, transport)
+        with _as_before(bare, optimizers):
+            own_steps = OwnSteps(model, optimizers, step, trained, transport)
             compute, gradients = own_steps.measure()
             measured = measure_exchanges(
                 candidates,
                 gradients,
                 bare,
-                optimizer_name(optimizer),
+                optimizer_name(optimizers),
                 compute,
                 transport,
                 group,
@@ -102,12 +106,12 @@ def plan(
 
 
 @contextmanager
-def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Afterwards give back weights, buffers, gradients, the optimizer's state and all generators as they were."""
+def _as_before(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Afterwards give back weights, buffers, gradients, the optimizers' states and all generators as they were."""
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    kept = copy.deepcopy(optimizer.state_dict())
+    kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     try:
@@ -119,7 +123,8 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
                 tensor.copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        optimizer.load_state_dict(kept)
+        for optimizer, state in zip(optimizers, kept, strict=True):
+            optimizer.load_state_dict(state)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 
@@ -130,13 +135,13 @@ class OwnSteps:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         step: Callable[[], object],
         trained: dict[str, nn.Parameter],
         transport: Group,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._step = step
         self._names: dict[Tensor, str] = {p: name for name, p in trained.items()}
         self._transport = transport
@@ -252,7 +257,8 @@ class OwnSteps:
     def _listening(self) -> Iterator[None]:
         """Get every bucket, and the gradient before the optimizer sees it."""
         with ExitStack() as undo:
-            undo.callback(self._optimizer.register_step_pre_hook(self._take_gradient).remove)
+            for optimizer in self._optimizers:
+                undo.callback(optimizer.register_step_pre_hook(self._take_gradient).remove)
             if isinstance(self._model, DistributedDataParallel):
                 switch = HookSwitch.of(self._model)
                 undo.callback(setattr, switch, "listener", None)

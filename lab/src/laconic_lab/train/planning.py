@@ -78,34 +78,37 @@ class _Script:
     """
 
     def __init__(
-        self, make: Callable[[DistributedDataParallel, torch.optim.Optimizer, Callable[[], None]], Plan]
+        self, make: Callable[[DistributedDataParallel, list[torch.optim.Optimizer], Callable[[], None]], Plan]
     ) -> None:
         self._make = make
         self._may_go_on = threading.Semaphore(0)
         self._has_stepped = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._models: list[DistributedDataParallel] = []
-        self._has_optimizer = False
+        self._optimizers: list[torch.optim.Optimizer] = []  # of the script's model
         self.num_steps = 0
         self.plan: Plan | None = None
         self.error: BaseException | None = None
 
     def note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Find the optimizer of the script's model; torch calls this after every optimizer.step().
+        """Find the optimizers of the script's model; torch calls this after every optimizer.step().
 
-        The plan gets its steps by a wrapper around step(), where nothing iterates over hooks: it adds some of its own.
+        The plan gets its steps by a wrapper around the first one's step(), where nothing iterates over hooks: it adds
+        some of its own.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = next((m for m in self._models if any(id(p) in stepped for p in m.parameters())), None)
-        if model is None or self._has_optimizer:
+        if model is None or optimizer in self._optimizers:
             return
-        self._has_optimizer = True
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) > 1:
+            return
         whole_step = optimizer.step
 
         @functools.wraps(whole_step)
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             result = whole_step(*args, **options)
-            self._wait_for_plan(model, optimizer)
+            self._wait_for_plan(model)
             return result
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -114,11 +117,11 @@ class _Script:
         """Remember a model that the script has wrapped."""
         self._models.append(model)
 
-    def _wait_for_plan(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    def _wait_for_plan(self, model: DistributedDataParallel) -> None:
         """Let the plan go on, until it wants another step."""
         self.num_steps += 1
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(model, optimizer), daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(model,), daemon=True)
             self._thread.start()
         else:
             self._has_stepped.release()
@@ -126,12 +129,12 @@ class _Script:
         if self.plan is not None or self.error is not None:
             raise _PlanIsMade
 
-    def _run(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    def _run(self, model: DistributedDataParallel) -> None:
         device = next(model.parameters()).device
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            self.plan = self._make(model, optimizer, self._step)
+            self.plan = self._make(model, self._optimizers, self._step)
         except BaseException as error:
             self.error = error
         self._may_go_on.release()
@@ -147,7 +150,7 @@ def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> 
     The script wraps its model in DistributedDataParallel and steps one optimizer over it. It ends where the plan is
     made, so that it neither trains nor writes what it would write after that.
     """
-    script = _Script(lambda model, optimizer, step: plan(model, optimizer, step, schemes=candidates, steps=steps))
+    script = _Script(lambda model, optimizers, step: plan(model, optimizers, step, schemes=candidates, steps=steps))
     made = DistributedDataParallel.__init__
 
     def remember(model: DistributedDataParallel, *args: Any, **options: Any) -> None:
