@@ -65,6 +65,8 @@ def test_so_are_optimizers_of_other_libraries() -> None:
     assert line.startswith(f"FusedThing {ADVICE}")
     (line,) = _advice("topk:rho=0.01", Muon)
     assert line.startswith(f"Muon {ADVICE}") and "or 'maxnorm:bits=4' where" in line
+    (line,) = _advice("topk:rho=0.01", lambda model: torch.optim.Muon([model.weight]))  # type: ignore[arg-type]
+    assert line.startswith(f"Muon {ADVICE}") and "or 'maxnorm:bits=4' where" in line
 
 
 @pytest.mark.parametrize(

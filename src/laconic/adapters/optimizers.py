@@ -131,10 +131,9 @@ class AdamAdvice:
             return
         self._known.add(optimizer)
         for group in optimizer.param_groups:
-            ours = [parameter for parameter in group["params"] if id(parameter) in self._ids]
-            kept = [str(name) for parameter in ours for name in optimizer.state.get(parameter, ())]
-            is_kin = "betas" in group or any(name.startswith(_MOMENTS) for name in kept)
-            text = _advice(self._scheme, type(optimizer).__name__, group) if ours and is_kin else ""
+            ours = any(id(parameter) in self._ids for parameter in group["params"])
+            is_kin = is_muon(optimizer) or is_adams_kin(optimizer, group)
+            text = _advice(self._scheme, optimizer, group) if ours and is_kin else ""
             if text:
                 _log.warning(text)
                 self._is_given = True
@@ -145,12 +144,24 @@ class AdamAdvice:
         self._hook.remove()
 
 
-def _advice(scheme: Scheme, name: str, group: dict[str, Any]) -> str:
+def is_muon(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is Muon: torch's, ours, or its inventor's."""
+    return "muon" in type(optimizer).__name__.lower()
+
+
+def is_adams_kin(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether a group has betas, or an optimizer keeps running norms of what it has stepped there."""
+    kept = (str(name) for parameter in group["params"] for name in optimizer.state.get(parameter, ()))
+    return "betas" in group or any(name.startswith(_MOMENTS) for name in kept)
+
+
+def _advice(scheme: Scheme, optimizer: Optimizer, group: dict[str, Any]) -> str:
     """The advice for this optimizer on sparse gradients; see docs/slow.md for the figures."""
+    name = type(optimizer).__name__
     if scheme.memory.momentum:  # in the place of Adam's own: the one remedy that worked
         beta = group.get("betas", (0.0,))[0]
         return f"{scheme} carries momentum, and so does {name}; give it betas=(0.0, ...)" if beta else ""
-    whole = "maxnorm:bits=4" if "muon" in name.lower() else "lowrank:rank=16"  # a low rank is not for Muon
+    whole = "maxnorm:bits=4" if is_muon(optimizer) else "lowrank:rank=16"  # a low rank is not for Muon
     return (
         f"{name} learns less from the sparse gradients of {scheme} than from whole ones, since of an entry that waited "
         f"its step keeps little; use the scheme 'streaming' (laconic.follow), or '{whole}' where all ranks must "

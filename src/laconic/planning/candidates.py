@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from laconic.adapters.optimizers import is_adams_kin, is_muon
 from laconic.errors import SchemeError
 from laconic.layout import Layout
 from laconic.paths import bytes_out
@@ -98,9 +99,10 @@ OPTIMIZERS = ("sgd", "adamw", "muon")
 
 def optimizer_name(optimizer: Optimizers) -> str:
     """Muon's kind, which makes matrices orthogonal, Adam's, which divides by a running norm, or SGD's."""
-    if any("muon" in type(one).__name__.lower() for one in listed(optimizer)):  # torch's, ours, or its inventor's
+    optimizers = listed(optimizer)
+    if any(map(is_muon, optimizers)):
         return "muon"
-    return "adamw" if any("betas" in one.defaults for one in listed(optimizer)) else "sgd"
+    return "adamw" if any(is_adams_kin(one, group) for one in optimizers for group in one.param_groups) else "sgd"
 
 
 def penalty_of(wanted: Candidate, kind: str, optimizer: str) -> Penalty | None:
