@@ -168,6 +168,17 @@ def test_no_rate_is_named_from_which_on_chance_would_decide_otherwise() -> None:
     assert not any("it would be dense" in said for said in found.reasons)
 
 
+def test_the_same_scheme_is_not_named_for_slower_and_for_faster_links() -> None:
+    free = replace(REHEARSAL, talk_s=0.0, fixed_s=0.0, choose_s=0.0, apply_s=0.0, bytes_out=0, messages=Messages(0, 0))
+    lucky = candidate("maxnorm:bits=4")
+    rehearsals = ((lucky, REHEARSAL), (candidate("topk:rho=0.01"), free))
+    equal = replace(COMPUTE, together_s=0.1)
+    found = answer(_measured(compute=equal, rehearsals=rehearsals, tried_s=((lucky, 0.09),)))
+    assert found.pick == "maxnorm:bits=4"
+    assert found.what_if(bits_per_s=4e6).pick == found.what_if(bits_per_s=1e9).pick == "topk:rho=0.01"
+    assert not any("it would be" in said for said in found.reasons)
+
+
 def test_curves_go_down_to_what_no_link_can_hasten() -> None:
     found = answer(_measured())
     assert found.curves().keys() == {row.scheme for row in found.rows}
@@ -209,6 +220,10 @@ def test_kinds_are_told_apart() -> None:
     weights = [nn.Parameter(nn.Linear(2, 2).weight)]
     assert optimizer_name(optim.AdamW(weights)) == "adamw" and optimizer_name(optim.SGD(weights)) == "sgd"
     assert optimizer_name(Muon(nn.Linear(2, 2))) == "muon"
+    factored = optim.Adafactor(weights)
+    weights[0].grad = torch.ones_like(weights[0])
+    factored.step()  # type: ignore[no-untyped-call]
+    assert optimizer_name(factored) == "adamw"
     assert optimizer_name([torch.optim.Muon(weights), optim.AdamW(weights)]) == "muon"
 
 

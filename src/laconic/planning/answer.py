@@ -242,7 +242,7 @@ def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: 
     waits = plain.waits_ms / plain.step_ms
     if pick is plain or pick.scheme == "dense":
         share = f"the network is {100 * waits:.0f} % of a step under {plain.scheme}"
-        nothing = "do not compress" if plain.scheme in ("bf16", "dense") else "nothing to gain"
+        nothing = "do not compress" if plain.scheme in _PLAIN else f"the soonest of {len(rows)}"
         reasons.append(f"{nothing}: {share}" if waits <= _LITTLE else f"nothing else is sooner, though {share}")
     else:
         reasons.append(f"the network is {100 * waits:.0f} % of a step under {plain.scheme}; what limits it: {limit}")
@@ -275,11 +275,12 @@ def _slow_pair(measured: Measured) -> list[str]:
 def _turning_points(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, steps: int) -> list[str]:
     """The nearest rates of links, up and down, from which on another candidate is picked.
 
-    Where the network is negligible here and there, chance decides between plain ones: steps are tried here alone.
+    Where the network is negligible here and there, chance decides between plain ones: steps are tried here alone. So it
+    does where the same is better on slower links and on faster ones.
     """
     here = measured.links.bits_per_s
     is_negligible = _is_negligible(rows)
-    reasons = []
+    others: list[tuple[str, float, str]] = []
     for rates, word in (
         ([rate for rate in _RATES if rate > here], "from"),
         ([rate for rate in reversed(_RATES) if rate < here], "below"),
@@ -288,9 +289,11 @@ def _turning_points(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, 
             rows_there = _rows(measured.at(rate), steps)
             other = _picked(rows_there)
             if other.scheme != pick.scheme and not (is_negligible and _is_negligible(rows_there)):
-                reasons.append(f"{word} about {rate_text(rate)} it would be {other.scheme}")
+                others.append((word, rate, other.scheme))
                 break
-    return reasons
+    if len(others) == 2 and others[0][2] == others[1][2]:
+        return []
+    return [f"{word} about {rate_text(rate)} it would be {scheme}" for word, rate, scheme in others]
 
 
 def _table(plan: Plan) -> list[str]:
