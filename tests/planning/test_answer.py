@@ -161,6 +161,13 @@ def test_what_was_tried_is_compared_elsewhere_as_here() -> None:
     assert same.pick == here.pick and not any(row.tried for row in same.rows)
 
 
+def test_no_step_alone_is_longer_than_one_that_was_tried() -> None:
+    tried = _measured().with_tried({candidate("bf16"): 0.08, candidate("topk:rho=0.01"): 0.2})
+    steps_ms = {row.scheme: row.step_ms for row in answer(tried).rows}
+    assert steps_ms["bf16 --accumulate 4"] == pytest.approx(80) and steps_ms["topk:rho=0.01"] == pytest.approx(200)
+    assert steps_ms["streaming"] < steps_ms["local:every=16"] < 100
+
+
 def test_no_rate_is_named_from_which_on_chance_would_decide_otherwise() -> None:
     tried = ((candidate("bf16"), 0.08), (candidate("dense"), 0.1))  # the first of them luckier than without a network
     found = answer(_measured(tried_s=tried))

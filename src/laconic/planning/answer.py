@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,6 +42,20 @@ class Measured:
     def slowest_pair(self) -> PairLink | None:
         """The one of the least rate, among those whose messages were long enough to tell."""
         return min((pair for pair in self.pairs if pair.settled), key=lambda pair: pair.bytes_per_s, default=None)
+
+    def with_tried(self, tried_s: Mapping[Candidate, float]) -> "Measured":
+        """The same after steps were taken under candidates: no step alone is longer than one with an exchange.
+
+        What accumulates follows from the same scheme's own step.
+        """
+        alone_s = min([self.compute.alone_s, *tried_s.values()])
+        accumulated = {
+            choice: ((choice.accumulate - 1) * alone_s + tried_s[once]) / choice.accumulate
+            for choice, _ in self.rehearsals
+            if choice.accumulate > 1 and (once := Candidate(choice.scheme)) in tried_s
+        }
+        compute = replace(self.compute, alone_s=alone_s)
+        return replace(self, compute=compute, tried_s=tuple({**tried_s, **accumulated}.items()))
 
     def among(self, num_workers: int) -> "Measured":
         """The same job on other numbers of workers: bytes by choice scheme's own formula, the rest in proportion."""

@@ -4,7 +4,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -133,7 +132,7 @@ class AutoSession(Attached):
                 candidates, self._gradients, self._model, self._optimizer(), compute, self.transport, self._group
             )
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
-        measured = replace(measured, tried_s=((candidate(_PLAIN), self._plain_s),))
+        measured = measured.with_tried({candidate(_PLAIN): self._plain_s})
         self._gradients = []
         self.plan = answer(measured)
         self._choice = self.plan.pick

@@ -101,8 +101,7 @@ def plan(
             tried = own_steps.try_all(foretold, start + _PLANNING_S)
     finally:
         transport.close()
-    measured = replace(measured, tried_s=tuple(tried.items()))
-    return answer(measured, steps=steps, seconds=time.perf_counter() - start)
+    return answer(measured.with_tried(tried), steps=steps, seconds=time.perf_counter() - start)
 
 
 @contextmanager
@@ -194,10 +193,7 @@ class OwnSteps:
         )
 
     def try_all(self, foretold: Plan, until: float) -> dict[Candidate, float]:
-        """Really take steps under bf16, then under the candidates of gradients that seem soonest, while there is time.
-
-        What accumulates follows from the same scheme's own step.
-        """
+        """Really take steps under bf16, then under what seems soonest among gradients, while there is time."""
         tried: dict[Candidate, float] = {}
         if not isinstance(self._model, DistributedDataParallel):
             return tried
@@ -209,11 +205,6 @@ class OwnSteps:
             expected_s = (_FIRST_STEPS + _LEAST_TRIED) * row.step_ms / 1e3
             if slowest(self._transport, time.perf_counter() + expected_s - until) < 0:
                 tried[each] = self._try(each.scheme.exchanged, row.step_ms / 1e3)
-        for each, _ in foretold.measured.rehearsals:
-            once = Candidate(each.scheme)
-            if each.accumulate > 1 and once in tried:
-                alone_s = (each.accumulate - 1) * foretold.measured.compute.alone_s
-                tried[each] = (alone_s + tried[once]) / each.accumulate
         return tried
 
     def _try(self, scheme: Scheme, expected_s: float) -> float:
