@@ -27,7 +27,7 @@ test: install
 	$(MAKE) --jobs 2 --no-print-directory lint pytest
 
 pytest: install
-	$(PY) -m pytest -m 'not slow' --numprocesses 2 --dist loadgroup
+	$(PY) -m pytest -m 'not slow' --numprocesses 3 --dist loadgroup
 
 test-frameworks: .venv/frameworks
 	$(PY) -m pytest tests/integrations -m 'not slow'
