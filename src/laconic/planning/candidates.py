@@ -73,6 +73,7 @@ def candidate(text: str) -> Candidate:
     return Candidate(scheme, accumulate)
 
 
+OPTIMIZERS = ("sgd", "adamw", "muon")  # by their kinds, which records are of
 _MATRIX = Layout.of(["a matrix"], [torch.Size((1024, 1024))])
 _RECORD = Path(__file__).with_name("steps_to_target.json")  # a copy of the record of that name, which a test compares
 
@@ -94,17 +95,15 @@ def kind_of(model: nn.Module) -> str:
     return "transformer" if attends or embeds else "convolutional"
 
 
-OPTIMIZERS = ("sgd", "adamw", "muon")
-
-
 def optimizer_name(optimizer: Optimizers) -> str:
     """Muon's kind, which makes matrices orthogonal, Adam's, which divides by a running norm, or SGD's."""
     optimizers = listed(optimizer)
     if any(map(is_muon, optimizers)):
         return "muon"
-    return "adamw" if any(is_adams_kin(one, group) for one in optimizers for group in one.param_groups) else "sgd"
+    return "adamw" if any(is_adams_kin(each, group) for each in optimizers for group in each.param_groups) else "sgd"
 
 
+@cache  # a plan asks at fifty rates of links
 def penalty_of(wanted: Candidate, kind: str, optimizer: str) -> Penalty | None:
     """The record's figure for this scheme, else for the nearest of its recipe; None where there is none."""
     rows = [row for row in _rows() if row["optimizer"] == optimizer]
