@@ -170,9 +170,9 @@ def test_no_step_alone_is_longer_than_one_that_was_tried() -> None:
 
 def test_no_rate_is_named_from_which_on_chance_would_decide_otherwise() -> None:
     tried = ((candidate("bf16"), 0.08), (candidate("dense"), 0.1))  # the first of them luckier than without a network
-    found = answer(_measured(tried_s=tried))
-    assert found.pick == "bf16" and found.what_if(bits_per_s=1e9).pick == "dense"
-    assert not any("it would be dense" in said for said in found.reasons)
+    plan = answer(_measured(tried_s=tried))
+    assert plan.pick == "bf16" and plan.what_if(bits_per_s=1e9).pick == "dense"
+    assert not any("it would be dense" in reason for reason in plan.reasons)
 
 
 def test_the_same_scheme_is_not_named_for_slower_and_for_faster_links() -> None:
@@ -180,10 +180,10 @@ def test_the_same_scheme_is_not_named_for_slower_and_for_faster_links() -> None:
     lucky = candidate("maxnorm:bits=4")
     rehearsals = ((lucky, REHEARSAL), (candidate("topk:rho=0.01"), free))
     equal = replace(COMPUTE, together_s=0.1)
-    found = answer(_measured(compute=equal, rehearsals=rehearsals, tried_s=((lucky, 0.09),)))
-    assert found.pick == "maxnorm:bits=4"
-    assert found.what_if(bits_per_s=4e6).pick == found.what_if(bits_per_s=1e9).pick == "topk:rho=0.01"
-    assert not any("it would be" in said for said in found.reasons)
+    plan = answer(_measured(compute=equal, rehearsals=rehearsals, tried_s=((lucky, 0.09),)))
+    assert plan.pick == "maxnorm:bits=4"
+    assert plan.what_if(bits_per_s=4e6).pick == plan.what_if(bits_per_s=1e9).pick == "topk:rho=0.01"
+    assert not any("it would be" in reason for reason in plan.reasons)
 
 
 def test_curves_go_down_to_what_no_link_can_hasten() -> None:

@@ -214,21 +214,12 @@ def _picked(rows: Sequence[PlanRow]) -> PlanRow:
 
     Where the network takes next to nothing of a plain step, there is nothing to be had from sending less.
     """
-    if _is_negligible(rows):
-        rows = _plain(rows)
+    plain = [row for row in rows if row.scheme in _PLAIN]
+    if plain and plain[-1].waits_ms < _NEGLIGIBLE * plain[-1].step_ms:
+        rows = plain
     known = [row for row in rows if row.seconds_to_target is not None] or list(rows)
     best = min(row.seconds_to_target or row.step_ms for row in known)
     return next(row for row in known if (row.seconds_to_target or row.step_ms) <= _MARGIN * best)
-
-
-def _plain(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    return [row for row in rows if row.scheme in _PLAIN]
-
-
-def _is_negligible(rows: Sequence[PlanRow]) -> bool:
-    """Return whether the network takes next to nothing of a plain step."""
-    plain = _plain(rows)
-    return bool(plain) and plain[-1].waits_ms < _NEGLIGIBLE * plain[-1].step_ms
 
 
 def _limit(measured: Measured) -> str:
@@ -266,7 +257,7 @@ def _reasons(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, limit: 
                 f"{pick.scheme} is {sooner:.1f}x sooner than {plain.scheme}: {pick.step_ms:.0f} ms a step instead of "
                 f"{plain.step_ms:.0f}, {pick.steps_factor:.2f} times the steps"
             )
-    reasons += _turning_points(measured, rows, pick, steps)
+    reasons += _turning_points(measured, pick, steps)
     reasons += _slow_pair(measured)
     if measured.compute.waits_for_slowest > _WORTH_NAMING:
         reasons.append(f"workers wait for the slowest for {100 * measured.compute.waits_for_slowest:.0f} % of a step")
@@ -286,23 +277,20 @@ def _slow_pair(measured: Measured) -> list[str]:
     return [f"{ends} {rates} ({1e3 * slowest.latency_s:.3g} ms one way): ask `laconic doctor`"]
 
 
-def _turning_points(measured: Measured, rows: Sequence[PlanRow], pick: PlanRow, steps: int) -> list[str]:
+def _turning_points(measured: Measured, pick: PlanRow, steps: int) -> list[str]:
     """The nearest rates of links, up and down, from which on another candidate is picked.
 
-    Where the network is negligible here and there, chance decides between plain ones: steps are tried here alone. So it
-    does where the same is better on slower links and on faster ones.
+    Where that is the same one both ways, chance has decided here, and nothing is said.
     """
     here = measured.links.bits_per_s
-    is_negligible = _is_negligible(rows)
     others: list[tuple[str, float, str]] = []
     for rates, word in (
         ([rate for rate in _RATES if rate > here], "from"),
         ([rate for rate in reversed(_RATES) if rate < here], "below"),
     ):
         for rate in rates:
-            rows_there = _rows(measured.at(rate), steps)
-            other = _picked(rows_there)
-            if other.scheme != pick.scheme and not (is_negligible and _is_negligible(rows_there)):
+            other = _picked(_rows(measured.at(rate), steps))
+            if other.scheme != pick.scheme:
                 others.append((word, rate, other.scheme))
                 break
     if len(others) == 2 and others[0][2] == others[1][2]:
