@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class UseWatch:
         self._steps_ours: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         here = weakref.ref(self)
         self._hooks: list[Any] = [p.register_hook(_OnGradient(here, p)) for p in dict.fromkeys(self._watched)]  # type: ignore[no-untyped-call]
-        self._hooks.append(register_optimizer_step_post_hook(_OnStep(here)))
+        self._hooks.append(register_optimizer_step_post_hook(_OnStep(self)))
 
     def note_exchanged(self) -> None:
         """Begin to watch what becomes of the gradients that a backward pass has left."""
@@ -83,7 +83,7 @@ class UseWatch:
         count, ours = self._steps_ours.get(optimizer, (-1, False))
         now = sum(len(group["params"]) for group in optimizer.param_groups)
         if count != now:
-            ours = any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
+            ours = _steps_some(optimizer, self._ids)
             self._steps_ours[optimizer] = now, ours
         self._stepped = ours
 
@@ -117,7 +117,7 @@ class AdamAdvice:
         self._ids = {id(parameter) for parameter in parameters}
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_given = False
-        self._hook = register_optimizer_step_post_hook(_OnStep(weakref.ref(self)))
+        self._hook = register_optimizer_step_post_hook(_OnStep(self))
 
     @classmethod
     def where_due(cls, scheme: Scheme, parameters: Collection[Tensor], rank: int) -> "AdamAdvice | None":
@@ -151,8 +151,8 @@ def is_muon(optimizer: Optimizer) -> bool:
 
 def is_adams_kin(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether a group has betas, or an optimizer keeps running norms of what it has stepped there."""
-    kept = (str(name) for parameter in group["params"] for name in optimizer.state.get(parameter, ()))
-    return "betas" in group or any(name.startswith(_MOMENTS) for name in kept)
+    names = (str(name) for parameter in group["params"] for name in optimizer.state.get(parameter, ()))
+    return "betas" in group or any(name.startswith(_MOMENTS) for name in names)
 
 
 def _advice(scheme: Scheme, optimizer: Optimizer, group: dict[str, Any]) -> str:
@@ -175,11 +175,11 @@ class SteppedBy:
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._ids = {id(parameter) for parameter in parameters}
-        self._hook = register_optimizer_step_post_hook(_OnStep(weakref.ref(self)))
+        self._hook = register_optimizer_step_post_hook(_OnStep(self))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        if any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]):
+        if optimizer not in self.optimizers and _steps_some(optimizer, self._ids):
             self.optimizers.add(optimizer)
 
     def close(self) -> None:
@@ -187,9 +187,16 @@ class SteppedBy:
         self._hook.remove()
 
 
+def _steps_some(optimizer: Optimizer, ids: Container[int]) -> bool:
+    """Return whether an optimizer has parameters of these ids."""
+    return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+
+
 class _OnStep:
-    def __init__(self, watch: "weakref.ref[UseWatch] | weakref.ref[AdamAdvice] | weakref.ref[SteppedBy]") -> None:
-        self._watch = watch
+    """A hook that holds its watch weakly, as nobody may close it."""
+
+    def __init__(self, watch: UseWatch | AdamAdvice | SteppedBy) -> None:
+        self._watch = weakref.ref(watch)
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         if (watch := self._watch()) is not None:

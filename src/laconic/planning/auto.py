@@ -129,7 +129,7 @@ class AutoSession(Attached):
             # The optimizer's step, forward and backward lie between two exchanges.
             compute = _compute(arrivals[-1], arrivals, self._gradients, self._device)
             measured = measure_exchanges(
-                candidates, self._gradients, self._model, self._optimizer(), compute, self.transport, self._group
+                candidates, self._gradients, self._model, self._optimizer_name(), compute, self.transport, self._group
             )
             self._plain_s = slowest(self.transport, statistics.median(self._step_s))
         measured = measured.with_tried({candidate(_PLAIN): self._plain_s})
@@ -142,7 +142,7 @@ class AutoSession(Attached):
         else:
             self._next = self.plan.pick
 
-    def _optimizer(self) -> str:
+    def _optimizer_name(self) -> str:
         """The kind of what was seen to step, the same on all ranks; else what most train such models by."""
         seen = list(self._stepped_by.optimizers)
         self._stepped_by.close()

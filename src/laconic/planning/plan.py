@@ -64,7 +64,7 @@ def plan(
     start = time.perf_counter()
     candidates = [candidate(text) for text in schemes or CANDIDATES]
     optimizers = listed(optimizer)
-    if not all(hasattr(one, "param_groups") for one in optimizers):
+    if not all(hasattr(each, "param_groups") for each in optimizers):
         raise SchemeError(f"plan takes an optimizer or several, not {optimizer!r}; write plan(model, optimizer, step)")
     model = unwrapped(model)
     bare = model
@@ -110,7 +110,7 @@ def _as_before(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     try:
@@ -122,7 +122,7 @@ def _as_before(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
                 tensor.copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        for optimizer, state in zip(optimizers, kept, strict=True):
+        for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
@@ -211,8 +211,8 @@ class OwnSteps:
         assert isinstance(self._model, DistributedDataParallel)
         named = {name: p for p, name in self._names.items()}
         everyone = Everyone(self._model.process_group)
-        options: dict[str, Any] = {"check_replicas_every": 0, "advises": False}  # nobody has chosen it yet
-        adapter = DdpAdapter(named, scheme, self._transport, everyone, self._device, **options)
+        parts = named, scheme, self._transport, everyone, self._device
+        adapter = DdpAdapter(*parts, check_replicas_every=0, advises=False)  # nobody has chosen it yet
         switch = HookSwitch.of(self._model)
         switch.listener = adapter.submit
         number = max(_LEAST_TRIED, min(_MOST_STEPS, round(_TRIED_S / expected_s)))

@@ -96,9 +96,11 @@ class _Script:
         The plan gets its steps by a wrapper around the first one's step(), where nothing iterates over hooks: it adds
         some of its own.
         """
+        if optimizer in self._optimizers:
+            return
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = next((m for m in self._models if any(id(p) in stepped for p in m.parameters())), None)
-        if model is None or optimizer in self._optimizers:
+        if model is None:
             return
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
@@ -147,8 +149,8 @@ class _Script:
 def plan_script(words: Sequence[str], candidates: Sequence[str], steps: int) -> Plan:
     """Run a training script as it is, and plan with its steps from the third on; a call that all workers make.
 
-    The script wraps its model in DistributedDataParallel and steps one optimizer over it. It ends where the plan is
-    made, so that it neither trains nor writes what it would write after that.
+    The script wraps its model in DistributedDataParallel and steps an optimizer over it, or several. It ends where the
+    plan is made, so that it neither trains nor writes what it would write after that.
     """
     script = _Script(lambda model, optimizers, step: plan(model, optimizers, step, schemes=candidates, steps=steps))
     made = DistributedDataParallel.__init__
