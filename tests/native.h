@@ -14,7 +14,6 @@ void laconic_withdraw(float*, const float*, float, int64_t, int64_t, float, int,
 int laconic_all_finite(const float*, int64_t, int);
 double laconic_sum_magnitudes(const float*, int64_t, int);
 void laconic_count_at_least(const float*, int64_t, const float*, int64_t, int, int64_t*);
-int64_t laconic_compact(const float*, int64_t, float, int32_t*, float*);
 int64_t laconic_set_bits(const int32_t*, int64_t, uint32_t*, int64_t);
 int64_t laconic_unpack_bits(const uint32_t*, int64_t, int32_t*, int64_t);
 void laconic_pack_lanes(const int32_t*, int64_t, int, uint32_t*);

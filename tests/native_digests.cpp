@@ -107,10 +107,6 @@ void select(const std::string& name, const Floats& x, const Floats& addend) {
   Digest().of(counts).print("count_at_least", name);
   Digest().of(laconic_all_finite(x.data(), n, kThreads)).print("all_finite", name);
   Digest().of(laconic_sum_magnitudes(x.data(), n, kThreads)).print("sum_magnitudes", name);
-  for (float threshold : {0.0f, 0.5f, 2.0f}) {
-    const int64_t count = laconic_compact(x.data(), n, threshold, index.data(), value.data());
-    Digest().of(index.data(), count).of(value.data(), count).print("compact", name);
-  }
 }
 
 void sign(const std::string& name, const Floats& x, const Floats& other) {

@@ -97,7 +97,6 @@ def _selecting(of: ModuleType, x: Tensor, k: int) -> _Works:
         "all_finite": (lambda: of.all_finite(x), 4 * n),
         "mean_magnitude": (lambda: of.mean_magnitude(x), 4 * n),
         "count_at_least": (lambda: of.count_at_least(x, thresholds), 4 * n),
-        "compact": (lambda: of.compact(x, 2.5), 4 * n + 8 * k),
     }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from laconic import KernelError, kernels
 from laconic.kernels import reference
 from laconic.kernels.contract import CALLS, KTH, MEAN, PASSES, new_search
+from laconic.kernels.searches import SEARCHES
 from tests.inputs import SIZES, thin_matrices, vectors
 from tests.kernels.on_gpu import DEVICE, INTERPRETED, ON_CUDA, interpreter, same, tl, usable_interpreter  # noqa: F401 - and its skip
 
@@ -177,9 +178,18 @@ def test_parts_of_the_search(n: int) -> None:
         torch.testing.assert_close(
             gpu.mean_magnitude(here).cpu(), reference.mean_magnitude(x), rtol=1e-12, atol=0, equal_nan=True
         )  # float64 sums in another order
-        for threshold in (0.0, 0.7, 1e-42, torch.inf):
-            for got, want in zip(gpu.compact(here, threshold), reference.compact(x, threshold), strict=True):
-                assert same(got, want)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_takes_what_it_takes_on_a_host(name: str) -> None:
+    for n in (1000, 50_000):
+        for x in (torch.randn(n, generator=GENERATOR), torch.randn(n, generator=GENERATOR) ** 5):
+            for k in (1, n // 100, n // 2, n):
+                balance, here = x.clone(), x.to(DEVICE, copy=True)
+                want = SEARCHES[name](balance, x, k, new_search(n, k))
+                got = SEARCHES[name](here, x.to(DEVICE), k, new_search(n, k, DEVICE))
+                assert same(got[0], want[0]) and same(got[1], want[1]) and same(here, balance)
 
 
 @pytest.mark.parametrize("rank", (1, 3, 4, 16, 20))

@@ -197,7 +197,7 @@ def test_every_search_takes_k_of_anything_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_native_counts_and_means_and_compaction_equal_the_reference(n: int, level: str) -> None:
+def test_native_counts_and_means_equal_the_reference(n: int, level: str) -> None:
     thresholds = torch.tensor([0.0, 1e-41, 0.5, 2.0, 1e30, torch.inf])
     for name, x in vectors(n).items():
         for below in (torch.inf, 2.0**64, 1.0, 2.0**140):
@@ -208,9 +208,6 @@ def test_native_counts_and_means_and_compaction_equal_the_reference(n: int, leve
         torch.testing.assert_close(
             cpu.mean_magnitude(x), reference.mean_magnitude(x), rtol=256 * 2**-24, atol=0, equal_nan=True
         )
-        for threshold in (0.0, 0.5, 2.0):
-            found, expected = cpu.compact(x, threshold), reference.compact(x, threshold)
-            assert torch.equal(found[0], expected[0]) and same_bits(found[1], expected[1]), (name, threshold)
 
 
 def both(name: str) -> list[Callable[..., Tensor]]:

@@ -46,7 +46,6 @@ SIGNATURES = {
     "all_finite": (_INT, (_P, _N, _INT)),
     "sum_magnitudes": (ctypes.c_double, (_P, _N, _INT)),
     "count_at_least": (None, (_P, _N, _P, _N, _INT, _P)),
-    "compact": (_N, (_P, _N, _F, _P, _P)),
     "set_bits": (_N, (_P, _N, _P, _N)),
     "unpack_bits": (_N, (_P, _N, _P, _N)),
     "pack_lanes": (None, (_P, _N, _INT, _P)),

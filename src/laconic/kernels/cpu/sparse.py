@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.errors import KernelError
 from laconic.kernels import reference
-from laconic.kernels.contract import Key, note_
+from laconic.kernels.contract import GUESS, Key, note_
 from laconic.kernels.cpu.library import Facts, check_apart, check_reach, library, num_threads, pointer
 
 # A guess from the last step is too low while a balance grows, and then 2.6 k candidates, zeroed and put back, double
@@ -54,15 +54,6 @@ def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
     return counts
 
 
-def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    positions = torch.empty(x.numel(), dtype=torch.int32)
-    values = torch.empty(x.numel(), dtype=torch.float32)
-    count = library().laconic_compact(
-        pointer("x", x, torch.float32), x.numel(), threshold, positions.data_ptr(), values.data_ptr()
-    )
-    return positions[:count].clone(), values[:count].clone()
-
-
 def withdraw_(
     balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +71,7 @@ def withdraw_(
         factor,
         n,
         k,
-        FIRST_THRESHOLD,
+        float(search[GUESS]) or FIRST_THRESHOLD,
         num_threads(),
         positions.data_ptr(),
         values.data_ptr(),

@@ -105,25 +105,6 @@ def _count_at_least(x, thresholds, counts, n, num_thresholds):
         tl.atomic_add(counts + i, reached.to(tl.int64), sem="relaxed")
 
 
-@triton.jit
-def _count_hits(x, counts, n, threshold):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    least = magnitude_bits(tl.full([TILE], threshold, tl.float32))
-    hit = (magnitude_bits(tl.load(x + at, mask=at < n, other=0.0)) >= least) & (at < n)
-    tl.store(counts + tl.program_id(0), tl.sum(hit.to(tl.int32), 0))
-
-
-@triton.jit
-def _list_hits(x, ends, positions, values, n, threshold):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    value = tl.load(x + at, mask=at < n, other=0.0)
-    hit = (magnitude_bits(value) >= magnitude_bits(tl.full([TILE], threshold, tl.float32))) & (at < n)
-    one = hit.to(tl.int32)
-    slot = tl.load(ends + tl.program_id(0)).to(tl.int32) - tl.sum(one, 0) + tl.cumsum(one, 0) - 1
-    tl.store(positions + slot, at, mask=hit)
-    tl.store(values + slot, value, mask=hit)
-
-
 @cache
 def _bits(magnitude: float) -> int:
     """Of a float32; they order like numbers."""
@@ -174,21 +155,6 @@ def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
     if n:
         _count_at_least[_tiles(n)](x, thresholds, counts, n, thresholds.numel())
     return counts
-
-
-def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Ascending int32 positions and values of the |x| that reach `threshold`; waits for the device for their number."""
-    n = x.numel()
-    check_vector(x, torch.float32, n, "x")
-    if n == 0:
-        return torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
-    counts = torch.empty(_tiles(n)[0], dtype=torch.int32, device=x.device)
-    _count_hits[_tiles(n)](x, counts, n, float(threshold))
-    ends = counts.cumsum(0)
-    values = x.new_empty(int(ends[-1]))
-    positions = torch.empty(values.numel(), dtype=torch.int32, device=x.device)
-    _list_hits[_tiles(n)](x, ends, positions, values, n, float(threshold))
-    return positions, values
 
 
 def _tiles(n: int) -> tuple[int]:

@@ -71,24 +71,3 @@ extern "C" void laconic_count_at_least(const float* x, int64_t n, const float* t
     for (int thread = 0; thread < threads; ++thread) counts[j] += found[thread * num_thresholds + j];
   }
 }
-
-// Positions and values of the |x| that reach `threshold`, ascending; index and value have room for n. Returns how many.
-extern "C" int64_t laconic_compact(const float* x, int64_t n, float threshold, int32_t* index, float* value) {
-  const auto least = static_cast<int32_t>(magnitude_bits(threshold));
-  int64_t count = 0;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (uint32_t left = Sixteen::load(x + i).at_least(least); left != 0; left &= left - 1) {
-      const int64_t place = i + __builtin_ctz(left);
-      index[count] = static_cast<int32_t>(place);
-      value[count++] = x[place];
-    }
-  }
-  for (; i < n; ++i) {
-    if (static_cast<int32_t>(magnitude_bits(x[i])) >= least) {
-      index[count] = static_cast<int32_t>(i);
-      value[count++] = x[i];
-    }
-  }
-  return count;
-}

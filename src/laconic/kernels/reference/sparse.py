@@ -99,14 +99,6 @@ def count_at_least(x: Tensor, thresholds: Tensor) -> Tensor:
 
 
 @kernel
-def compact(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Ascending int32 positions and values of the |x| that reach `threshold`."""
-    least = magnitude_bits(torch.tensor(threshold, dtype=torch.float32, device=x.device))
-    positions = nonzero(magnitude_bits(x) >= least)
-    return positions.to(torch.int32), x[positions]
-
-
-@kernel
 def withdraw_(
     balance: Tensor, addend: Tensor | None, k: int, search: Tensor, *, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
