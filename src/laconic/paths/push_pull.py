@@ -89,25 +89,32 @@ class PushPull(Path):
 
     def exchange(self, work: Work) -> Messages:
         plan = self.plans.of(work)
-        division = self._division(work.layout, plan)
-        pushed = self._select(work, plan) if work.finite else None
-        if pushed is not None:
-            with self.clock.time("encode", work.device):
+        place = self._place_of_frames(plan)
+        division = self._division(work.layout, plan, place)
+        pushed = self._select(work, plan, place) if work.finite else None
+        with self.clock.time("encode", work.device):
+            if pushed is not None:
                 parts, sent = division.parts(work, *pushed)
                 work.note_sent(to_device(sent, work.device))
-        else:
-            parts = division.overflows(work, self.transport.wire or work.device)
+            else:
+                parts = division.overflows(work)
+            parts = [self.on_wire(part) for part in parts]
         push = Push(work.layout, work.step, work.number, parts, division.longest)
         received = yield partial(self.transport.push, push)
-        own = self._answer(work, received)
+        own = self._answer(work, received, place)
         answers = yield partial(self.transport.pull, push, own)
         with self.clock.time("decode", work.device):
-            return division.read(work, answers)
+            return division.read(work, [to_device(answer, place) for answer in answers])
 
-    def _select(self, work: Work, plan: FramePlan) -> tuple[Tensor, Tensor] | None:
-        """(selected positions, fixed and selected values) where messages are written; None where not finite."""
+    def _place_of_frames(self, plan: FramePlan) -> torch.device:
+        """Where frames are written and read: on a GPU where every entry goes, which otherwise crosses to the host."""
+        sends_all = plan.num_fixed == plan.plan.num_entries
+        return plan.device if sends_all or self.transport.wire is None else self.transport.wire
+
+    def _select(self, work: Work, plan: FramePlan, place: torch.device) -> tuple[Tensor, Tensor] | None:
+        """(selected positions, fixed and selected values) where frames are written; None where not finite."""
         captures = self.captures(work)
-        step = self.executor.step("select", plan, work.device, self.transport.wire, captures=captures)
+        step = self.executor.step("select", plan, work.device, place, captures=captures)
         uses: list[Tensor | float] = [work.flat, work.account.balance, work.scale, *self.uses(work)]
         with self.clock.time("select", work.device):  # whose end waits for what goes to the wire
             body = partial(self._withdraw, work, plan, captures)
@@ -172,18 +179,18 @@ class PushPull(Path):
         self.num_answered += union.numel()
         self.learn_(work, selected, union, aggregate)
 
-    def _answer(self, work: Work, parts: Mapping[int, Tensor]) -> Tensor | None:
+    def _answer(self, work: Work, parts: Mapping[int, Tensor], place: torch.device) -> Tensor | None:
         """The answer of this worker's own share to all parts of it."""
         if self.owner is None:
             return None
-        with self.clock.time("decode", self.transport.wire or work.device):
-            return self.owner.answer(parts, work.layout, **work.frame_id)
+        with self.clock.time("decode", place):
+            frames = {rank: to_device(part, place) for rank, part in parts.items()}
+            return self.on_wire(self.owner.answer(frames, work.layout, **work.frame_id))
 
-    def _division(self, layout: Layout, plan: FramePlan) -> "_Division":
+    def _division(self, layout: Layout, plan: FramePlan, place: torch.device) -> "_Division":
         if layout not in self._divisions:
-            wire = self.transport.wire or plan.device
             num_shares = self.transport.num_shares
-            self._divisions[layout] = _Division(layout, num_shares, plan, wire, self.quantize, votes=self._votes)
+            self._divisions[layout] = _Division(layout, num_shares, plan, place, self.quantize, votes=self._votes)
         return self._divisions[layout]
 
     def figures(self, *, ages: bool = False) -> dict[str, Any]:
@@ -233,11 +240,11 @@ class _Division:
     """A bucket divided among the owners of its entries: which go at every step, and whose each is."""
 
     def __init__(
-        self, layout: Layout, num_shares: int, plan: FramePlan, wire: torch.device, quantize: Quantizer, *, votes: bool
+        self, layout: Layout, num_shares: int, plan: FramePlan, place: torch.device, quantize: Quantizer, *, votes: bool
     ) -> None:
         self._shares = Shares(layout, num_shares)
         self._plan = plan
-        self._wire = wire
+        self._place = place  # of its frames
         self._quantize = quantize
         self._votes = votes
         self._forms = [quantize, Trits()] if votes else [quantize]  # of values, up or down
@@ -246,16 +253,16 @@ class _Division:
         of_shares = [[span for span in own.spans if span.name in names] for own in self._shares.layouts]
         self._num_fixed = [sum(span.num_entries for span in spans) for spans in of_shares]
         self._pieces: Pieces | None = None  # for all frames to be written, and read, in one call
-        if wire.type == "cpu" and quantize.code_dtype == torch.bfloat16:
+        if place.type == "cpu" and quantize.code_dtype == torch.bfloat16:
             cuts = [piece_borders(span.num_entries, num_shares) for span in plan.plan.fixed]
             lengths = torch.tensor(cuts, dtype=torch.int64).view(-1, num_shares + 1).diff()
-            self._pieces = Pieces(*self._shares.pieces(wire), lengths)
+            self._pieces = Pieces(*self._shares.pieces(place), lengths)
         self.longest = [longest_frame(n, self._forms) for n in self._sizes]  # bytes that a frame about a share may take
 
     @cached_property
     def _all_fixed(self) -> Tensor:
         """The entries that go at every step."""
-        return self._plan.fixed.to(self._wire)
+        return self._plan.fixed.to(self._place)
 
     @cached_property
     def _fixed_order(self) -> Tensor:
@@ -269,13 +276,13 @@ class _Division:
 
     @cached_property
     def _is_fixed(self) -> Tensor:
-        is_fixed = torch.zeros(sum(self._sizes), dtype=torch.bool, device=self._wire)
+        is_fixed = torch.zeros(sum(self._sizes), dtype=torch.bool, device=self._place)
         return is_fixed.index_fill_(0, self._all_fixed, True)
 
-    def overflows(self, work: Work, wire: torch.device) -> list[Tensor]:
+    def overflows(self, work: Work) -> list[Tensor]:
         """Parts that only say that this worker saw Inf or NaN."""
         shapes = [FrameShape(n, 0, 0, self._quantize) for n in self._sizes]
-        return [shape.write_overflow(wire, **work.frame_id) for shape in shapes]
+        return [shape.write_overflow(self._place, **work.frame_id) for shape in shapes]
 
     def parts(self, work: Work, selected: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor]:
         """A frame for each owner of fixed and selected values, and those values as the frames say them."""

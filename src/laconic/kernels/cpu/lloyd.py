@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.errors import KernelError
 from laconic.kernels.contract import words_of
 from laconic.kernels.cpu.library import library, num_threads, pointer
-from laconic.kernels.reference.lloyd import LLOYD_LARGEST_GROUP, LLOYD_VALUES_PER_WORD
+from laconic.kernels.reference.lloyd import LLOYD_VALUES_PER_WORD, check_lloyd_group
 
 
 def encode_lloyd(values: Tensor, top: Tensor, group: int) -> tuple[Tensor, Tensor]:
     n = values.numel()
-    _check_group(group)
+    check_lloyd_group(group)
     lanes = torch.empty(-(-n // group), dtype=torch.int32)
     words = torch.empty(words_of(2 * n), dtype=torch.int32)
     at = pointer("values", values, torch.float32)
@@ -23,14 +22,9 @@ def encode_lloyd(values: Tensor, top: Tensor, group: int) -> tuple[Tensor, Tenso
 
 def decode_lloyd(lanes: Tensor, words: Tensor, top: Tensor, group: int) -> Tensor:
     num_words = words.numel()
-    _check_group(group)
+    check_lloyd_group(group)
     values = torch.empty(LLOYD_VALUES_PER_WORD * num_words, dtype=torch.float32)
     of_groups = pointer("lanes", lanes, torch.int32, -(-values.numel() // group))
     at = pointer("words", words, torch.int32)
     library().laconic_decode_lloyd(of_groups, at, num_words, float(top), group, num_threads(), values.data_ptr())
     return values
-
-
-def _check_group(group: int) -> None:
-    if not 0 < group <= LLOYD_LARGEST_GROUP or group % LLOYD_VALUES_PER_WORD:
-        raise KernelError(f"a group of {group} values; give a multiple of 16, up to {LLOYD_LARGEST_GROUP}")

@@ -13,8 +13,6 @@ TAKEN_FROM_REFERENCE = {
     "write_parts": "torch's own operations write and read it",
     "read_answers": "torch's own operations write and read it",
     "owe_": "torch's own operations run at a copy's speed",
-    "encode_lloyd": "torch's own operations write and read what the host does not",
-    "decode_lloyd": "torch's own operations write and read what the host does not",
     "join_": "torch's own operations run at a copy's speed",
 }
 
