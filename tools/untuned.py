@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import difflib
+import functools
 import gc
 import io
 import itertools
@@ -42,6 +43,7 @@ from torch import Tensor, nn
 import laconic
 
 MUON_RATE = 4.0  # of its matrices, times AdamW's
+ONE_BUCKET_MB = 1024  # PyTorch's PowerSGD fails over Gloo where there are several
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.scheme}, {self.inner}" + (f", rate x {self.rate:g}" if self.rate != 1 else "")
+
+    @classmethod
+    def of(cls, text: str) -> Entry:
+        """The one of a text like "SCHEME; INNER; RATE", the last two of which may be left out."""
+        words = [word.strip() for word in text.split(";")]
+        scheme, inner, rate = words + ["adamw", "1"][len(words) - 1 :]
+        return cls(scheme, inner, float(rate))
 
 
 ENTRIES = [
@@ -243,13 +252,13 @@ def train(
 # Old and new text of nanoGPT's train.py. Each process is a worker of its own instead of a rank of DDP.
 CHANGES = [
     ("ddp = int(os.environ.get('RANK', -1)) != -1 # is this a ddp run?", "ddp = False # laconic follows instead"),
-    ("    seed_offset = 0\n", "    seed_offset = RANK\n"),
+    ("    seed_offset = 0\n", "    seed_offset = RANK + 1000 * SEED\n"),
     (
         "checkpoint = None # free up memory\n",
         "checkpoint = None # free up memory\n"
         "if MUON:\n"
         "    optimizer = laconic.optim.Muon(model, weight_decay=weight_decay, betas=(beta1, beta2))\n"
-        "follower = laconic.follow(model, optimizer, SCHEME) if SCHEME != 'dense' else None\n",
+        "model, follower = JOINED(model, optimizer)\n",
     ),
     (
         "        param_group['lr'] = lr\n",
@@ -258,14 +267,17 @@ CHANGES = [
     (
         "    if iter_num % eval_interval == 0 and master_process:\n        losses = estimate_loss()\n",
         "    if iter_num and iter_num % eval_interval == 0 and master_process:\n"
-        "        with torch.random.fork_rng(), follower.averaged() if follower else nullcontext():\n"
+        "        with torch.random.fork_rng(), follower.averaged() if hasattr(follower, 'step') else nullcontext():\n"
         "            torch.manual_seed(1) # the same batches for all\n"
         "            losses = estimate_loss()\n"
         "        CURVE.append((iter_num, round(float(losses['val']), 4)))\n",
     ),
     ("best_val_loss = 1e9\n", "best_val_loss = 0 # no checkpoints\n"),
     ("    if iter_num == 0 and eval_only:\n", "    if iter_num == max_iters:\n"),
-    ("    scaler.update()\n", "    scaler.update()\n    if follower:\n        follower.step()\n"),
+    (
+        "    scaler.update()\n",
+        "    scaler.update()\n    if hasattr(follower, 'step'):\n        follower.step()\n",
+    ),
     ("    dt = t1 - t0\n", "    dt = t1 - t0\n    STEP_S.append(dt)\n"),
 ]
 SIZES = "n_layer=12 n_head=12 n_embd=768 block_size=256 batch_size=16 dropout=0.1"
@@ -295,7 +307,20 @@ def prepare(data: Path, folder: Path) -> None:
         pickle.dump({"vocab_size": len(letters)}, file)
 
 
-def nanogpt(folder: Path, entry: Entry, options: Sequence[str], rank: int, device: torch.device) -> dict[str, Any]:
+def joined(scheme: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    """The model to train, and what ties it to the other workers': a follower, one of PyTorch's hooks, or nothing."""
+    if scheme == "dense":
+        return model, None
+    if not isinstance(laconic.parse(scheme), laconic.TorchHook):
+        return model, laconic.follow(model, optimizer, scheme)
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+    ddp.estimate_mfu = model.estimate_mfu  # which the script asks its model for
+    return ddp, laconic.attach(ddp, scheme)
+
+
+def nanogpt(
+    folder: Path, entry: Entry, options: Sequence[str], seed: int, rank: int, device: torch.device
+) -> dict[str, Any]:
     """What nanoGPT's own script comes to under a scheme; a dense run accumulates the batches of four."""
     source = patched((folder / "train.py").read_text())
     is_dense = entry.scheme == "dense"
@@ -305,8 +330,8 @@ def nanogpt(folder: Path, entry: Entry, options: Sequence[str], rank: int, devic
     sys.argv = ["train.py", *(f"--{word}" for word in [*words, *options])]
     step_s: list[float] = []
     curve: list[tuple[int, float]] = []
-    given: dict[str, Any] = {"__name__": "__main__", "laconic": laconic, "SCHEME": entry.scheme}
-    given |= {"STEP_S": step_s, "CURVE": curve}
+    given: dict[str, Any] = {"__name__": "__main__", "laconic": laconic, "SEED": seed, "STEP_S": step_s, "CURVE": curve}
+    given["JOINED"] = functools.partial(joined, entry.scheme)
     given |= {"MUON": MUON_RATE if entry.inner == "muon" else 0, "RANK": 0 if is_dense else rank}
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -315,7 +340,7 @@ def nanogpt(folder: Path, entry: Entry, options: Sequence[str], rank: int, devic
     about = {"loss": float(given["losses"]["val"]), "first_ms": [round(1e3 * s) for s in step_s[:100]]}
     about["curve"] = curve
     if follower := given["follower"]:
-        about["momentum"] = follower.stats().momentum
+        about["momentum"] = getattr(follower.stats(), "momentum", None)
         about["bytes_out"] = follower.stats().bytes_out
         follower.close()
     return {**about, "median_ms": round(1e3 * statistics.median(step_s), 1)}
@@ -329,7 +354,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", default="0", help="numbers, with a comma between them")
-    parser.add_argument("--entries", help="numbers of the table's rows; all, unless some are named")
+    parser.add_argument("--entry", action="append", help='"SCHEME; INNER; RATE" instead of the table; may be repeated')
     parser.add_argument("--steps", type=int, help="of the small jobs, for a trial")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of nanoGPT's, for a trial")
     args = parser.parse_args()
@@ -343,7 +368,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, workers = dist.get_rank(), dist.get_world_size()
     device = torch.device(args.device)
-    entries = [ENTRIES[int(at)] for at in args.entries.split(",")] if args.entries else ENTRIES
+    entries = [Entry.of(text) for text in args.entry] if args.entry else ENTRIES
     with tempfile.TemporaryDirectory() as folder:
         if "nanogpt" in args.jobs:
             prepare(args.data, Path(folder))
@@ -354,7 +379,7 @@ def main() -> None:
             start = time.perf_counter()
             try:
                 if name == "nanogpt":
-                    about = nanogpt(Path(folder), entry, args.option, rank, device)
+                    about = nanogpt(Path(folder), entry, args.option, seed, rank, device)
                 else:
                     job = SMALL[name](args.data, device, seed)
                     job.steps = args.steps or job.steps
