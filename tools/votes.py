@@ -1,6 +1,6 @@
 """Votes of many workers on one model, as rows of one matrix: thousands of rounds of a deep net in minutes of a GPU.
 
-    python tools/votes.py --data DIR --device cuda    # ResNet-56 on CIFAR-10, 15 workers, 3,000 rounds, three seeds
+    python tools/votes.py --data DIR --device cuda --processes 6    # ResNet-56, 15 workers, 3,000 rounds, three seeds
 
 It has the numbers of `laconic train --workers 15 --servers 1 --scheme sparse-sign:rho=0.1` (or sign), but sends
 nothing: all workers' backward passes are one CUDA graph, and parameters of one size are selected from together. Rows
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import mean
@@ -38,7 +40,8 @@ _ROUNDS_BEFORE_CAPTURE = 3  # until cuDNN has chosen its algorithms
 class Gradients:
     """Every worker's gradient of one model, whose parameters they share; buffers are each worker's own."""
 
-    def __init__(self, model: nn.Module, layout: Layout, num_workers: int, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor) -> None:
+        num_workers = len(inputs)
         self._models = [model, *(copy.deepcopy(model) for _ in range(num_workers - 1))]
         for other in self._models[1:]:
             for own, shared in zip(other.parameters(), model.parameters(), strict=True):
@@ -117,8 +120,8 @@ class Votes:
         return sums.sign()
 
 
-def curve(job: Job) -> Iterator[dict[str, float]]:
-    """Train, and say every job.eval_every rounds what it came to."""
+def curve(job: Job) -> list[dict[str, float]]:
+    """Train, and say of every job.eval_every rounds what it came to."""
     data = job.load_data()
     device = torch.device(job.device)
     courses = [Course(job, data, rank, job.workers) for rank in range(job.workers)]
@@ -131,8 +134,9 @@ def curve(job: Job) -> Iterator[dict[str, float]]:
     assert isinstance(scheme, Scheme)
     votes = Votes(scheme, layout, job.workers, device)
     inputs, targets = courses[0].examples(0, device)
-    wanted = [torch.stack([each] * job.workers) for each in (inputs, targets)]
-    gradients = Gradients(model, layout, job.workers, *wanted)
+    room = [torch.stack([each] * job.workers) for each in (inputs, targets)]
+    gradients = Gradients(model, layout, *room)
+    points = []
     for step in range(courses[0].num_steps):
         vote = votes(gradients.take_([course.examples(step, device) for course in courses]), step)
         for parameter, span in zip(named.values(), layout.spans, strict=True):
@@ -141,7 +145,9 @@ def curve(job: Job) -> Iterator[dict[str, float]]:
         updater.apply_()
         if (step + 1) % job.eval_every == 0 or step + 1 == courses[0].num_steps:
             right, loss_sum, count = courses[0].score(model, device)
-            yield {"rounds": step + 1, "accuracy": 100 * right / count, "loss": loss_sum / count}
+            points.append({"rounds": step + 1, "accuracy": 100 * right / count, "loss": loss_sum / count})
+            print(f"{job.scheme}, seed {job.seed}: {points[-1]}", file=sys.stderr, flush=True)
+    return points
 
 
 def main() -> int:
@@ -157,15 +163,20 @@ def main() -> int:
     parser.add_argument("--eval-every", type=int, default=500)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", type=Path, help="folder of the images")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     args = parser.parse_args()
-    given = {name: value for name, value in vars(args).items() if name not in ("scheme", "seeds")}
-    for scheme in args.scheme or SCHEMES:
-        seeds = [int(word) for word in args.seeds.split(",")]
-        for points in zip(*(curve(Job(scheme=scheme, seed=seed, servers=1, **given)) for seed in seeds), strict=True):
-            accuracies = [round(point["accuracy"], 2) for point in points]
-            row = {"scheme": scheme, "rounds": points[0]["rounds"], "accuracy": round(mean(accuracies), 3)}
-            loss = round(mean(point["loss"] for point in points), 4)
-            print(json.dumps({**row, "accuracy by seed": accuracies, "loss": loss}), flush=True)
+    given = {name: value for name, value in vars(args).items() if name not in ("scheme", "seeds", "processes")}
+    schemes = args.scheme or SCHEMES
+    seeds = [int(word) for word in args.seeds.split(",")]
+    jobs = [Job(scheme=scheme, seed=seed, servers=1, **given) for scheme in schemes for seed in seeds]
+    with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        curves = map(curve, jobs) if args.processes == 1 else pool.map(curve, jobs)
+        for scheme in schemes:
+            for points in zip(*(next(curves) for _ in seeds), strict=True):
+                accuracies = [round(point["accuracy"], 2) for point in points]
+                row = {"scheme": scheme, "rounds": points[0]["rounds"], "accuracy": round(mean(accuracies), 3)}
+                loss = round(mean(point["loss"] for point in points), 4)
+                print(json.dumps({**row, "accuracy by seed": accuracies, "loss": loss}), flush=True)
     return 0
 
 
