@@ -1,7 +1,8 @@
 """Which outer momentum holds where H, delay, code, workers, inner optimizer and learning rate differ: a simulation.
 
-    python tools/outer_momentum.py choose FILE --out cells.jsonl [--device cuda]     # of text: all rules
-    python tools/outer_momentum.py confirm FILE --out cells.jsonl [--device cuda]    # the fixed ones and the chosen one
+    python tools/outer_momentum.py choose FILE --out cells.jsonl [--device cuda]     # of text
+    python tools/outer_momentum.py confirm FILE --out cells.jsonl [--device cuda]    # other networks, other seeds
+    python tools/outer_momentum.py again FILE --out cells.jsonl --rules "0;0.6;0.9;auto"    # and others once more
     python tools/outer_momentum.py rows cells.jsonl ...                              # the rows of a record
 
 All cells that share H, delay, code and number of workers lie in one tensor, a row for each worker of each: a step of
@@ -19,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
@@ -34,6 +35,7 @@ STEPS = 512
 SEQUENCES = 32  # of all workers together at a step, so that equal steps are equal tokens
 LR = 5e-3  # near the best for both optimizers
 SPARSE = 0.05  # the share of entries that the code "sparse" sends
+WHOLE_AT = 16.0  # steps of a round, from which on it counts whole
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Network:
         return f"H={self.every}, {self.delay} late, {code}, {self.workers} workers"
 
 
-NETWORKS = {  # split before any was run
+NETWORKS = {  # choose and confirm were split before any was run, and again was run after the choice
     "choose": [
         Network(2, 0, "4", 4),
         Network(4, 1, "4", 8),
@@ -77,48 +79,44 @@ NETWORKS = {  # split before any was run
         Network(64, 16, "4", 16),
         Network(128, 32, "4", 4),
     ],
+    "again": [
+        Network(3, 0, "4", 4),
+        Network(6, 1, "4", 8),
+        Network(12, 3, "4", 4),
+        Network(16, 2, "4", 8),
+        Network(24, 6, "2", 4),
+        Network(24, 0, "sparse", 4),
+        Network(48, 12, "4", 8),
+        Network(96, 0, "4", 2),
+    ],
 }
-SEEDS = {"choose": (0,), "confirm": (2,)}
+SEEDS = {"choose": (0, 1, 2), "confirm": (5, 6, 7), "again": (8, 9, 10)}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An outer step; with a gain its momentum goes up and down with agreement, from `start` on."""
+    """An outer step; with a gain its momentum goes up and down with agreement."""
 
     lr: float = 1.0
-    start: float = 0.0
+    start: float = 0.0  # of the momentum; with a gain, times min(1, H/16)
+    waits: bool = False  # for the first agreement, and starts there only if that is above the aim
     gain: float = 0.0  # 0: the momentum stays
     aim: float = 0.05
     memories: float = 2.5  # of the inner optimizer, which the lag outlasts
     most: float = 0.9
-    fall: float = 1.0  # times the gain, below the aim
-    full_at: float = 16.0  # steps of a round, from which on the gain is whole
-    power: float = 1.0  # of H / full_at, below
-    smooth: float = 0.0  # share of the agreement that is kept from the round before
-    stretch: float = math.inf  # the most that a step may be of D, by norm
 
 
-AUTO = Rule(gain=0.5)
+AUTO = Rule(gain=0.5, start=0.3, waits=True, most=0.7)
 RULES = {
     "0": Rule(),
     "0.6": Rule(lr=0.7, start=0.6),
     "0.9": Rule(lr=0.7, start=0.9),
     "auto": AUTO,
-    "1 / 0.3": Rule(start=0.3),
-    "1 / 0.5": Rule(start=0.5),
-    "auto, aim 0": Rule(gain=0.5, aim=0.0),
-    "auto, aim 0.1": Rule(gain=0.5, aim=0.1),
-    "auto, lag / 2": Rule(gain=0.5, memories=1.25),
-    "auto, lag x 1.6": Rule(gain=0.5, memories=4.0),
-    "auto, gain 0.25": Rule(gain=0.25),
-    "auto, from 0.3": Rule(gain=0.5, start=0.3),
-    "auto, to 0.8": Rule(gain=0.5, most=0.8),
-    "auto, from 0.3 to 0.8": Rule(gain=0.5, start=0.3, most=0.8),
-    "auto, falls x 2": Rule(gain=0.5, fall=2.0),
-    "auto, falls x 4": Rule(gain=0.5, fall=4.0),
-    "auto, smooth": Rule(gain=0.5, smooth=0.5),
-    "auto, gain by root of H": Rule(gain=0.5, power=0.5),
-    "auto, stretch 3": Rule(gain=0.5, stretch=3.0),
+    "auto, from 0": replace(AUTO, start=0.0),
+    "auto, from 0 to 0.8": replace(AUTO, start=0.0, most=0.8),
+    "auto, from 0.4": replace(AUTO, start=0.4),
+    "auto, from 0.2 at once": replace(AUTO, start=0.2, waits=False),
+    "auto, from 0.3 at once": replace(AUTO, waits=False),
 }
 FIXED = ("0", "0.6", "0.9")
 
@@ -255,11 +253,13 @@ class Outer:
         self.buffer, self.residual = torch.zeros_like(self.anchor), torch.zeros_like(self.flat)
         rules = [RULES[cell.rule] for cell in cells]
         self.of = {name: torch.tensor([asdict(rule)[name] for rule in rules], device=device) for name in asdict(AUTO)}
-        shorter = (network.every / self.of["full_at"]).clamp_max(1.0)
-        self.gain = self.of["gain"] * shorter ** self.of["power"]
-        self.mu = [self.of["start"].clone() for _ in self.slices]
+        weight = min(1.0, network.every / WHOLE_AT)
+        self.gain = weight * self.of["gain"]
+        self.start = self.of["start"] * torch.where(self.gain > 0, weight, 1.0)
+        self.mu = [torch.where(self.of["waits"], 0.0, self.start) for _ in self.slices]
         self.q = [self.of["aim"].clone() for _ in self.slices]
         self.past: list[list[Tensor]] = [[] for _ in self.slices]  # the last outer steps
+        self.num_rounds = [0] * self.fragments
         betas = [0.95 if cell.inner == "muon" else 0.9 for cell in cells]
         each = zip(rules, betas, strict=True)
         lags = [max(1, math.ceil(rule.memories / (1 - beta) / network.every - 1e-9)) for rule, beta in each]
@@ -290,19 +290,18 @@ class Outer:
             self.flat[..., inside] += self.anchor[:, None, inside] - sent
 
     def outer_step(self, number: int, drift: Tensor) -> Tensor:
-        of, past, q = self.of, self.past[number], self.q[number]
+        of, past, q, mu = self.of, self.past[number], self.q[number], self.mu[number]
         for lag, cells in self.at_lag.items():
             if len(past) >= lag:
-                seen = F.cosine_similarity(drift[cells], past[-lag][cells], 1, 1e-30)
-                q[cells] = torch.lerp(seen, q[cells], of["smooth"][cells])
-        change = self.gain * (q - of["aim"])
-        mu = self.mu[number] + torch.where(change < 0, of["fall"], 1.0) * change
-        self.mu[number] = mu = torch.minimum(mu.clamp_min(0.0), of["most"])
+                q[cells] = F.cosine_similarity(drift[cells], past[-lag][cells], 1, 1e-30)
+            if self.num_rounds[number] == lag:  # the first that can be compared
+                starts = of["waits"][cells] & (q[cells] > of["aim"][cells])
+                mu[cells] = torch.where(starts, self.start[cells], mu[cells])
+        self.num_rounds[number] += 1
+        self.mu[number] = mu = torch.minimum((mu + self.gain * (q - of["aim"])).clamp_min(0.0), of["most"])
         buffer = self.buffer[:, self.slices[number]]
         buffer.mul_(mu[:, None]).add_(drift)
         applied = of["lr"][:, None] * (drift + mu[:, None] * buffer)
-        longest = of["stretch"] * drift.norm(dim=1)
-        applied *= (longest / (applied.norm(dim=1) + 1e-30)).clamp_max(1.0)[:, None]
         self.past[number] = [*past, applied][-max(self.at_lag) :]
         return applied
 
@@ -367,22 +366,26 @@ def train(network: Network, cells: Sequence[Cell], text: Tensor, vocabulary: int
 
 
 def rows_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a record: by network and optimizer, how far each rule is behind the best fixed one of each cell."""
-    losses: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    """Rows of a record: how far each rule's loss, the mean over seeds, is behind the best fixed one's of each cell."""
+    losses: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        key = (line["part"], line["network"], line["inner"], line["schedule"], line["lr_factor"], line["seed"])
-        losses[key][line["rule"]] = line["loss"]
-    behind: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (part, network, inner, *_), by_rule in losses.items():
-        best = min(value if math.isfinite(value) else math.inf for value in (by_rule[fixed] for fixed in FIXED))
-        for rule, loss in by_rule.items():
-            gap = 100 * (loss / best - 1) if math.isfinite(loss) else math.inf
-            for group in (f"{inner}, {network}", f"all {inner}", "all"):
-                behind[part, group][rule].append(gap)
+        key = (line["part"], line["network"], line["inner"], line["schedule"], line["lr_factor"])
+        losses[key][line["rule"]].append(line["loss"])
+    behind: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (part, *_), by_rule in losses.items():
+        means = {rule: mean(values) for rule, values in by_rule.items()}
+        best = min(means[fixed] for fixed in FIXED)
+        for rule, loss in means.items():
+            behind[rule][part].append(100 * (loss / best - 1))
     rows = []
-    for (part, group), gaps in behind.items():
-        shown = {rule: f"{mean(values):+.2f} % (at worst {max(values):+.1f})" for rule, values in gaps.items()}
-        rows.append({"cells": f"{group} ({len(gaps[FIXED[0]])} cells)", "part": part, **shown})
+    for rule, of_part in behind.items():
+        row: dict[str, Any] = {"outer momentum": rule}
+        for part, gaps in of_part.items():
+            row[f"{part}: mean gap %"] = round(mean(gaps), 2)
+            row[f"{part}: worst gap %"] = round(max(gaps), 2)
+            row[f"{part}: cells over 1 %"] = sum(gap > 1 for gap in gaps)
+            row[f"{part}: cells"] = len(gaps)
+        rows.append(row)
     return rows
 
 
@@ -404,8 +407,7 @@ def main() -> None:
     raw = args.files[0].read_text()
     letters = sorted(set(raw))
     text = torch.tensor([letters.index(c) for c in raw], device=args.device)
-    chosen = args.rules.split(";") if args.rules else list(RULES) if args.part == "choose" else [*FIXED, "auto"]
-    cells = cells_of(chosen, SEEDS[args.part])
+    cells = cells_of(args.rules.split(";") if args.rules else list(RULES), SEEDS[args.part])
     share, shares = map(int, args.share.split("/"))
     for network in NETWORKS[args.part][share::shares]:
         start = time.perf_counter()
