@@ -99,24 +99,21 @@ class Rule:
 
     lr: float = 1.0
     start: float = 0.0  # of the momentum; with a gain, times min(1, H/16)
-    waits: bool = False  # for the first agreement, and starts there only if that is above the aim
     gain: float = 0.0  # 0: the momentum stays
     aim: float = 0.05
     memories: float = 2.5  # of the inner optimizer, which the lag outlasts
     most: float = 0.9
 
 
-AUTO = Rule(gain=0.5, start=0.3, waits=True, most=0.7)
+AUTO = Rule(gain=0.5, most=0.7)
 RULES = {
     "0": Rule(),
     "0.6": Rule(lr=0.7, start=0.6),
     "0.9": Rule(lr=0.7, start=0.9),
     "auto": AUTO,
-    "auto, from 0": replace(AUTO, start=0.0),
-    "auto, from 0 to 0.8": replace(AUTO, start=0.0, most=0.8),
-    "auto, from 0.4": replace(AUTO, start=0.4),
-    "auto, from 0.2 at once": replace(AUTO, start=0.2, waits=False),
-    "auto, from 0.3 at once": replace(AUTO, waits=False),
+    "auto, up to 0.8": replace(AUTO, most=0.8),
+    "auto, from 0.2": replace(AUTO, start=0.2),
+    "auto, from 0.3": replace(AUTO, start=0.3),
 }
 FIXED = ("0", "0.6", "0.9")
 
@@ -255,11 +252,9 @@ class Outer:
         self.of = {name: torch.tensor([asdict(rule)[name] for rule in rules], device=device) for name in asdict(AUTO)}
         weight = min(1.0, network.every / WHOLE_AT)
         self.gain = weight * self.of["gain"]
-        self.start = self.of["start"] * torch.where(self.gain > 0, weight, 1.0)
-        self.mu = [torch.where(self.of["waits"], 0.0, self.start) for _ in self.slices]
+        self.mu = [self.of["start"] * torch.where(self.gain > 0, weight, 1.0) for _ in self.slices]
         self.q = [self.of["aim"].clone() for _ in self.slices]
         self.past: list[list[Tensor]] = [[] for _ in self.slices]  # the last outer steps
-        self.num_rounds = [0] * self.fragments
         betas = [0.95 if cell.inner == "muon" else 0.9 for cell in cells]
         each = zip(rules, betas, strict=True)
         lags = [max(1, math.ceil(rule.memories / (1 - beta) / network.every - 1e-9)) for rule, beta in each]
@@ -294,10 +289,6 @@ class Outer:
         for lag, cells in self.at_lag.items():
             if len(past) >= lag:
                 q[cells] = F.cosine_similarity(drift[cells], past[-lag][cells], 1, 1e-30)
-            if self.num_rounds[number] == lag:  # the first that can be compared
-                starts = of["waits"][cells] & (q[cells] > of["aim"][cells])
-                mu[cells] = torch.where(starts, self.start[cells], mu[cells])
-        self.num_rounds[number] += 1
         self.mu[number] = mu = torch.minimum((mu + self.gain * (q - of["aim"])).clamp_min(0.0), of["most"])
         buffer = self.buffer[:, self.slices[number]]
         buffer.mul_(mu[:, None]).add_(drift)

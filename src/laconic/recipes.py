@@ -382,8 +382,8 @@ def diloco(
 def streaming(
     every: int = 16,
     *,
-    fragments: int = 4,
-    delay: int = 4,
+    fragments: int = 8,
+    delay: int = 2,
     bits: int = CODE_BITS,
     block: int = 512,
     lr: float | None = None,
