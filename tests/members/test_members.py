@@ -236,6 +236,11 @@ def test_what_a_server_cannot_continue_is_one_line(tmp_path: Path) -> None:
         laconic.MemberServer(SCHEME, "127.0.0.1:0", tape=tape)
     with pytest.raises(StateError, match=r"cannot read .*none \(.*\); give a tape of"):
         replay(tmp_path / "none")
+    other = laconic.parse(SCHEME.replace("delay=", "warmup=1,delay="))
+    assert isinstance(other, laconic.OuterScheme)
+    object.__setattr__(other, "label", str(laconic.parse(SCHEME)))  # as where a recipe's defaults have changed
+    with pytest.raises(StateError, match="is of other rounds than trigger=rounds"):
+        laconic.MemberServer(other, "127.0.0.1:0", state=folder)
     whole = (folder / "fragment-0.npz").read_bytes()
     place = whole.index(b"\x93NUMPY") + 200  # amid the entries of a vector
     flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]

@@ -608,6 +608,23 @@ def test_another_number_of_workers_keeps_the_momentum_by_agreement() -> None:
             assert all(map(torch.equal, state["momenta"][number]["anchors"], saved["anchors"]))
 
 
+def test_other_fragments_begin_their_momentum_anew() -> None:
+    text = "streaming:every=2,fragments=2,delay=0"
+    states = [learner.follower.state_dict() for learner in drifted(text, M, 12)]
+
+    def go_on(transport: InProcess) -> float:
+        learner = Learner(
+            "streaming:every=2,fragments=1,delay=0", transport.rank, lambda m, o, s: followed(m, o, s, transport), 0.1
+        )
+        learner.follower.load_state_dict(states[transport.rank])
+        begun = learner.follower.stats().momentum
+        for number in range(6):
+            learner.drift(number)
+        return float(begun)
+
+    assert in_process(M, go_on) == [0.0] * M
+
+
 @pytest.mark.parametrize("text", ["streaming:every=4,fragments=2,delay=2", "gossip:mode=matched,seed=4"])
 def test_to_evaluate_the_mean_changes_nothing(text: str) -> None:
     def work(transport: InProcess, evaluates: bool) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -44,7 +44,7 @@ from laconic.members.messages import (
     Word,
 )
 from laconic.outer import OuterMomentum, OuterSGD
-from laconic.scheme import OuterScheme
+from laconic.scheme import OuterScheme, write_part
 
 _LOG = logging.getLogger("laconic.members")
 _ANSWERS = 64  # whose delays the wait budget follows
@@ -630,6 +630,7 @@ class Syncer:
         return {
             **self.fragments[number].state_dict(),
             "scheme": str(self.scheme),
+            "trigger": write_part("trigger", self.scheme.when),  # defaults of a recipe may change
             "mask_bits": self.mask_bits,
             "run": self.run,
             "founder": self._founder_generation,
@@ -647,10 +648,13 @@ class Syncer:
             StateError: They are of another scheme, or some are missing.
         """
         latest = max(states.values(), key=lambda state: int(state["rounds"]))
+        trigger = write_part("trigger", self.scheme.when)
         if latest["scheme"] != str(self.scheme):
             raise StateError(
                 f"the state is of {latest['scheme']}, and this server runs {self.scheme}; give that scheme"
             )
+        if latest.get("trigger", "") != trigger:
+            raise StateError(f"the state is of other rounds than trigger={trigger}; begin in an empty folder")
         if int(latest["mask_bits"]) != self.mask_bits:
             raise StateError(f"the state is of a run with mask_bits={latest['mask_bits']}; serve it with that")
         if missing := set(latest["fragments"]) - states.keys():

@@ -430,9 +430,10 @@ class OuterRounds(Policy):
             anchor.copy_(own["anchor"][name])
         self._agreed = own["buffers"].to(self._home)
         self._optimizer.load_state_dict(own["outer"])
-        for number, momentum in self._momenta.items():
-            if saved := own.get("momenta", {}).get(number):  # none, where it was fixed till then
-                momentum.load_state_dict(saved)
+        saved = own.get("momenta", {})  # none, where it was fixed till then
+        if len(saved) == len(self._momenta):  # of other fragments it says nothing
+            for number, momentum in self._momenta.items():
+                momentum.load_state_dict(saved[number])
         self._session.load_state_dict([state["session"] for state in states])
         self._alike = False
         self._num_rounds = own["rounds"]
