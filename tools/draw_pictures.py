@@ -71,8 +71,8 @@ _QUESTIONS = (
     "not sent is kept and added to the next; a trigger says when, and an outer optimizer what follows."
 )
 _ROUNDS = (
-    "Outer steps in four fragments: every four steps another one is sent, travels while training goes on, and its "
-    "result is applied four steps later."
+    "Outer steps in eight fragments: every two steps another one is sent, travels while training goes on, and its "
+    "result is applied two steps later."
 )
 
 
@@ -96,7 +96,7 @@ def questions() -> str:
 
 def rounds() -> str:
     """When each fragment of `streaming` is sent and applied, over two periods."""
-    rule = Rounds(every=16, fragments=4, delay=4)
+    rule = Rounds(every=16, fragments=8, delay=2)
     left, pitch, row, last = 100, 12, 36, 2 * rule.every
     drawn = '  <text class="n" x="10" y="32">training</text>\n'
     drawn += f'  <rect class="box" x="{left}" y="16" width="{pitch * last}" height="22"/>\n'

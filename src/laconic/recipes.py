@@ -382,8 +382,8 @@ def diloco(
 def streaming(
     every: int = 16,
     *,
-    fragments: int = 8,
-    delay: int = 2,
+    fragments: int | None = None,
+    delay: int | None = None,
     bits: int = CODE_BITS,
     block: int = 512,
     lr: float | None = None,
@@ -394,7 +394,10 @@ def streaming(
     """Fragments of the model agree in turn, in the background and in few bits: for transformers over slow links.
 
     D = mean(maxnorm(anchor - x_i)) ; b = m*b + D ; anchor -= lr * (D + m*b) (Douillard et al., arXiv 2501.18512).
+    Eight fragments, applied H/16 steps later and two at least, where H steps have room for them.
     """
+    fragments = min(8, every) if fragments is None else fragments
+    delay = min(max(2, every // 16), every) if delay is None else delay
     return OuterScheme(
         exchanged=_in_few_bits(bits, Nothing(), block=block, seed=seed),
         when=Rounds(every=every, fragments=fragments, delay=delay, warmup=warmup),

@@ -86,9 +86,9 @@ def test_work_beside_a_step_is_paid_where_no_core_is_free() -> None:
 def test_a_slow_link_sets_the_pace() -> None:
     slow = replace(REHEARSAL, talk_s=2.0, choose_s=0.0, apply_s=0.0)
     assert predict(candidate("bf16"), COMPUTE, slow).step_s == pytest.approx(0.05 + 2.0 + 0.02)
-    # streaming sends 4 fragments in 16 steps, each of which may travel for 4 steps unnoticed: 0.4 s.
-    fragment_s = 0.001 + (2.0 - 0.002) / 4
-    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 4 * (fragment_s - 0.4) / 16)
+    # streaming sends 8 fragments in 16 steps, each of which may travel for 2 steps unnoticed: 0.2 s.
+    fragment_s = 0.001 + (2.0 - 0.002) / 8
+    assert predict(candidate("streaming"), COMPUTE, slow).step_s == pytest.approx(0.1 + 8 * (fragment_s - 0.2) / 16)
 
 
 def test_who_keeps_an_appointment_waits_for_what_crosses() -> None:
@@ -250,9 +250,9 @@ def test_penalties_are_those_of_the_record() -> None:
     ("wanted", "near"),
     [
         ("topk:rho=0.02", "topk:rho=0.01"),
-        ("streaming:every=12", "streaming"),
-        ("streaming:every=24,bits=2", "streaming:bits=2"),
-        ("streaming:every=100", "streaming:every=64"),
+        ("streaming:every=12", "streaming:fragments=4,delay=4"),
+        ("streaming:every=24,bits=2", "streaming:fragments=4,delay=4,bits=2"),
+        ("streaming:every=100", "streaming:every=64,fragments=4,delay=4"),
         ("muloco:every=16,fragments=4,delay=4", "muloco"),
         ("muloco:every=16,bits=2", "muloco:bits=2"),
         ("bf16 --accumulate 3", "bf16 --accumulate 4"),
