@@ -121,7 +121,7 @@ class Agreement(Nesterov):
 
     def lag(self, every: int, inner_momentum: float) -> int:
         """The rounds of `every` steps after which an inner optimizer of such momentum has forgotten."""
-        return max(1, math.ceil(self._MEMORIES / ((1 - inner_momentum) * every)))
+        return max(1, math.ceil(self._MEMORIES / (1 - inner_momentum) / every - 1e-9))  # 25 steps of 0.9, not 25.000001
 
     def adapted(self, momentum: float, agreement: float, every: int) -> float:
         """The momentum after a round of `every` steps and this agreement q."""
