@@ -377,7 +377,7 @@ def rows_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             behind[rule][part].append(100 * (loss / best - 1))
     rows = []
     for rule, of_part in behind.items():
-        row: dict[str, Any] = {"outer momentum": rule}
+        row: dict[str, Any] = {"network" if "fragments" in of_part else "outer momentum": rule}
         for part, gaps in of_part.items():
             row[f"{part}: mean gap %"] = round(mean(gaps), 2)
             row[f"{part}: worst gap %"] = round(max(gaps), 2)
