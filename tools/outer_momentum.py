@@ -3,6 +3,7 @@
     python tools/outer_momentum.py choose FILE --out cells.jsonl [--device cuda]     # of text
     python tools/outer_momentum.py confirm FILE --out cells.jsonl [--device cuda]    # other networks, other seeds
     python tools/outer_momentum.py again FILE --out cells.jsonl --rules "0;0.6;0.9;auto"    # and others once more
+    python tools/outer_momentum.py fragments FILE --out cells.jsonl --rules auto     # networks, under one rule
     python tools/outer_momentum.py rows cells.jsonl ...                              # the rows of a record
 
 All cells that share H, delay, code and number of workers lie in one tensor, a row for each worker of each: a step of
@@ -53,7 +54,7 @@ class Network:
         return f"H={self.every} in {self.fragments}, {self.delay} late, {code}, {self.workers} workers"
 
 
-NETWORKS = {  # choose and confirm were split before any was run, and again was run after the choice
+NETWORKS = {  # choose and confirm were split before any was run; again and fragments were run later
     "choose": [
         Network(2, 0, "4", 4),
         Network(4, 1, "4", 8),
@@ -361,18 +362,20 @@ def train(network: Network, cells: Sequence[Cell], text: Tensor, vocabulary: int
 def rows_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a record: how far each rule's loss, the mean over seeds, is behind the best fixed one's of each cell.
 
-    Of the part "fragments" it is how far each network's loss is behind the first one's.
+    The part "fragments" compares networks under each rule instead, with its first one.
     """
     losses: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        cell = line["inner"], line["schedule"], line["lr_factor"]
-        names = line["network"], line["rule"]
-        of, name = reversed(names) if line["part"] == "fragments" else names
-        losses[line["part"], of, *cell][name].append(line["loss"] if math.isfinite(line["loss"]) else math.inf)
+        shared, compared = line["network"], line["rule"]
+        if line["part"] == "fragments":
+            shared, compared = compared, shared
+        key = (line["part"], shared, line["inner"], line["schedule"], line["lr_factor"])
+        losses[key][compared].append(line["loss"] if math.isfinite(line["loss"]) else math.inf)
     behind: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (part, *_), by_rule in losses.items():
         means = {rule: mean(values) for rule, values in by_rule.items()}
-        best = means[str(NETWORKS[part][0])] if part == "fragments" else min(means[fixed] for fixed in FIXED)
+        controls = [str(NETWORKS[part][0])] if part == "fragments" else FIXED
+        best = min(means[control] for control in controls)
         for rule, loss in means.items():
             behind[rule][part].append(100 * (loss / best - 1))
     rows = []
