@@ -33,6 +33,7 @@ from laconic.replicas import OuterRounds, consensus, inner_momentum, policy_for
 from laconic.session import OnMismatch
 from laconic.transport import InProcess, in_process
 from laconic.transport.virtual import _Meeting
+from laconic.trigger import Rounds
 from tests.gossiping import Learner, Small, drifted, followed, matched
 from tests.logs import logged
 from tests.parts import outer_texts
@@ -560,6 +561,7 @@ def test_the_lag_outlasts_the_momentum_of_the_inner_optimizer(
 ) -> None:
     assert inner_momentum(make(Small())) == beta
     assert Agreement().lag(4, beta) == lag
+    assert Agreement().lag(round(2.5 / (1 - beta)), beta) == 1  # also where 1 - beta is rounded down
 
 
 @pytest.mark.parametrize("text", ["streaming:every=2,fragments=2,delay=1,momentum=auto", "gossip:mode=matched,seed=4"])
@@ -606,6 +608,11 @@ def test_another_number_of_workers_keeps_the_momentum_by_agreement() -> None:
         for number, saved in states[0]["momenta"].items():
             assert state["momenta"][number]["value"] == saved["value"]
             assert all(map(torch.equal, state["momenta"][number]["anchors"], saved["anchors"]))
+
+
+@pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 1), (4, 4, 2), (16, 8, 2), (64, 8, 4)])
+def test_streaming_has_room_for_its_fragments_in_any_period(every: int, fragments: int, delay: int) -> None:
+    assert outer(f"streaming:every={every}").when == Rounds(every=every, fragments=fragments, delay=delay)
 
 
 def test_other_fragments_begin_their_momentum_anew() -> None:
