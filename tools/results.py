@@ -97,7 +97,8 @@ def run_experiment(folder: Path, name: str) -> Path:
         raise TaskError(f"no experiment is called {name!r}; write one of {', '.join(declared)}")
     args = declared[name]
     start = time.monotonic()
-    rows = (_compared if args["command"].startswith("laconic compare") else _printed)(args)
+    all_rows = (_compared if args["command"].startswith("laconic compare") else _printed)(args)
+    rows = [{key: row[key] for key in args.get("columns", row)} for row in all_rows]
     duration_s = time.monotonic() - start
     about = {key: args[key] for key in ("what", "command", "sources")}
     return write_result(folder, name, rows=rows, seed=args.get("seeds", 0), duration_s=duration_s, **about)
@@ -111,14 +112,10 @@ def _compared(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _printed(experiment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that another command prints, an object a line, or one object with a list of them as "fits".
-
-    Of each row those columns are kept that the experiment names, or all.
-    """
+    """The rows that another command prints, an object a line, or one object with a list of them as "fits"."""
     printed = _run(experiment, [], stdout=subprocess.PIPE).stdout
     objects = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    rows = [row for each in objects for row in each.get("fits", [each])]
-    return [{key: row[key] for key in experiment.get("columns", row)} for row in rows]
+    return [row for each in objects for row in each.get("fits", [each])]
 
 
 def _run(experiment: Mapping[str, Any], more: Sequence[str], stdout: Any) -> subprocess.CompletedProcess[str]:
